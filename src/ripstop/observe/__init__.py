@@ -1,0 +1,1 @@
+"""What happened, told truthfully: failures, reports, log lines."""

@@ -1,0 +1,44 @@
+"""One worker's failure, and the report of a job's end.
+
+Data only, small enough to travel: texts are cut where they are gathered (see `workers/failures.py`).
+"""
+
+from dataclasses import dataclass
+
+from ripstop.round import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one worker is dead.
+
+    `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
+    `exitcode` and `signal` is set, except for a worker that could not be started at all: then neither is.
+    """
+
+    rank: int
+    local_rank: int
+    round: int
+    host: str
+    at: float
+    pid: int | None = None
+    exitcode: int | None = None
+    signal: str | None = None
+    message: str = ""
+    traceback: str = ""
+    oom: str = ""
+    log_tail: tuple[str, ...] = ()
+    error_file: str = ""
+    logs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The end of a job: how, why, and the failures of its last round, the culprit first."""
+
+    run_id: str
+    outcome: Outcome
+    why: str
+    rounds: int
+    restarts: int
+    failures: tuple[Failure, ...] = ()
