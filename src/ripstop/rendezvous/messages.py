@@ -1,0 +1,164 @@
+"""What agents and the coordinator say to each other.
+
+Every message is a frozen dataclass; `codec.py` turns it into JSON and back.  Nothing here is a decision.
+
+Handshake, the coordinator first:  Challenge → Hello → Welcome | Rejected.  Then the agent joins, and both talk freely.
+What an agent says of a round carries the round's number.  A `Join` tells the agent's whole state, so that a message
+lost with a connection is never missed and a coordinator that knows nothing can learn the job from its agents.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ripstop.observe.failure import Failure, Report
+from ripstop.round import Node, Place
+
+VERSION = 1
+
+
+# the handshake ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Coordinator: prove that you know the job's secret."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Agent: the proof, who I am, and a challenge in return."""
+
+    run_id: str
+    node: str
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost."""
+
+    proof: str
+    lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Coordinator: not you, and why; `final` means that trying again will not help."""
+
+    why: str
+    final: bool = True
+
+
+# agent → coordinator ------------------------------------------------------------------------------------------------
+
+
+class Status(StrEnum):
+    """What an agent's workers are doing in the round it holds."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    FAILED = "failed"
+    SUCCEEDED = "succeeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """I want to be part of the job, or still am: this is all I know."""
+
+    node: Node
+    min_nodes: int
+    max_nodes: int
+    ready: bool = False
+    store_port: int = 0
+    held: Place | None = None
+    status: Status = Status.IDLE
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """My workers can start at once, and this port listens for a round's store."""
+
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker of mine died in this round."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    """All my workers of this round exited 0."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """I was told to stop; my workers are being stopped.  Do not count on me for another round."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """My workers are gone, as `Closing` asked; this is how they died."""
+
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """My last word."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am alive; both sides say it."""
+
+
+# coordinator → agent ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """This round is committed and this is your place in it; stop whatever you run of an older one."""
+
+    place: Place
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """There is no round for you now: stop what you run of this round or an older one, and wait."""
+
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The job has failed or is to end: stop your workers and tell how they died."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The job is over."""
+
+    report: Report
+
+
+FromAgent = Hello | Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Beat
+FromCoordinator = Challenge | Welcome | Rejected | Assign | Hold | Closing | Closed | Beat
+Message = FromAgent | FromCoordinator
