@@ -1,13 +1,17 @@
-"""The one configuration, frozen, and its only reader of the environment.
+"""The one configuration, frozen.
 
-Flags, environment variables and API calls become a `RunConfig` here; nobody else reads settings.  What the words mean
-to a user is in `cli/run.py`; this module holds the values and the rules between them.
+Flags, environment variables and API calls become a `RunConfig`; nobody reads settings anywhere else.  This module holds
+the values, and one reader for every form a value is written in (`4`, `1:4`, `host:port`, `90s`, `0:1,1:2`, `k=v`).
+A reader takes the name under which the user wrote the value, so that its error is about what the user sees.  Which
+flags there are and how they go together is in `cli/run.py` and `cli/meeting.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
 
+from ripstop.errors import UsageError
 from ripstop.round import Address
 
 
@@ -135,3 +139,195 @@ class RunConfig:
     logs: Logs = field(default_factory=Logs)
     token: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """All of `ripstop coordinator`: a coordinator of its own, without workers."""
+
+    run_id: str
+    endpoint: Address
+    min_nodes: int = 1
+    max_nodes: int = 1
+    budget: Budget = field(default_factory=Budget)
+    timing: Timing = field(default_factory=Timing)
+    token: str = field(default="", repr=False)
+    notes: tuple[str, ...] = ()
+
+
+# readers ------------------------------------------------------------------------------------------------------------
+
+COORDINATOR_PORT = 29400
+MASTER_PORT = 29500
+MOST_NODES = 100_000
+MOST_SLOTS = 4_096
+LONGEST_NAME = 200
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
+
+
+def whole(name: str, text: str, *, least: int, most: int, remedy: str = "") -> int:
+    """A whole number between `least` and `most`."""
+    wanted = remedy or f"give a number from {least} to {most}"
+    digits = text.strip().removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
+        raise UsageError(f"{name}={text}: not a whole number; {wanted}")
+    if not least <= (number := int(text)) <= most:
+        side = "below the least" if number < least else "above the most"
+        raise UsageError(f"{name}={text}: {side} that makes sense ({least if number < least else most}); {wanted}")
+    return number
+
+
+def port(name: str, text: str, *, least: int = 1) -> int:
+    return whole(name, text, least=least, most=65535, remedy=f"give a port from {least} to 65535")
+
+
+def duration(name: str, text: str, *, positive: bool = False) -> float:
+    """Seconds, written as a number with or without a unit: `90`, `0.5`, `90s`, `10m`, `1h`."""
+    digits = text.strip().rstrip("smhd")
+    unit = text.strip()[len(digits) :] or "s"
+    try:
+        seconds = float(digits) * UNITS[unit]
+    except (ValueError, KeyError):
+        raise UsageError(f"{name}={text}: not a time; give seconds, or a number with a unit: 90s, 10m, 1h") from None
+    if not 0 <= seconds < float("inf") or (positive and seconds == 0):
+        least = "above 0" if positive else "0 or more"
+        raise UsageError(f"{name}={text}: a time is {least} and finite; give seconds, or 90s, 10m, 1h")
+    return seconds
+
+
+def truth(name: str, text: str) -> bool:
+    match text.strip().lower():
+        case "1" | "true" | "t" | "yes" | "y":
+            return True
+        case "0" | "false" | "f" | "no" | "n":
+            return False
+    raise UsageError(f"{name}={text}: neither true nor false; write {name}=1 or {name}=0")
+
+
+def nodes(name: str, text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX`."""
+    parts = text.split(":")
+    if len(parts) > 2:
+        raise UsageError(f"{name}={text}: neither a number nor a range; write {name}=4 or {name}=2:4")
+    fewest, most = (
+        whole(name, part, least=1, most=MOST_NODES, remedy=f"write {name}=4 or {name}=2:4")
+        for part in (parts[0], parts[-1])
+    )
+    if fewest > most:
+        raise UsageError(
+            f"{name}={text}: the minimum ({fewest}) is above the maximum ({most}); write {name}={most}:{fewest}"
+        )
+    return fewest, most
+
+
+def host(name: str, text: str) -> str:
+    """A host name or address; brackets around an IPv6 address are taken off."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not bare or not all(c.isalnum() or c in "._:-%" for c in bare):
+        raise UsageError(f"{name}={text}: not a host name or address; write it like node0, 10.0.0.7 or [fd00::7]")
+    return bare
+
+
+def address(name: str, text: str, *, default_port: int) -> Address:
+    """`host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
+    text = text.strip()
+    if text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
+        where, number = text, ""
+    else:
+        where, _, number = text.rpartition(":") if ":" in text else (text, "", "")
+        if ":" in text and not number:
+            raise UsageError(f"{name}={text}: no port after the colon; write {name}={where}:{default_port}")
+    return Address(host(name, where), port(f"{name} port", number, least=0) if number else default_port)
+
+
+def streams(name: str, text: str, slots: int) -> StreamMap:
+    """`3` for every worker, or `0:1,1:2` for some."""
+    if text in ("0", "1", "2", "3"):
+        return StreamMap(Streams(int(text)))
+    by_rank: dict[int, Streams] = {}
+    for part in text.split(","):
+        rank, _, choice = part.partition(":")
+        if not (rank.isascii() and rank.isdigit() and len(rank) < 20) or choice not in ("0", "1", "2", "3"):
+            raise UsageError(
+                f"{name}={text}: {part!r} is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+                "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2"
+            )
+        if int(rank) in by_rank:
+            raise UsageError(f"{name}={text}: names local rank {rank} twice; keep one of the two")
+        if int(rank) >= slots:
+            raise UsageError(f"{name}={text}: names local rank {rank}; this node's are 0 to {slots - 1}: leave it out")
+        by_rank[int(rank)] = Streams(int(choice))
+    return StreamMap(Streams.NONE, tuple(sorted(by_rank.items())))
+
+
+def word(name: str, text: str) -> str:
+    """A name that is printed, put into variables and made a directory of."""
+    if not text or len(text) > LONGEST_NAME:
+        raise UsageError(f"{name}={text[:40]}: has {len(text)} characters; choose a name of 1 to {LONGEST_NAME}")
+    if text.startswith(".") or not all(c.isprintable() and not c.isspace() and c not in "/[]:" for c in text):
+        raise UsageError(f"{name}={text}: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _")
+    return text
+
+
+def pairs(name: str, text: str) -> dict[str, str]:
+    """`key=value,key=value`; nothing written is no pair."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if not key or not value:
+            raise UsageError(f"{name}={text}: {part!r} is not key=value; write {name}=join_timeout=600,lease=3")
+        if key in found:
+            raise UsageError(f"{name}={text}: {key} is there twice; keep one of the two")
+        found[key] = value
+    return found
+
+
+def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
+    """The waits that `--rdzv-conf` sets, and what there is to say about those that set nothing."""
+    known = {"join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host"}
+    beats = {"keep_alive_interval", "keep_alive_max_attempt"}
+    for key in conf:
+        if key not in known | beats | IDLE_CONF:
+            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(known | beats))}")
+    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(beats))):
+        if one in conf and other in conf:
+            raise UsageError(f"{name}: {one}={conf[one]} and {other}={conf[other]} set the same wait; keep {one}")
+
+    def seconds(key: str, default: float, *, positive: bool = True) -> float:
+        return duration(f"{name} {key}", conf[key], positive=positive) if key in conf else default
+
+    default = Timing()
+    lease = seconds("lease", default.lease)
+    if beats & conf.keys():
+        attempts = whole(f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), least=1, most=1000)
+        lease = seconds("keep_alive_interval", 5.0) * attempts
+    waits = Timing(
+        settle=seconds("last_call_timeout", default.settle, positive=False),
+        join=seconds("join_timeout", seconds("timeout", default.join)),
+        lease=lease,
+        coordinator=seconds("coordinator_timeout", default.coordinator),
+        shutdown=shutdown,
+    )
+    return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+
+
+def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The job's secret, "" when there is none, and what there is to say about where it lies."""
+    if "RIPSTOP_TOKEN" in environ and "RIPSTOP_TOKEN_FILE" in environ:
+        raise UsageError("RIPSTOP_TOKEN and RIPSTOP_TOKEN_FILE are both set; a job has one secret: unset one of them")
+    if "RIPSTOP_TOKEN" in environ:
+        if not (token := environ["RIPSTOP_TOKEN"].strip()):
+            raise UsageError("RIPSTOP_TOKEN is empty; give the job's secret, or unset it to run without one")
+        return token, []
+    if "RIPSTOP_TOKEN_FILE" not in environ:
+        return "", []
+    path = Path(environ["RIPSTOP_TOKEN_FILE"])
+    try:
+        token, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"RIPSTOP_TOKEN_FILE={path}: cannot be read: {why}; name a text file you may read") from None
+    if not token:
+        raise UsageError(f"RIPSTOP_TOKEN_FILE={path}: is empty; put the job's secret into it")
+    return token, [f"RIPSTOP_TOKEN_FILE={path}: everyone can read it; chmod 600 {path}"] if mode & 0o004 else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ripstop.observe.failure import Failure, Report
-from ripstop.round import Node, Place
+from ripstop.round import Node, Outcome, Place
 
 VERSION = 1
 
@@ -65,24 +65,33 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """My workers can start at once, and this port listens for the store of a round after this one.
+
+    `after` is the highest round I had heard of; an offer is good for the connection over which it was made.
+    """
+
+    store_port: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
-    """I want to be part of the job, or still am: this is all I know."""
+    """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
+
+    `newest` is the highest round I ever heard of; `held` the one whose workers I have, or will start when older ones
+    are gone; `closing` is what I was told of the job's end, by a coordinator that may be gone now.
+    """
 
     node: Node
     min_nodes: int
     max_nodes: int
-    ready: bool = False
-    store_port: int = 0
+    newest: int = 0
+    ready: Ready | None = None
     held: Place | None = None
     status: Status = Status.IDLE
     failures: tuple[Failure, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """My workers can start at once, and this port listens for a round's store."""
-
-    store_port: int
+    closing: "Closing | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,7 @@ class Closing:
     """The job has failed or is to end: stop your workers and tell how they died."""
 
     why: str
+    outcome: Outcome = Outcome.FAILED
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,100 @@
+# Everything sets itself up: a machine with Python ≥ 3.11 is enough.  `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+# A stamp says "this group of requirements is installed"; its name is their contents, so nothing is installed twice
+# and a second run needs no network.
+stamp = $(VENV)/.$(1)-$(shell { sed '/^\[tool/Q' pyproject.toml; cat requirements/run.txt requirements/$(1).txt; } | sha256sum | cut -c1-12)
+RUN := $(call stamp,run)
+TEST := $(call stamp,test)
+CHECK := $(call stamp,check)
+DOCS := $(call stamp,docs)
+BENCH := $(call stamp,bench)
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+.PHONY: demo
+demo: $(RUN)  ## two workers train, one is killed, the job goes on and finishes
+	@python examples/demo.py
+
+.PHONY: test
+test: $(TEST) tools  ## the tests, without the long ones
+	python -m pytest -m "not long"
+
+.PHONY: test-all
+test-all: $(TEST) tools  ## the tests, all of them
+	python -m pytest
+
+.PHONY: check
+check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports --no-cache
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir $(VENV)/site
+
+.PHONY: format
+format: $(CHECK)  ## put the code in our style
+	ruff check --fix .
+	ruff format .
+
+.PHONY: bench
+bench: $(BENCH)  ## measure ripstop beside torchrun
+	python bench/recovery.py
+
+.PHONY: venv
+venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
+
+.PHONY: clean
+clean:  ## remove all that was made here
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(find_python); \
+	echo "making $(VENV) with $$python"; \
+	"$$python" -m venv $(VENV)
+
+$(RUN): | $(BIN)/python
+	@echo "installing ripstop and what a job needs (torch is large: minutes, once)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/run.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
+	@rm -f $(VENV)/.run-*; touch $@
+
+# The other groups: $(VENV)/.GROUP-HASH
+$(TEST) $(CHECK) $(DOCS) $(BENCH): | $(RUN)
+	@group=$$(basename $@ | sed 's/^\.\(.*\)-[0-9a-f]*$$/\1/'); \
+	echo "installing requirements/$$group.txt"; \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/$$group.txt; \
+	rm -f $(VENV)/.$$group-*; touch $@
+
+# The first interpreter that is new enough and can make virtual environments.
+define find_python
+python=; \
+for name in python3 python3.13 python3.12 python3.11; do \
+	if "$$name" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
+	then python=$$name; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+	echo "no Python >= 3.11 with the venv module on PATH; install one (Debian, Ubuntu: apt install python3-venv)" >&2; \
+	exit 1; \
+fi
+endef
+
+# Tests across network namespaces want `ip`; without it they say so and skip.
+.PHONY: tools
+tools:
+	@if ! command -v ip >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing iproute2 for the network-namespace tests"; \
+		{ apt-get -qq update && apt-get -qq install -y iproute2; } >/dev/null 2>&1 \
+			|| echo "iproute2 could not be installed; those tests will skip"; \
+	fi

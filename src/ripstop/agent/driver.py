@@ -1,0 +1,324 @@
+"""Carries out what the agent's machine decides: processes, logs, store ports, signals, timers, the link.
+
+Nothing is decided here.  Everything runs in one event loop; what takes time is a task, and every end of a task is an
+event for the machine.  Events that come while commands are being executed wait for their turn.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+
+from ripstop.agent.machine import (
+    Agent,
+    Event,
+    Got,
+    Linked,
+    OfferStore,
+    Offered,
+    Quit,
+    Say,
+    Settings,
+    Signalled,
+    Start,
+    Stop,
+    Tell,
+    Tick,
+    Unlinked,
+    Warmed,
+    WorkersDone,
+    WorkersFailed,
+    WorkersStopped,
+)
+from ripstop.config import RunConfig
+from ripstop.errors import StartError
+from ripstop.rendezvous.link import Link
+from ripstop.rendezvous.messages import FromCoordinator, Rejected
+from ripstop.round import Node, Place
+from ripstop.workers.console import Console
+from ripstop.workers.environment import worker_environment
+from ripstop.workers.failures import Memory, gather, not_started, read_memory
+from ripstop.workers.group import Exit, Group
+from ripstop.workers.logs import LogDirectory, RoundLogs
+from ripstop.workers.process import Children
+from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.store import StorePort
+
+log = logging.getLogger("ripstop.agent")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(slots=True)
+class Running:
+    """The workers of one round."""
+
+    place: Place
+    logs: RoundLogs
+    memory: Memory
+    left: int  # workers that have not exited 0
+    group: Group | None = None
+    sent: set[int] = field(default_factory=set)  # signals that are ours, not failures
+
+
+class Driver:
+    """One agent's hands; `run` lasts as long as the agent."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        node: Node,
+        spawner: Spawner,
+        link: Link,
+        directory: LogDirectory,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._spawner = spawner
+        self._link = link
+        self._directory = directory
+        self._environ = environ
+        self._loop = asyncio.get_running_loop()
+        self._machine = Agent(
+            Settings(node, config.min_nodes, config.max_nodes, config.timing),
+            self._loop.time(),
+        )
+        self._children = Children()
+        self._console = Console()
+        self._events: deque[Event] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: Running | None = None
+        self._offered: StorePort | None = None
+        self._store: StorePort | None = None
+        self._end: asyncio.Future[Quit] = self._loop.create_future()
+        self._troubled: float | None = None  # when the workers that are to be replaced failed or were stopped
+
+    async def run(self) -> Quit:
+        """Take part in the job until it is over for this node."""
+        for signum in SIGNALS:
+            self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
+        self._link.open(self)
+        self._task(self._warm_up())
+        self._arm()
+        try:
+            return await self._end
+        finally:
+            await self._clean_up()
+
+    # events in --------------------------------------------------------------------------------------------------------
+
+    def on_linked(self) -> None:
+        self._feed(Linked(self._link.local_host or "127.0.0.1"))
+
+    def on_message(self, message: FromCoordinator) -> None:
+        self._feed(Got(message))
+
+    def on_unlinked(self, why: str) -> None:
+        self._feed(Unlinked(why))
+
+    def on_refused(self, why: str) -> None:
+        self._feed(Got(Rejected(why)))
+
+    def _tick(self) -> None:
+        self._timer = None
+        if trouble := self._link.trouble:
+            self._feed(Unlinked(trouble))  # a link that never was is not lost, but the reason is wanted
+        self._feed(Tick())
+
+    def _feed(self, event: Event) -> None:
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                for command in self._machine.on(self._events.popleft(), self._loop.time()):
+                    self._execute(command)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._busy = False
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        when = self._machine.deadline()
+        if when is not None and not self._end.done():
+            self._timer = self._loop.call_at(when, self._tick)
+
+    # commands out -----------------------------------------------------------------------------------------------------
+
+    def _execute(self, command: Tell | OfferStore | Start | Stop | Say | Quit) -> None:
+        match command:
+            case Tell(message):
+                self._link.send(message)
+            case OfferStore():
+                self._offer()
+            case Start(place, why):
+                port, self._offered = (self._offered, None) if place.group_rank == 0 else (None, self._offered)
+                self._task(self._start_workers(place, port, why))
+            case Stop(round, signum, grace, why):
+                log.info("round=%d stopping: %s", round, why)
+                if self._troubled is None:
+                    self._troubled = self._loop.time()
+                self._task(self._stop_workers(round, signum, grace))
+            case Say(text):
+                log.info("%s", text)
+            case Quit():
+                if not self._end.done():
+                    self._end.set_result(command)
+
+    def _task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def _warm_up(self) -> None:
+        warm = await self._spawner.warm()
+        what = f" preloaded={','.join(warm.preloaded)}" if warm.preloaded else ""
+        why = f" why={warm.why!r}" if warm.why else ""
+        log.info("start=%s%s seconds=%.2f%s", warm.start.value, what, warm.seconds, why)
+        self._feed(Warmed())
+
+    def _offer(self) -> None:
+        """Have a port listen for the store of a later round.
+
+        A port that the user fixed is bound now for the first round; for the later ones when the store before it is gone.
+        """
+        fixed = self._config.store_port
+        if not (fixed and self._machine.held):
+            self._offered = StorePort(self._machine.node.host, fixed)
+        self._feed(Offered(self._offered.port if self._offered else fixed))
+
+    # workers ----------------------------------------------------------------------------------------------------------
+
+    async def _start_workers(self, place: Place, port: StorePort | None, why: str) -> None:
+        began = self._loop.time()
+        logs = RoundLogs(
+            self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(sys.stderr.fileno())
+        )
+        running = self._running = Running(place, logs, read_memory(), left=place.slots)
+        try:
+            logs.prepare()
+            logs.follow(self._console)
+            if place.group_rank == 0:
+                self._store = port or StorePort(place.store.host, place.store.port)
+                self._store.serve(self._spawner, self._environ, self._children)
+            births = [self._birth(running, rank) for rank in range(place.slots)]
+            running.group = Group(self._children, self._spawner, births, lambda e: self._exited(running, e))
+            await running.group.start()
+        except StartError as error:
+            self._could_not_start(running, str(error))
+            return
+        first, last = place.first_rank, place.first_rank + place.slots - 1
+        now = self._loop.time()
+        pause = f" pause_ms={(now - self._troubled) * 1e3:.0f}" if self._troubled is not None else ""
+        self._troubled = None
+        log.info(
+            "round=%d ranks=%d-%d world=%d restarts=%d spawn_ms=%.0f%s why=%r",
+            place.round, first, last, place.world_size, place.restarts, (now - began) * 1e3, pause, why,
+        )  # fmt: skip
+
+    def _birth(self, running: Running, local_rank: int) -> Birth:
+        logs = running.logs
+        env = worker_environment(
+            self._environ,
+            running.place,
+            local_rank,
+            run_id=self._config.run_id,
+            role=self._config.role,
+            max_restarts=self._config.budget.max_restarts,
+            error_file=logs.error_file(local_rank),
+        )
+        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank))
+
+    def _exited(self, running: Running, exit: Exit) -> None:
+        round = running.place.round
+        if exit.exitcode == 0:
+            running.left -= 1
+            if not running.left:
+                self._feed(WorkersDone(round))
+            return
+        if exit.signal is not None and exit.signal in running.sent:
+            return
+        if self._troubled is None:
+            self._troubled = self._loop.time()
+        failure = gather(
+            running.place,
+            exit.local_rank,
+            host=self._machine.node.host,
+            at=exit.at,
+            pid=exit.pid,
+            returncode=exit.exitcode if exit.exitcode is not None else -(exit.signal or 0),
+            logs=running.logs.directory(exit.local_rank),
+            error_file=running.logs.error_file(exit.local_rank),
+            stderr=running.logs.stderr(exit.local_rank),
+            before=running.memory,
+        )
+        log.warning("round=%d rank=%d pid=%d failed: %s", round, failure.rank, exit.pid, failure.message.split("\n")[0])
+        self._feed(WorkersFailed(round, (failure,)))
+
+    def _could_not_start(self, running: Running, why: str) -> None:
+        log.error("round=%d workers could not be started: %s", running.place.round, why)
+        failure = not_started(
+            running.place,
+            0,
+            host=self._machine.node.host,
+            at=time.time(),
+            why=why,
+            logs=running.logs.directory(0),
+        )
+        self._feed(WorkersFailed(running.place.round, (failure,)))
+
+    async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
+        running = self._running
+        assert running is not None and running.place.round == round, "only the round that runs is stopped"
+        running.sent |= {signum, signal.SIGKILL}
+        if running.group is not None:
+            await running.group.stop(grace, signum)
+        if self._store is not None:
+            await self._store.close()
+            self._store = None
+        for rank in range(running.place.slots):
+            self._task(self._console.finish(running.logs.files(rank)))
+        self._feed(WorkersStopped(round))
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    async def _clean_up(self) -> None:
+        """Leave nothing behind, however it ended."""
+        for signum in SIGNALS:
+            self._loop.remove_signal_handler(signum)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running is not None and self._running.group is not None:
+            await self._running.group.stop(0.0)
+        for port in (self._store, self._offered):
+            if port is not None:
+                await port.close()
+        await self._link.close()
+        await self._console.drain()
+        for task in self._tasks:
+            task.cancel()
+        self._console.close()
+        self._spawner.close()
+        self._children.close()

@@ -1,0 +1,436 @@
+"""One node's decisions: what to start, stop, report, and when to give up.  Pure.
+
+`Agent.on(event, now)` changes the state and returns commands; `deadline()` says when it wants a `Tick`.  The driver
+(`driver.py`) owns the processes, the link to the coordinator and the clock.  Rules:
+
+1.  At most one group of workers exists, of the round the agent holds.  The next is started when it is gone.
+2.  Only a round newer than any heard of is started; a `Hold` ends its round and older ones.  So messages may come
+    late, twice or in another order.
+3.  Whatever happens is told to the coordinator, not acted on: it decides.  What could not be told is in the next
+    `Join`.  An offered port that is unused when the link breaks is replaced: a round that uses it may have been lost
+    with the link.
+4.  Healthy workers go on while the coordinator is away.  Only an agent that needs it and cannot find it gives up.
+5.  A signal means leaving: tell it, stop the workers with that signal, say good-bye, exit 128 + n.  A second one means
+    now.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from ripstop.config import Timing
+from ripstop.observe.failure import Failure, Report
+from ripstop.observe.report import trim
+from ripstop.rendezvous.messages import (
+    Assign,
+    Closed,
+    Closing,
+    Failed,
+    FromAgent,
+    FromCoordinator,
+    Hold,
+    Join,
+    Leave,
+    Leaving,
+    Ready,
+    Rejected,
+    Status,
+    Stopped,
+    Succeeded,
+)
+from ripstop.round import Node, Outcome, Place
+
+SIGTERM = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Who this node is, and the job's size and patience.  `node.host` may be empty until the link tells it."""
+
+    node: Node
+    min_nodes: int
+    max_nodes: int
+    timing: Timing = field(default_factory=Timing)
+
+
+# events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """The coordinator can be spoken to; `host` is this node's address as seen from there."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """The coordinator cannot be reached; the link keeps trying."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """The coordinator said something."""
+
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Workers can be started at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """This port listens for a store."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFailed:
+    """Workers of this round died, or could not be started."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersDone:
+    """All workers of this round exited 0."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopped:
+    """Nothing is left of this round's workers."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """Somebody wants this agent to end."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A deadline has passed."""
+
+
+Event = Linked | Unlinked | Got | Warmed | Offered | WorkersFailed | WorkersDone | WorkersStopped | Signalled | Tick
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Say this to the coordinator."""
+
+    message: FromAgent
+
+
+@dataclass(frozen=True, slots=True)
+class OfferStore:
+    """Have a new port listen for a round's store, and come back with `Offered`.
+
+    It takes the place of a port that was offered before and is not in use by started workers.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the workers of this place; none are there now.  Group rank 0 serves the store, on the port it offered."""
+
+    place: Place
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the workers, whatever they do, and come back with `WorkersStopped`."""
+
+    round: int
+    signum: int
+    grace: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A line for the node's operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The agent is finished."""
+
+    code: int
+    why: str = ""
+    report: Report | None = None
+
+
+Command = Tell | OfferStore | Start | Stop | Say | Quit
+
+
+# state ----------------------------------------------------------------------------------------------------------------
+
+
+class State(Enum):
+    """What the workers of the held round are."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    FAILED = "failed"
+    SUCCEEDED = "succeeded"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+STATUS = {State.RUNNING: Status.RUNNING, State.FAILED: Status.FAILED, State.SUCCEEDED: Status.SUCCEEDED}
+
+
+class Agent:
+    """The state of one node; see the rules above."""
+
+    def __init__(self, settings: Settings, now: float = 0.0) -> None:
+        self.node = settings.node
+        self.state = State.IDLE
+        self.held: Place | None = None  # of the workers that exist, or existed last
+        self._settings = settings
+        self._newest = 0  # the highest round heard of
+        self._next: tuple[Place, str] | None = None  # to start when the workers are gone
+        self._warm = False
+        self._ready: Ready | None = None  # the offer that no round uses
+        self._offering = False  # it is being made
+        self._failures: tuple[Failure, ...] = ()
+        self._leaving = 0  # the signal
+        self._closing: Closing | None = None  # what was said of the job's end
+        self._end: Quit | None = None  # what to do when the workers are gone
+        self._linked = False
+        self._ever_linked = False
+        self._last_seen = ""  # why the link is down
+        self._stuck: float | None = now  # since when it needs a coordinator it cannot reach
+
+    def on(self, event: Event, now: float) -> list[Command]:
+        """Take one event; the commands are to be executed in order."""
+        if self.state is State.OVER:
+            return []
+        out = self._take(event, now)
+        needs = not self._linked and self.state is not State.RUNNING
+        if not needs:
+            self._stuck = None
+        elif self._stuck is None:
+            self._stuck = now
+        return out
+
+    def deadline(self) -> float | None:
+        """The time of the next `Tick`, if one is needed."""
+        if self._stuck is None or self.state in (State.STOPPING, State.OVER):
+            return None
+        return self._stuck + self._patience()
+
+    def _patience(self) -> float:
+        timing = self._settings.timing
+        return timing.coordinator if self._ever_linked else timing.join
+
+    def _take(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Linked(host):
+                return self._link(host)
+            case Unlinked(why):
+                return self._unlink(why)
+            case Got(message):
+                return self._hear(message)
+            case Warmed():
+                self._warm = True
+                return self._offer()
+            case Offered(port):
+                self._offering = False
+                self._ready = Ready(port, after=self._newest)
+                return [] if self._going() else self._tell(self._ready)
+            case WorkersFailed(round, failures):
+                return self._failed(round, failures)
+            case WorkersDone(round) if self._holds(round) and self.state is State.RUNNING:
+                self.state = State.SUCCEEDED
+                return self._tell(Succeeded(round))
+            case WorkersStopped(round) if self._holds(round) and self.state is State.STOPPING:
+                return self._stopped()
+            case Signalled(signum):
+                return self._signalled(signum)
+            case Tick():
+                due = self.deadline()
+                if due is not None and now >= due:
+                    return self._give_up()
+        return []
+
+    # the link ---------------------------------------------------------------------------------------------------------
+
+    def _link(self, host: str) -> list[Command]:
+        again = self._ever_linked
+        self._linked = self._ever_linked = True
+        if not self.node.host:
+            self.node = replace(self.node, host=host)
+        held, status = self._holding()
+        join = Join(
+            node=self.node,
+            min_nodes=self._settings.min_nodes,
+            max_nodes=self._settings.max_nodes,
+            newest=self._newest,
+            ready=None if self._going() else self._ready,
+            held=held,
+            status=status,
+            failures=trim(self._failures) if status is Status.FAILED else (),
+            closing=self._closing,
+        )
+        out: list[Command] = [Tell(join)]
+        if self._leaving:
+            out.append(Tell(Leaving(f"signal {self._leaving}")))
+        if again:
+            out.append(Say("coordinator found again"))
+        return out + self._offer()
+
+    def _holding(self) -> tuple[Place | None, Status]:
+        """The round that a `Join` speaks of: the one whose workers are here, or are about to be."""
+        if self._next:
+            return self._next[0], Status.RUNNING
+        status = STATUS.get(self.state, Status.IDLE)
+        return None if status is Status.IDLE else self.held, status
+
+    def _unlink(self, why: str) -> list[Command]:
+        self._last_seen = why
+        if not self._linked:
+            return []
+        self._linked = False
+        self._ready = None  # rule 3
+        return [Say(f"coordinator lost: {why}; workers go on, trying to reach it again"), *self._offer()]
+
+    def _offer(self) -> list[Command]:
+        promised = self._next is not None and self._next[0].group_rank == 0
+        if not self._warm or not self.node.host or self._ready or self._offering or promised or self._going():
+            return []
+        self._offering = True
+        return [OfferStore()]
+
+    def _going(self) -> bool:
+        return bool(self._leaving or self._end)
+
+    def _tell(self, message: FromAgent) -> list[Command]:
+        return [Tell(message)] if self._linked else []  # rule 3: the next Join says it
+
+    def _give_up(self) -> list[Command]:
+        waited = f"{self._patience():g} s"
+        if self._ever_linked:
+            why = f"no coordinator for {waited} while one was needed ({self._last_seen}); raise coordinator_timeout"
+        else:
+            why = f"no coordinator for {waited} ({self._last_seen}); is the node of --rdzv-endpoint up?"
+        return self._quit(Quit(1, why))
+
+    # the coordinator's word -------------------------------------------------------------------------------------------
+
+    def _hear(self, message: FromCoordinator) -> list[Command]:
+        match message:
+            case Assign(place, why):
+                return self._assigned(place, why)
+            case Hold(round, why):
+                return self._hold(round, why)
+            case Closing(why):
+                self._closing = message
+                self._next = None
+                return self._stopped() if self.state is State.IDLE else self._stop(why)
+            case Closed(report):
+                return self._quit(Quit(0 if report.outcome is Outcome.SUCCEEDED else 1, report.why, report))
+            case Rejected(why):
+                return self._quit(Quit(2, why))
+            case _:
+                return []
+
+    def _assigned(self, place: Place, why: str) -> list[Command]:
+        if place.round <= self._newest or self._leaving or self._closing or self._end:
+            return []  # rule 2
+        self._newest = place.round
+        if place.group_rank == 0:
+            self._ready = None  # it serves this round now
+        if self.state is State.IDLE:
+            return self._start(place, why)
+        self._next = (place, why)
+        return [*self._stop(why), *self._offer()]
+
+    def _hold(self, round: int, why: str) -> list[Command]:
+        if round < self._newest:
+            return []  # rule 2
+        self._newest = round
+        self._next = None
+        return [Say(why), *self._stop(why), *self._offer()]
+
+    # workers ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, place: Place, why: str) -> list[Command]:
+        self.state = State.RUNNING
+        self.held = place
+        self._failures = ()
+        return [Start(place, why), *self._offer()]
+
+    def _failed(self, round: int, failures: tuple[Failure, ...]) -> list[Command]:
+        if not self._holds(round):
+            return []
+        self._failures += failures
+        if self.state in (State.RUNNING, State.FAILED):
+            self.state = State.FAILED
+            return self._tell(Failed(round, trim(failures)))
+        return []  # stopping: it goes with `Stopped`
+
+    def _stop(self, why: str, signum: int = SIGTERM) -> list[Command]:
+        """Stop the workers, if there are any that are not being stopped."""
+        if self.state in (State.IDLE, State.STOPPING) or self.held is None:
+            return []
+        self.state = State.STOPPING
+        return [Stop(self.held.round, signum, self._settings.timing.shutdown, why)]
+
+    def _stopped(self) -> list[Command]:
+        self.state = State.IDLE
+        if self._end:
+            return self._quit(self._end)
+        if self._leaving:
+            return self._quit(Quit(128 + self._leaving, f"signal {self._leaving}"))
+        if self._closing:
+            return self._tell(Stopped(trim(self._failures)))
+        if self._next:
+            place, why = self._next
+            self._next = None
+            return self._start(place, why)
+        return []
+
+    def _holds(self, round: int) -> bool:
+        return self.held is not None and self.held.round == round
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def _signalled(self, signum: int) -> list[Command]:
+        if self._leaving:
+            if self.state is not State.STOPPING or self.held is None:
+                return []
+            return [Say("second signal: killing the workers"), Stop(self.held.round, signum, 0.0, "second signal")]
+        self._leaving = signum
+        self._next = None
+        why = f"signal {signum}"
+        out = self._tell(Leaving(why))
+        if self.state is State.IDLE:
+            return [*out, *self._quit(Quit(128 + signum, why))]
+        return [*out, Say(f"{why}: stopping the workers and leaving"), *self._stop(why, signum)]
+
+    def _quit(self, end: Quit) -> list[Command]:
+        """Go, after the workers."""
+        self._end = Quit(128 + self._leaving, end.why, end.report) if self._leaving and end.code else end
+        self._next = None
+        if self.state is not State.IDLE:
+            return self._stop(end.why)
+        self.state = State.OVER
+        return [*self._tell(Leave(self._end.why or f"exit {self._end.code}")), self._end]

@@ -1,0 +1,35 @@
+"""The flags about the job as a whole, which `run` and `coordinator` share."""
+
+from ripstop.cli.flags import Flag, Given
+from ripstop.config import Budget, duration, whole
+
+HELP = Flag("--help", short="-h", from_environment=False)
+JOB_FLAGS = (
+    HELP,
+    Flag("--nnodes", "N|MIN:MAX"),
+    Flag("--rdzv-id", "NAME"),
+    Flag("--rdzv-endpoint", "HOST[:PORT]"),
+    Flag("--rdzv-conf", "KEY=VALUE,…"),
+    Flag("--max-restarts", "N"),
+    Flag("--restart-window", "TIME"),
+    Flag("--restart-backoff", "SECONDS"),
+)
+MOST_RESTARTS = 1_000_000
+
+
+def budget(given: Given, notes: list[str]) -> Budget:
+    default = Budget()
+    restarts = whole(given.label("--max-restarts"), given.text("--max-restarts", "0"), least=0, most=MOST_RESTARTS)
+    if restarts == 0:
+        idle = (flag for flag in ("--restart-window", "--restart-backoff") if flag in given)
+        notes.extend(f"{given.label(flag)} has no effect without --max-restarts: no failure is healed" for flag in idle)
+    return Budget(
+        max_restarts=restarts,
+        window=duration(given.label("--restart-window"), given.text("--restart-window", str(default.window))),
+        backoff=duration(given.label("--restart-backoff"), given.text("--restart-backoff", str(default.backoff))),
+    )
+
+
+def open_door(endpoint: object) -> str:
+    """The word for a job that anyone may join."""
+    return f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"

@@ -1,0 +1,136 @@
+"""Where a job's nodes meet, from the flags of `ripstop run`.
+
+One node needs no meeting: its coordinator is in its own process (`LOCAL`), whichever backend was named, unless it was
+given an endpoint that others could come to.  Words that a choice leaves without effect are said in the notes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ripstop.cli.flags import Given
+from ripstop.config import COORDINATOR_PORT, MASTER_PORT, Backend, address, host, port, truth, whole
+from ripstop.errors import UsageError
+from ripstop.round import Address
+
+ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")
+MASTER = ("--master-addr", "--master-port")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the nodes meet, and who this one is among them; the fields are `RunConfig`'s."""
+
+    backend: Backend
+    endpoint: Address | None = None
+    is_host: bool | None = None
+    node_rank: int | None = None
+    local_addr: str | None = None
+    store_port: int = 0
+
+
+def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, notes: list[str]) -> Meeting:
+    hosting = None if is_host is None else truth(f"{given.label('--rdzv-conf')} is_host", is_host)
+    local_addr = host(given.label("--local-addr"), given.text("--local-addr", "")) if "--local-addr" in given else None
+    if "--standalone" in given:
+        if max_nodes != 1:
+            raise UsageError(f"{_said(given, '--nnodes')}: --standalone is for one node; leave out one of the two")
+        _idle(given, (*ENDPOINT, *MASTER, "--node-rank"), "with --standalone", notes)
+        return _alone(local_addr, hosting, given, notes)
+    node_rank = _node_rank(given, max_nodes)
+    match backend := given.text("--rdzv-backend", "static"):
+        case "c10d":
+            _idle(given, MASTER, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            endpoint = _endpoint(given, max_nodes)
+            if endpoint is None:
+                return _alone(local_addr, hosting, given, notes)
+            return Meeting(Backend.COORDINATOR, endpoint, hosting, node_rank, local_addr)
+        case "static" if max_nodes == 1:
+            master = _master(given, notes)
+            store_port = master.port if master and ("--master-port" in given or "--rdzv-endpoint" in given) else 0
+            return _alone(local_addr or (master.host if master else None), hosting, given, notes, store_port)
+        case "static":
+            if is_host is not None:
+                notes.append(f"{given.label('--rdzv-conf')} is_host has no effect with static: node 0 is the host")
+            return _fixed(given, min_nodes, max_nodes, node_rank, local_addr, notes)
+        case "etcd" | "etcd-v2":
+            raise UsageError(f"{_said(given, '--rdzv-backend')}: not in this version; write --rdzv-backend=c10d")
+    raise UsageError(f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d or static")
+
+
+def _alone(
+    local_addr: str | None, hosting: bool | None, given: Given, notes: list[str], store_port: int = 0
+) -> Meeting:
+    if hosting is not None:
+        notes.append(f"{given.label('--rdzv-conf')} is_host has no effect on a single node")
+    return Meeting(Backend.LOCAL, local_addr=local_addr, store_port=store_port)
+
+
+def _fixed(
+    given: Given, min_nodes: int, max_nodes: int, node_rank: int | None, local_addr: str | None, notes: list[str]
+) -> Meeting:
+    if min_nodes != max_nodes:
+        said = _said(given, "--nnodes")
+        raise UsageError(
+            f"{said}: static has a fixed number of nodes; write --nnodes={max_nodes}, or --rdzv-backend=c10d"
+        )
+    master = _master(given, notes)
+    if master is None:
+        said = _said(given, "--nnodes")
+        raise UsageError(
+            f"{said}: several nodes need a place to meet; write --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT, "
+            "or --master-addr=HOST --node-rank=N"
+        )
+    if node_rank is None:
+        raise UsageError(
+            f"{_said(given, '--nnodes')}: static needs every node's rank; write --node-rank=N, 0 on {master.host}, "
+            "or --rdzv-backend=c10d, which gives ranks itself"
+        )
+    return Meeting(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
+
+
+def _endpoint(given: Given, max_nodes: int) -> Address | None:
+    """The coordinator's address; None for a single node that nobody else could come to."""
+    name, text = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
+    if not text:
+        if max_nodes == 1:
+            return None
+        raise UsageError(
+            f"{_said(given, '--nnodes')}: several nodes need a place to meet; "
+            f"write --rdzv-endpoint=HOST:{COORDINATOR_PORT}, the same on all of them"
+        )
+    endpoint = address(name, text, default_port=COORDINATOR_PORT)
+    if endpoint.port:
+        return endpoint
+    if max_nodes == 1:
+        return None
+    raise UsageError(f"{name}={text}: several nodes cannot meet at port 0; write {endpoint.host}:{COORDINATOR_PORT}")
+
+
+def _master(given: Given, notes: list[str]) -> Address | None:
+    """Where static nodes meet; None when nothing was said."""
+    if given.text("--rdzv-endpoint", ""):
+        _idle(given, MASTER, "beside --rdzv-endpoint", notes)
+        return address(given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", ""), default_port=MASTER_PORT)
+    if not any(flag in given for flag in MASTER):
+        return None
+    if "--master-addr" not in given and given.text("--nnodes", "1") not in ("1", "1:1"):
+        notes.append("no --master-addr: the nodes meet at 127.0.0.1, so all must be on this machine")
+    return Address(
+        host(given.label("--master-addr"), given.text("--master-addr", "127.0.0.1")),
+        port(given.label("--master-port"), given.text("--master-port", str(MASTER_PORT))),
+    )
+
+
+def _node_rank(given: Given, max_nodes: int) -> int | None:
+    if "--node-rank" not in given:
+        return None
+    remedy = f"the ranks of {max_nodes} nodes are 0 to {max_nodes - 1}" if max_nodes > 1 else "a single node's is 0"
+    return whole(given.label("--node-rank"), given.text("--node-rank", ""), least=0, most=max_nodes - 1, remedy=remedy)
+
+
+def _idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:
+    notes.extend(f"{given.label(flag)} has no effect {why}" for flag in flags if flag in given)
+
+
+def _said(given: Given, flag: str) -> str:
+    return f"{given.label(flag)}={given.text(flag, '')}"

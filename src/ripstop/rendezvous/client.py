@@ -1,0 +1,277 @@
+"""The agent's link to a coordinator elsewhere: one WebSocket, sought again whenever it breaks.
+
+It keeps the rules of `link.py`.  While linked it beats three times a lease, and a coordinator that says nothing for a
+lease counts as gone, unless it was this process that was away.  A coordinator must prove that it knows the job's secret
+before anything it says is acted on.  Its refusal is final, except that a node which was once welcome does not give up
+for the word of a stranger at the same address.
+"""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+import aiohttp
+from yarl import URL
+
+from ripstop.errors import ProtocolError, Refused, Unreachable
+from ripstop.rendezvous import secret
+from ripstop.rendezvous.codec import MAX_FRAME, VersionMismatch, decode, encode
+from ripstop.rendezvous.link import Listener
+from ripstop.rendezvous.messages import (
+    Assign,
+    Beat,
+    Challenge,
+    Closed,
+    Closing,
+    FromAgent,
+    Hello,
+    Hold,
+    Rejected,
+    Welcome,
+)
+from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
+from ripstop.round import Address
+
+FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease
+
+Answer = Welcome | Rejected
+ANSWER: tuple[type[Answer], ...] = (Welcome, Rejected)
+Talk = Assign | Hold | Closing | Closed | Rejected | Beat
+TALK: tuple[type[Talk], ...] = (Assign, Hold, Closing, Closed, Rejected, Beat)
+
+
+class WebSocketLink:
+    """A `Link` over the network; to be made inside a running event loop."""
+
+    def __init__(self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._node = node
+        self._token = token
+        self._lease = lease  # the coordinator's own, once it has told it
+        self._listener: Listener | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._outbox: Outbox | None = None  # while linked
+        self._local_host: str | None = None
+        self._welcome = False  # has been linked at least once
+        self._since = time.time()
+        self._tries = 0
+        self._last = "not tried yet"
+
+    @property
+    def local_host(self) -> str | None:
+        return self._local_host
+
+    @property
+    def trouble(self) -> str:
+        if self._outbox is not None:
+            return ""
+        since = time.strftime("%H:%M:%S", time.localtime(self._since))
+        return f"{self._endpoint}: {self._last}, since {since}, {self._tries} {'try' if self._tries == 1 else 'tries'}"
+
+    def open(self, listener: Listener) -> None:
+        self._listener = listener
+        self._task = asyncio.create_task(self._run(), name="ripstop-link")
+
+    def send(self, message: FromAgent) -> None:
+        if self._outbox is not None:
+            self._outbox.put(message)
+
+    async def close(self) -> None:
+        self._listener = None
+        if self._task is None:
+            return
+        if self._outbox is not None:
+            self._outbox.finish()
+            await asyncio.wait([self._task], timeout=2 * FLUSH)
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _tell(self, call: Callable[[Listener], None]) -> None:
+        """Call the listener in a turn of its own, so that its errors are never taken for the link's."""
+        self._loop.call_soon(self._call, call)
+
+    def _call(self, call: Callable[[Listener], None]) -> None:
+        if self._listener is not None:
+            call(self._listener)
+
+    # linking ----------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE
+        connector = aiohttp.TCPConnector(use_dns_cache=False, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+            while self._listener is not None:
+                began = self._loop.time()
+                try:
+                    await self._link(http)
+                except Refused as error:
+                    self._refuse(str(error))
+                    return
+                except (aiohttp.ClientError, OSError, ProtocolError, Unreachable) as error:
+                    self._last = _describe(error)
+                self._tries += 1
+                if self._loop.time() - began > HANDSHAKE + self._lease:
+                    pause = FIRST_PAUSE  # that one had held
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, max(self._lease / 3, FIRST_PAUSE))
+
+    def _refuse(self, why: str) -> None:
+        self._last = why
+        self._tell(lambda listener: listener.on_refused(why))
+
+    async def _link(self, http: aiohttp.ClientSession) -> None:
+        """One connection, from its making to its end."""
+        url = URL.build(scheme="ws", host=self._endpoint.host, port=self._endpoint.port, path=PATH)
+        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH)
+        async with (
+            asyncio.timeout(HANDSHAKE) as limit,
+            http.ws_connect(url, timeout=timeout, max_msg_size=MAX_FRAME + 1) as ws,
+        ):
+            connection = ws.get_extra_info("socket")
+            tune(connection)
+            await self._greet(ws)
+            limit.reschedule(None)
+            self._local_host = connection.getsockname()[0]
+            await self._talk(ws, connection, limit)
+
+    async def _greet(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        try:
+            challenge = decode(await _expect(ws), (Challenge,))
+            exchange = secret.Exchange(self._run_id, self._node, challenge.nonce, secrets.token_hex(16))
+            proof = exchange.by_agent(self._token)
+            await ws.send_str(encode(Hello(self._run_id, self._node, exchange.answer, proof)))
+            answer = decode(await _expect(ws), ANSWER)
+        except VersionMismatch as error:
+            raise self._no(str(error)) from error
+        if isinstance(answer, Rejected):
+            raise self._no(answer.why) if answer.final else Unreachable(answer.why)
+        if not secret.same(answer.proof, exchange.by_coordinator(self._token)):
+            raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
+        if not 0 < answer.lease < 86400:
+            raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
+        self._lease = answer.lease
+
+    def _no(self, why: str) -> Refused | Unreachable:
+        """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""
+        return Unreachable(why) if self._welcome else Refused(f"the coordinator at {self._endpoint} refused: {why}")
+
+    # linked -----------------------------------------------------------------------------------------------------------
+
+    async def _talk(
+        self, ws: aiohttp.ClientWebSocketResponse, connection: socket.socket, limit: asyncio.Timeout
+    ) -> None:
+        self._outbox = Outbox(ws.send_str, partial(_cut_off, connection))
+        writer = asyncio.create_task(_write(ws, self._outbox), name="ripstop-to-coordinator")
+        pulse = _Pulse(
+            self._lease, beat=partial(self.send, Beat()), give_up=lambda: limit.reschedule(self._loop.time())
+        )
+        self._welcome = True
+        self._tell(lambda listener: listener.on_linked())
+        why = "the coordinator closed the connection"
+        try:
+            while (text := await receive(ws)) is not None:
+                pulse.heard()
+                self._hear(decode(text, TALK))
+        except asyncio.CancelledError:
+            if not pulse.silent:
+                raise
+            why = f"nothing was heard for {self._lease:g} s"
+            async with asyncio.timeout(FLUSH):
+                await ws.close(code=RETURNING)
+        except (OSError, ProtocolError) as error:
+            why = _describe(error)
+        finally:
+            pulse.stop()
+            self._outbox = None
+            self._since, self._tries = time.time(), 0
+            if self._listener is not None:
+                writer.cancel()
+            await asyncio.wait([writer])
+            self._tell(lambda listener: listener.on_unlinked(why))
+        raise Unreachable(why)
+
+    def _hear(self, message: Talk) -> None:
+        match message:
+            case Beat():
+                pass
+            case Rejected(why, final):
+                raise Refused(why) if final else Unreachable(why)
+            case _:
+                self._tell(lambda listener: listener.on_message(message))
+
+
+class _Pulse:
+    """Beats three times a lease, and says so when nothing was heard for a whole one."""
+
+    def __init__(self, lease: float, *, beat: Callable[[], None], give_up: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lease = lease
+        self._beat = beat
+        self._give_up = give_up
+        self._heard = self._loop.time()
+        self._beating = self._loop.call_later(lease / 3, self._on_beat)
+        self._watching = self._loop.call_later(lease, self._on_lease)
+        self.silent = False
+
+    def heard(self) -> None:
+        """The coordinator lives."""
+        self._heard = self._loop.time()
+
+    def stop(self) -> None:
+        """No more timers."""
+        self._beating.cancel()
+        self._watching.cancel()
+
+    def _on_beat(self) -> None:
+        self._beat()
+        self._beating = self._loop.call_later(self._lease / 3, self._on_beat)
+
+    def _on_lease(self) -> None:
+        now = self._loop.time()
+        due = self._heard + self._lease
+        if now - self._watching.when() > self._lease / 2:
+            due = now + self._lease  # it was us who were away: what came meanwhile is still to be read
+        if due > now:
+            self._watching = self._loop.call_at(due, self._on_lease)
+        else:
+            self.silent = True
+            self._give_up()
+
+
+async def _write(ws: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
+    await outbox.run()
+    await ws.close()
+
+
+async def _expect(ws: aiohttp.ClientWebSocketResponse) -> str:
+    text = await receive(ws)
+    if text is None:
+        raise Unreachable("the connection was closed in the handshake")
+    return text
+
+
+def _cut_off(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is gone already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _describe(error: BaseException) -> str:
+    match error:
+        case aiohttp.ClientConnectorDNSError() | socket.gaierror():
+            return "the name has no address"
+        case aiohttp.ClientConnectorError():
+            return (error.os_error.strerror or str(error.os_error)).lower()
+        case aiohttp.WSServerHandshakeError():
+            return f"answers HTTP {error.status}, so it is no ripstop coordinator"
+        case TimeoutError():
+            return f"no answer in {HANDSHAKE:g} s"
+        case _:
+            return str(error) or type(error).__name__

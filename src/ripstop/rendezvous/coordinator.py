@@ -1,0 +1,139 @@
+"""The driver of the rendezvous machine: clock, timer and connections for a pure `Job`.
+
+Decides nothing and knows no transport: a connection is two callables, given to `attach`.  A node has one connection; a
+second one supersedes the first, whose late messages and late end mean nothing then.
+
+The job's clock does not count time in which this process could not listen: an alarm that comes late sets it back, so
+that what peers said meanwhile is heard before anybody is blamed for silence.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ripstop.observe.failure import Report
+from ripstop.rendezvous.machine import Close, Drop, End, Event, Gone, Heard, Job, Log, Scale, Send, Settings, Tick
+from ripstop.rendezvous.messages import Beat, FromAgent, FromCoordinator
+
+LATE = 0.1  # seconds after which an alarm means that this process was stopped, suspended or starved
+
+log = logging.getLogger("ripstop.rendezvous")
+
+
+class Session:
+    """One connection of one node."""
+
+    __slots__ = ("_coordinator", "close", "node", "send")
+
+    def __init__(
+        self,
+        coordinator: "Coordinator",
+        node: str,
+        send: Callable[[FromCoordinator], None],
+        close: Callable[[], None],
+    ) -> None:
+        self.node = node
+        self.send = send
+        self.close = close
+        self._coordinator = coordinator
+
+    def receive(self, message: FromAgent) -> None:
+        """The node said something."""
+        self._coordinator.hear(self, message)
+
+    def detach(self, *, returning: bool = False) -> None:
+        """The connection ended.  A node that said it is returning is not reported as gone: its lease covers it."""
+        self._coordinator.forget(self, returning=returning)
+
+
+class Coordinator:
+    """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._beat = settings.timing.lease / 3  # a living agent says something in this time
+        self._away = 0.0  # how far the job's clock is behind the loop's
+        self._last = self._loop.time()  # the last event, by the job's clock
+        self._job = Job(settings, self._last)
+        self._sessions: dict[str, Session] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.ended: asyncio.Future[Report] = self._loop.create_future()
+        self._arm()
+
+    def attach(self, node: str, send: Callable[[FromCoordinator], None], close: Callable[[], None]) -> Session:
+        """A node has connected.  `send` and `close` must not call back at once; `close` comes after what was sent."""
+        old = self._sessions.get(node)
+        session = self._sessions[node] = Session(self, node, send, close)
+        if old is not None:
+            old.close()
+        return session
+
+    def hear(self, session: Session, message: FromAgent) -> None:
+        """A session's message; see `Session.receive`."""
+        if self._sessions.get(session.node) is session:
+            self._feed(Heard(session.node, message))
+
+    def forget(self, session: Session, *, returning: bool) -> None:
+        """A session's end; see `Session.detach`."""
+        if self._sessions.get(session.node) is session:
+            del self._sessions[session.node]
+            if not returning:
+                self._feed(Gone(session.node))
+
+    def scale(self, nodes: int) -> None:
+        """An operator wants so many nodes."""
+        self._feed(Scale(nodes))
+
+    def finish(self, why: str) -> None:
+        """An operator wants the job to end."""
+        self._feed(Close(why))
+
+    def stop(self) -> None:
+        """Let go of the timer and of all connections; nothing is decided any more."""
+        self._disarm()
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def _feed(self, event: Event) -> None:
+        commands = self._job.on(event, self._now())
+        for command in commands:
+            match command:
+                case Send(node, message):
+                    if session := self._sessions.get(node):
+                        session.send(message)
+                case Drop(node):
+                    if session := self._sessions.pop(node, None):
+                        session.close()
+                case Log(text):
+                    log.info("%s", text)
+                case End(report):
+                    if not self.ended.done():
+                        self.ended.set_result(report)
+        # A beat by itself can only move the deadline further away: the alarm then comes early and is set again, once in
+        # a lease instead of once a beat.
+        if commands or self._timer is None or not (isinstance(event, Heard) and isinstance(event.message, Beat)):
+            self._arm()
+
+    def _now(self) -> float:
+        now = self._loop.time() - self._away
+        if self._timer is not None:
+            due = self._timer.when() - self._away
+            if now - due > LATE:
+                back = max(self._last, due - self._beat)
+                self._away += now - back
+                now = back
+                self._disarm()
+        self._last = now
+        return now
+
+    def _arm(self) -> None:
+        self._disarm()
+        when = self._job.deadline()
+        if when is not None:
+            self._timer = self._loop.call_at(when + self._away, self._feed, Tick())
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,718 @@
+"""Membership of one job: the coordinator's decisions, all of them, and nothing else.  Pure.
+
+`Job.on(event, now)` changes the state and returns commands; `deadline()` says when it wants a `Tick`.  A driver
+(`coordinator.py`) owns the clock and the connections.  Rules:
+
+1.  At most one round is live, and round numbers only grow.  Ranks of a round are exactly 0 … n-1 (`ranks.py`).
+2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
+3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
+    as soon as every survivor of the last is ready or known to be lost.
+4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
+5.  A closed connection is a hint: it is a loss when anybody fails meanwhile, or the node is not back after `RECONNECT`.
+    Silence for a lease is a loss.  A coordinator that was itself away (stopped, suspended) blames nobody for it.
+6.  Failures are charged to the budget; members that come, leave or are lost are not.  A failure that looks like the
+    victim of a lost peer is not the end of a job before the loss had `BLAME` seconds to show itself.
+7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
+    stale: nobody knows who may still be talking to that port.
+8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
+    when all its members are back within a lease; an end that one of them was told of comes to its end.
+9.  Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
+    too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ripstop.config import Budget, Timing
+from ripstop.observe.failure import Failure, Report
+from ripstop.observe.report import looks_like_victim, order, trim
+from ripstop.rendezvous import ranks
+from ripstop.rendezvous.messages import (
+    Assign,
+    Closed,
+    Closing,
+    Failed,
+    FromAgent,
+    FromCoordinator,
+    Hold,
+    Join,
+    Leave,
+    Leaving,
+    Ready,
+    Rejected,
+    Status,
+    Stopped,
+    Succeeded,
+)
+from ripstop.rendezvous.policy import Restarts
+from ripstop.round import Address, Node, Outcome, Place
+
+LATE = 0.1  # seconds: if a deadline is missed by more, this process was stopped or starved
+RECONNECT = 0.5  # seconds a node may take to come back over a new connection
+BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
+FAREWELL = 5.0  # seconds everybody has to take the last word
+EVIDENCE = 256  # failures kept of a round
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timing: Timing = field(default_factory=Timing)
+    budget: Budget = field(default_factory=Budget)
+    fixed_ranks: bool = False
+    own: str = ""
+
+
+# events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """An authenticated node said something."""
+
+    node: str
+    message: FromAgent
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node's connection closed."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A deadline has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator wants the job to use so many nodes, if it can."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """An operator wants the job to end."""
+
+    why: str
+
+
+Event = Heard | Gone | Tick | Scale | Close
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell a node."""
+
+    node: str
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close a node's connection, after what was sent to it."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A line for operators."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over and everybody who can know it does."""
+
+    report: Report
+
+
+Command = Send | Drop | Log | End
+
+
+# state ----------------------------------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where the job is."""
+
+    GATHERING = "gathering"  # no live round: one forms as soon as it can
+    RECOVERING = "recovering"  # agents tell of a round this coordinator does not know
+    RUNNING = "running"
+    CLOSING = "closing"  # it has failed; the evidence is coming in
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class Member:
+    """A node the job knows."""
+
+    node: Node
+    ready: bool = False
+    port: int = 0  # offered for a store; 0: none now
+    served: int = 0  # the last round whose store was put on a port of this connection
+
+
+class Job:
+    """The state of one job; see the rules above."""
+
+    def __init__(self, settings: Settings, now: float = 0.0) -> None:
+        self.settings = settings
+        self.phase = Phase.GATHERING
+        self.number = 0  # of the live or last round
+        self._highest = 0  # the highest number anybody has heard of
+        self.round: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
+        self.members: dict[str, Member] = {}  # in the order of joining
+        self.restarts = Restarts(settings.budget)
+        self.report: Report | None = None
+        self._target = settings.max_nodes
+        self._size = 0  # of the round that is being recovered
+        self._since = now  # when this phase began
+        self._not_before = now  # a restart's pause
+        self._why = "first round"
+        self._quorum: float | None = None  # since when enough nodes are ready
+        # Where each member stands; `_place` keeps these in step, so that no decision needs to look at everybody.
+        self._able: set[str] = set()  # ready, here and not leaving: they could be in a round
+        self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
+        self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
+        self._missing: set[str] = set()  # in the round, and not able
+        self._warming: set[str] = set()  # outside the round, and not ready
+        self._leaving: set[str] = set()
+        self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
+        self._absent: dict[str, float] = {}  # connections closed, and since when, the oldest first
+        self._done: set[str] = set()  # nodes of the live round whose workers all exited 0
+        self._broken = False  # a worker of the live or last round failed
+        self._failures: list[Failure] = []  # of that round
+        self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
+        self._suspect: float | None = None  # time of a charge that a loss may still explain
+        self._held = False  # survivors of the last round were told to stop
+        self._unstopped: set[str] = set()  # nodes whose evidence is awaited
+        self._ended = False
+        self._now = now  # of the last event: what was due by then has been done
+
+    # the outside ------------------------------------------------------------------------------------------------------
+
+    def on(self, event: Event, now: float) -> list[Command]:
+        """Take one event; the commands are to be executed in order."""
+        due = self.deadline()
+        if due is not None and now - due > LATE:
+            self._forgive(now, late=now - due)
+        self._now = now
+        out: list[Command] = []
+        match event:
+            case Heard(node, message):
+                out += self._hear(node, message, now)
+            case Gone(node):
+                out += self._gone(node, now)
+            case Scale(nodes):
+                out += self._scale(nodes)
+            case Close(why):
+                out += self._close(Outcome.STOPPED, why, now)
+            case Tick():
+                pass
+        out += self._expire(now)
+        out += self._advance(now)
+        return out
+
+    def deadline(self) -> float | None:
+        """The time of the next `Tick`, if one is needed."""
+        timing = self.settings.timing
+        times: list[float] = []
+        if self._heard:
+            times.append(next(iter(self._heard.values())) + timing.lease)
+        if self._absent:
+            times.append(next(iter(self._absent.values())) + RECONNECT)
+        if self._verdict:
+            times.append(self._verdict[0])
+        match self.phase:
+            case Phase.GATHERING:
+                if self._quorum is None:
+                    times.append(self._since + timing.join)
+                else:
+                    times += [self._quorum + timing.settle, self._not_before]
+            case Phase.RECOVERING:
+                times.append(self._since + timing.lease)
+            case Phase.CLOSING:
+                times.append(self._since + timing.shutdown + FAREWELL)
+            case Phase.CLOSED:
+                times = [self._since + FAREWELL]
+            case Phase.RUNNING if self._waiting:
+                times.append(next(iter(self._waiting.values())) + timing.settle)
+            case _:
+                pass
+        return min((t for t in times if t > self._now), default=None)
+
+    # what is heard ----------------------------------------------------------------------------------------------------
+
+    def _hear(self, node: str, message: FromAgent, now: float) -> list[Command]:
+        if self.phase is Phase.CLOSED:
+            return self._hear_after_the_end(node, message)
+        if isinstance(message, Join):
+            return self._join(node, message, now)
+        if node not in self.members:
+            return []  # lost meanwhile, or never joined: it will learn from its next Join
+        if node != self.settings.own:
+            self._heard.pop(node, None)
+            self._heard[node] = now  # to the end: the dictionary stays in the order of time
+        match message:
+            case Ready():
+                self._ready(node, message, now)
+            case Failed(round, failures):
+                return self._failed(node, round, failures, now)
+            case Succeeded(round):
+                self._succeeded(node, round)
+            case Leaving(why):
+                return self._leave_soon(node, why, now)
+            case Stopped(failures):
+                self._keep(failures, self.number)
+                self._unstopped.discard(node)
+            case Leave(why):
+                return [*self._lose(node, f"left: {why}", now), Drop(node)]
+            case _:
+                pass
+        return []
+
+    def _hear_after_the_end(self, node: str, message: FromAgent) -> list[Command]:
+        assert self.report is not None
+        match message:
+            case Join(node=who):
+                self.members.setdefault(node, Member(who))
+                return [Send(node, Closed(self.report))]
+            case Leave():
+                self.members.pop(node, None)
+                return [Drop(node)]
+            case _:
+                return []
+
+    def _join(self, node: str, join: Join, now: float) -> list[Command]:
+        if objection := self._objection(node, join):
+            return [Send(node, Rejected(objection)), Drop(node), Log(f"node={node} rejected: {objection}")]
+        out: list[Command] = []
+        member = self.members.get(node)
+        if member is None:
+            member = self.members[node] = Member(join.node)
+            out.append(Log(f"node={node} joined from {join.node.host} with {join.node.slots} slots"))
+        member.node = join.node
+        member.ready = join.ready is not None
+        member.port, member.served = join.ready.store_port if join.ready else 0, 0
+        self._absent.pop(node, None)
+        self._leaving.discard(node)
+        if node != self.settings.own:
+            self._heard.pop(node, None)
+            self._heard[node] = now
+        self._highest = max(self._highest, join.newest)
+        out += self._sync(node, join, now)
+        self._place(node, now)
+        return out
+
+    def _objection(self, node: str, join: Join) -> str:
+        ours = (self.settings.min_nodes, self.settings.max_nodes)
+        theirs = (join.min_nodes, join.max_nodes)
+        if ours != theirs:
+            return (
+                f"--nnodes must be the same on every node: this job has {ours[0]}:{ours[1]}, "
+                f"node {node} came with {theirs[0]}:{theirs[1]}; start it with --nnodes={ours[0]}:{ours[1]}"
+            )
+        if join.node.id != node:
+            return f"a node joins under its own name: {node} came as {join.node.id[:80]!r}; start the agent again"
+        if join.node.slots < 1 or join.node.slots > 4096:
+            return f"a node has 1 to 4096 workers, node {node} came with {join.node.slots}; mend --nproc-per-node"
+        if self.settings.fixed_ranks:
+            wish = join.node.wish
+            if wish is None or not 0 <= wish < ours[1]:
+                return f"a static job needs --node-rank from 0 to {ours[1] - 1} on every node, node {node} has {wish}"
+            for other, member in self.members.items():
+                going = other in self._absent or other in self._leaving
+                if other != node and member.node.wish == wish and not going:
+                    return f"--node-rank={wish} is taken by node {other}; give every node its own"
+        return ""
+
+    def _sync(self, node: str, join: Join, now: float) -> list[Command]:
+        """Bring a node that has just (re)joined and the live round to one view."""
+        if join.closing and self.phase is not Phase.CLOSING:
+            return self._close(join.closing.outcome, join.closing.why, now)  # rule 8
+        if self.phase is Phase.CLOSING:
+            assert self.report is not None
+            self._unstopped.add(node)
+            return [Send(node, Closing(self._why, self.report.outcome))]
+        held, out = join.held, list[Command]()
+        if held is not None and held.round > self.number:
+            out += self._adopt(held, now)
+        if self.phase is Phase.RECOVERING and held is not None and held.round == self.number:
+            self.round[node] = held
+        if held is None or held.round != self.number:
+            if self.phase is Phase.RUNNING and node in self.round:
+                return self._missed(node, join, now)
+            return [] if held is None else [*out, Send(node, Hold(self.number, f"round {held.round} is over"))]
+        if node not in self.round:
+            return [*out, Send(node, Hold(self.number, f"round {held.round} went on without this node"))]
+        if self.phase is Phase.GATHERING and self._held:
+            out.append(Send(node, Hold(self.number, self._why)))  # the first one may have been lost on the way
+        match join.status:
+            case Status.FAILED:
+                out += self._failed(node, held.round, join.failures, now)
+            case Status.SUCCEEDED:
+                self._succeeded(node, held.round)
+        return out
+
+    def _missed(self, node: str, join: Join, now: float) -> list[Command]:
+        """A node of the live round does not have it: the word was lost with a connection."""
+        place = self.round[node]
+        if join.newest < self.number and place.group_rank:
+            return [Send(node, Assign(place, self._why))]
+        return self._gather(f"node {node} does not have round {self.number}", now)  # nor its store, if that was there
+
+    def _ready(self, node: str, offer: Ready, now: float) -> None:
+        member = self.members[node]
+        if offer.after >= member.served:  # rule 7
+            member.port = offer.store_port
+        member.ready = True
+        self._place(node, now)
+
+    def _failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[Command]:
+        self._keep(failures, round)
+        if round != self.number or node not in self.round:
+            return []  # rule 2
+        self._broken = True
+        if self.phase is not Phase.RUNNING:
+            return []  # while recovering, `_resume` looks at the evidence when everybody is back
+        if gone := [*self._absent, *(n for n in self._leaving if n in self.round)]:
+            return self._blame(gone, now)
+        if self._verdict:
+            return []
+        verdict = self.restarts.charge(now, now - self._since)
+        victims = len(self.round) > 1 and all(looks_like_victim(f) for f in self._failures)
+        if verdict.allowed:
+            self._suspect = now if victims else None
+            return self._gather(f"{self._culprit()}; {verdict.why}", now, verdict.delay)
+        if victims:  # rule 6
+            self._verdict = (now + BLAME, verdict.why)
+            return []
+        return self._close(Outcome.FAILED, f"{self._culprit()}; {verdict.why}", now)
+
+    def _blame(self, gone: list[str], now: float) -> list[Command]:
+        """A failure while nodes were absent or leaving: it is theirs (rule 5), and nobody is charged."""
+        out: list[Command] = []
+        for node in gone:
+            if node in self._absent:
+                out += self._lose(node, "lost: its connection closed, and a peer failed", now)
+        if self.phase is Phase.RUNNING:
+            out += self._gather(f"a worker failed while node {gone[0]} was going", now)
+        return out
+
+    def _succeeded(self, node: str, round: int) -> None:
+        if round == self.number and node in self.round and self.phase in (Phase.RUNNING, Phase.RECOVERING):
+            self._done.add(node)
+
+    def _scale(self, nodes: int) -> list[Command]:
+        low, high = self.settings.min_nodes, self.settings.max_nodes
+        if not low <= nodes <= high:
+            return [Log(f"scale to {nodes} refused: the job runs on {low} to {high} nodes")]
+        self._target = nodes
+        return [Log(f"scale to {nodes} nodes")]
+
+    # who is gone ------------------------------------------------------------------------------------------------------
+
+    def _gone(self, node: str, now: float) -> list[Command]:
+        if self.phase is Phase.CLOSED:
+            self.members.pop(node, None)
+            return []
+        if node not in self.members:
+            return []
+        self._heard.pop(node, None)
+        if node not in self.round or node in self._leaving or self._verdict or self.phase is Phase.CLOSING:
+            return self._lose(node, "gone: its connection closed", now)
+        self._absent.setdefault(node, now)
+        self._place(node, now)
+        return []
+
+    def _leave_soon(self, node: str, why: str, now: float) -> list[Command]:
+        self._leaving.add(node)
+        self._place(node, now)
+        out: list[Command] = [Log(f"node={node} is leaving: {why}")]
+        if self._verdict and node in self.round:
+            out += self._blame([node], now)
+        return out
+
+    def _expire(self, now: float) -> list[Command]:
+        """Leases and hints that have run out."""
+        out: list[Command] = []
+        if self.phase is Phase.CLOSED:
+            return out
+        lease = self.settings.timing.lease
+        while self._heard:
+            node, heard = next(iter(self._heard.items()))
+            if now < heard + lease:
+                break
+            out += [*self._lose(node, f"lost: silent for {now - heard:.1f} s", now), Drop(node)]
+        while self._absent:
+            node, since = next(iter(self._absent.items()))
+            if now < since + RECONNECT:
+                break
+            out += self._lose(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
+        return out
+
+    def _forgive(self, now: float, late: float) -> None:
+        """This coordinator was away, and nobody could be heard meanwhile: all waiting starts anew (rule 5)."""
+        self._heard = dict.fromkeys(self._heard, now)
+        self._absent = dict.fromkeys(self._absent, now)
+        self._since += late
+        if self._verdict:
+            self._verdict = (now + BLAME, self._verdict[1])
+
+    def _lose(self, node: str, why: str, now: float) -> list[Command]:
+        if self.members.pop(node, None) is None:
+            return []
+        self._heard.pop(node, None)
+        self._absent.pop(node, None)
+        self._leaving.discard(node)
+        self._unstopped.discard(node)
+        self._place(node, now)
+        out: list[Command] = [Log(f"node={node} {why}")]
+        if self._suspect is not None and node in self.round and now - self._suspect <= self.settings.timing.lease:
+            self.restarts.refund()  # its victims were heard first
+            self._suspect = None
+        if self.phase is Phase.RECOVERING:
+            self.round.pop(node, None)
+        elif self.phase is Phase.RUNNING and node in self.round and node not in self._done:
+            out += self._gather(f"node {node} {why}", now)
+        return out
+
+    def _place(self, node: str, now: float) -> None:
+        """Note where a node stands, after anything about it or the round has changed."""
+        member = self.members.get(node)
+        inside, staying = node in self.round, member is not None and node not in self._leaving
+        able = member is not None and member.ready and staying and node not in self._absent
+        _put(self._able, node, able)
+        _put(self._missing, node, inside and staying and not able)
+        _put(self._warming, node, not inside and staying and not able)
+        if not able or inside:
+            self._waiting.pop(node, None)
+            self._untold.pop(node, None)
+        elif node not in self._waiting:
+            self._waiting[node] = now
+            self._untold[node] = None
+
+    def _place_all(self, now: float) -> None:
+        for node in self.members:
+            self._place(node, now)
+
+    # rounds -----------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, held: Place, now: float) -> list[Command]:
+        """A node holds a newer round than this coordinator knows of (rule 8)."""
+        out: list[Command] = [
+            Send(n, Hold(self.number, f"round {held.round} is newer")) for n in self.round if n in self.members
+        ]
+        first = not self.number or self.phase is Phase.RECOVERING
+        self.number, self._size = held.round, held.group_size
+        self._begin({}, now)
+        self.restarts = Restarts(self.settings.budget, max(self.restarts.used, held.restarts), now)
+        if not first:
+            return [*out, *self._gather(f"round {held.round} was alive elsewhere", now)]
+        self._enter(Phase.RECOVERING, now)
+        return [*out, Log(f"round={held.round} is known to its members; waiting for {held.group_size} nodes")]
+
+    def _begin(self, round: dict[str, Place], now: float) -> None:
+        """Another round is the one that counts."""
+        self.round = round
+        self._done = set()
+        self._broken = False
+        self._failures = []
+        self._place_all(now)
+
+    def _gather(self, why: str, now: float, delay: float = 0.0) -> list[Command]:
+        """The live round is over; the next forms when it can, but not before the delay."""
+        self._enter(Phase.GATHERING, now)
+        self._why = why
+        self._not_before = now + delay
+        self._quorum = None
+        self._held = False
+        self._verdict = None
+        return []
+
+    def _advance(self, now: float) -> list[Command]:
+        """Do what the state now allows: resume, form, hold, finish, end."""
+        match self.phase:
+            case Phase.RECOVERING:
+                return self._resume(now)
+            case Phase.GATHERING:
+                return self._form_or_hold(now)
+            case Phase.RUNNING:
+                if self.round.keys() <= self._done:
+                    return self._close(Outcome.SUCCEEDED, "all workers exited 0", now)
+                if self._verdict and now >= self._verdict[0]:
+                    return self._close(Outcome.FAILED, f"{self._culprit()}; {self._verdict[1]}", now)
+                return self._resize(now)
+            case Phase.CLOSING:
+                return self._finish(now)
+            case Phase.CLOSED:
+                return self._end(now)
+
+    def _resume(self, now: float) -> list[Command]:
+        back = len(self.round)
+        if back < self._size:
+            if now < self._since + self.settings.timing.lease:
+                return []
+            return [*self._gather(f"{back} of {self._size} nodes came back", now), *self._form_or_hold(now)]
+        self._enter(Phase.RUNNING, now)
+        self._why = "the coordinator was restarted"
+        out: list[Command] = [Log(f"round={self.number} goes on: all {back} nodes are back")]
+        if self._broken:
+            out += self._failed(next(iter(self.round)), self.number, (), now)
+        return [*out, *self._advance(now)]
+
+    def _resize(self, now: float) -> list[Command]:
+        """A live round grows when newcomers are ready, and changes size when an operator says so."""
+        if self._missing or self._verdict:
+            return []  # who is in it will show in a moment
+        if len(self.round) > self._target:
+            return [*self._gather(f"scaled down to {self._target} nodes", now), *self._form_or_hold(now)]
+        if not self._waiting:
+            return []
+        if len(self.round) >= self._target:
+            return self._tell_newcomers(f"spare: all {self._target} places are taken")
+        if self._done:
+            return self._tell_newcomers("spare: the job is about to finish")
+        first, since = next(iter(self._waiting.items()))
+        if self._warming and now < since + self.settings.timing.settle:
+            return []  # one switch for all of them
+        return [*self._gather(f"node {first} joined", now), *self._form_or_hold(now)]
+
+    def _form_or_hold(self, now: float) -> list[Command]:
+        ready, least, timing = len(self._able), self.settings.min_nodes, self.settings.timing
+        if ready < least:
+            self._quorum = None
+            if now >= self._since + timing.join:
+                need = f"{least} nodes are needed and {ready} ready after {timing.join:g} s"
+                return self._close(Outcome.FAILED, f"{need} ({self._why}); start more, or raise join_timeout", now)
+            return self._hold(f"waiting: {ready} of at least {least} nodes are ready ({self._why})")
+        if self._quorum is None:
+            self._quorum = now
+        if now < self._not_before:
+            return self._hold(self._why)
+        settled = now >= self._quorum + timing.settle
+        if self._absent or not (settled or self._complete()):
+            return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
+        return self._form(self._candidates()[: self._target], now)
+
+    def _complete(self) -> bool:
+        """Is there nobody worth waiting for?"""
+        if self._missing:
+            return False
+        if len(self._able) >= self._target:
+            return True
+        survivors = len(self._able) - len(self._waiting)
+        return self.number > 0 and (survivors >= self.settings.min_nodes or not self._warming)
+
+    def _candidates(self) -> list[str]:
+        """Who could be in the next round: survivors first, by rank, then newcomers, the longest waiting first."""
+        survivors = (n for n in self.round if n in self._able)
+        return [*sorted(survivors, key=lambda n: self.round[n].group_rank), *self._waiting]
+
+    def _hold(self, why: str) -> list[Command]:
+        """Stop what is left of the last round, and tell newcomers what they wait for; once."""
+        out = self._tell_newcomers(why)
+        if not self._held:
+            self._held = True
+            out += [Send(n, Hold(self.number, why)) for n in self.round if n in self.members]
+        return out
+
+    def _tell_newcomers(self, why: str) -> list[Command]:
+        untold, self._untold = self._untold, {}
+        return [Send(n, Hold(self.number, why)) for n in untold]
+
+    def _form(self, chosen: list[str], now: float) -> list[Command]:
+        before = {n: self.round[n].group_rank for n in chosen if n in self.round}
+        nodes = ranks.order([(self.members[n].node, before.get(n)) for n in chosen])
+        host = self.members[nodes[0].id]
+        if not host.port:
+            return []  # its next offer is on the way
+        self.number = self._highest = max(self.number, self._highest) + 1
+        store = Address(host.node.host, host.port)
+        host.port, host.served = 0, self.number
+        places = ranks.places(nodes, round=self.number, store=store, restarts=self.restarts.used)
+        left_out = [n for n in self.round if n in self.members and n not in before]
+        self._begin({node.id: place for node, place in zip(nodes, places, strict=True)}, now)
+        self._enter(Phase.RUNNING, now)
+        out: list[Command] = [
+            Log(f"round={self.number} nodes={len(nodes)} world={places[0].world_size} store={store} why={self._why!r}")
+        ]
+        out += [Send(node_id, Assign(place, self._why)) for node_id, place in self.round.items()]
+        why = f"spare: all {len(nodes)} places of round {self.number} are taken"
+        out += [Send(n, Hold(self.number, why)) for n in left_out if n not in self._untold]
+        return out + self._tell_newcomers(why)
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self._since = now
+
+    # evidence and the end ---------------------------------------------------------------------------------------------
+
+    def _keep(self, failures: Iterable[Failure], round: int) -> None:
+        if round == self.number:
+            known = {(f.rank, f.at) for f in self._failures}
+            self._failures += [f for f in failures if (f.rank, f.at) not in known][: EVIDENCE - len(self._failures)]
+
+    def _culprit(self) -> str:
+        if not self._failures:
+            return "a worker failed"
+        failure = order(self._failures)[0]
+        how = failure.signal or (f"exit code {failure.exitcode}" if failure.exitcode is not None else "could not start")
+        memory = ", out of memory" if failure.oom else ""
+        return f"rank {failure.rank} on {failure.host} failed ({how}{memory})"
+
+    def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
+        if self.phase in (Phase.CLOSING, Phase.CLOSED):
+            return []
+        self._why = why
+        self._verdict = None
+        self.report = Report(self.settings.run_id, outcome, why, self.number, self.restarts.used)
+        self._enter(Phase.CLOSING, now)
+        if outcome is Outcome.SUCCEEDED:
+            return self._finish(now)
+        self._unstopped = set(self.members)
+        out: list[Command] = [Log(f"closing: {why}")]
+        out += [Send(n, Closing(why, outcome)) for n in self.members]
+        return out + self._finish(now)
+
+    def _finish(self, now: float) -> list[Command]:
+        """Once all evidence is in (or its time is over), tell everybody how the job ended."""
+        assert self.report is not None
+        if self._unstopped and now < self._since + self.settings.timing.shutdown + FAREWELL:
+            return []
+        failures = () if self.report.outcome is Outcome.SUCCEEDED else trim(order(self._failures))
+        self.report = Report(
+            self.report.run_id, self.report.outcome, self.report.why, self.number, self.restarts.used, failures
+        )
+        self._enter(Phase.CLOSED, now)
+        out: list[Command] = [Send(n, Closed(self.report)) for n in self.members]
+        out.append(Log(f"closed: {self.report.outcome}: {self.report.why}"))
+        return out + self._end(now)
+
+    def _end(self, now: float) -> list[Command]:
+        assert self.report is not None
+        if self._ended or (self.members and now < self._since + FAREWELL):
+            return []
+        self._ended = True
+        return [End(self.report)]
+
+
+def _put(nodes: set[str], node: str, inside: bool) -> None:
+    if inside:
+        nodes.add(node)
+    else:
+        nodes.discard(node)

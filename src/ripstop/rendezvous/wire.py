@@ -1,0 +1,100 @@
+"""What both ends of a connection between an agent and the coordinator have in common.
+
+Nothing here waits without a deadline: a peer that does not read is cut off when too much is waiting for it, and one
+that is to be closed has `FLUSH` seconds to take the last words.
+"""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from aiohttp import ClientError, WSMessage, WSMsgType
+
+from ripstop.errors import ProtocolError
+from ripstop.rendezvous.codec import MAX_FRAME, fit
+from ripstop.rendezvous.messages import Message
+
+PATH = "/agent"
+HANDSHAKE = 5.0  # seconds from connecting to being known
+FLUSH = 1.0  # seconds a closing peer has to take what is left
+MAX_BACKLOG = 4 * MAX_FRAME  # bytes that may wait for a peer
+RETURNING = 4000  # close code of an agent that heard nothing for a lease: it is alive and will be back
+
+
+class WebSocket(Protocol):
+    """Either end of aiohttp's."""
+
+    async def receive(self) -> WSMessage: ...
+
+
+async def receive(ws: WebSocket) -> str | None:
+    """The next frame; None when the connection has ended."""
+    frame: Any = await ws.receive()
+    match frame.type:
+        case WSMsgType.TEXT:
+            return str(frame.data)
+        case WSMsgType.BINARY:
+            raise ProtocolError("a message is text, received a binary frame")
+        case WSMsgType.ERROR:
+            raise ProtocolError(f"not a WebSocket message of at most {MAX_FRAME} bytes: {frame.data}")
+        case _:
+            return None
+
+
+class Outbox:
+    """What is still to be written to one peer: in order, and bounded."""
+
+    def __init__(self, write: Callable[[str], Awaitable[None]], abort: Callable[[], None]) -> None:
+        self._write = write
+        self._abort = abort
+        self._waiting: deque[str] = deque()
+        self._size = 0
+        self._wake = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def put(self, message: Message) -> None:
+        """Send a message when its turn comes; nothing follows `finish`."""
+        if self._deadline is not None:
+            return
+        text = fit(message)
+        self._size += len(text)
+        if self._size > MAX_BACKLOG:
+            self._abort()
+            return
+        self._waiting.append(text)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Nothing more is coming: `run` returns once all is written, and in `FLUSH` seconds at most."""
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().call_later(FLUSH, self._abort)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Write until finished, or until the connection is lost."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    text = self._waiting.popleft()
+                    await self._write(text)
+                    self._size -= len(text)
+                if self._deadline is not None:
+                    return
+        except (ConnectionError, ClientError):
+            return  # the reading side sees it too, and acts on it
+        finally:
+            if self._deadline is not None:
+                self._deadline.cancel()
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages at once; a host that vanished without a word is noticed by the kernel too."""
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

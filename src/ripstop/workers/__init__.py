@@ -1,0 +1,1 @@
+"""A node's worker processes: what they are given, how they start, how they end, what they say."""

@@ -1,0 +1,104 @@
+"""The worker processes of one round on this node: started together, stopped together, to the last grandchild.
+
+How a group ends
+-   `stop` signals the workers' process groups first and looks around later: recovery waits for this.
+-   A worker that is still there after the grace is killed.  A stopped one is woken to take the signal.
+-   Then every process of the workers' sessions, and every orphan of theirs that the agent has adopted, wherever it hid,
+    is gone before `stop` returns.  If all workers had exited 0 by themselves, such leftovers get SIGTERM and the grace
+    too, since they may be at work for a job that succeeded; otherwise they are killed at once.
+-   An agent runs one group at a time: adopted orphans do not say whose they were.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from signal import SIGCONT, SIGKILL, SIGTERM
+
+from ripstop.workers.process import Children, End
+from ripstop.workers.spawner import Birth, Spawner
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A worker's end; one of `exitcode` and `signal` is set.  `at` is wall-clock time, `max_rss` bytes."""
+
+    local_rank: int
+    pid: int
+    exitcode: int | None
+    signal: int | None
+    at: float
+    max_rss: int
+
+
+class Group:
+    """Births in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
+
+    def __init__(
+        self, children: Children, spawner: Spawner, births: Sequence[Birth], on_exit: Callable[[Exit], None]
+    ) -> None:
+        self._children = children
+        self._spawner = spawner
+        self._births = births
+        self._on_exit = on_exit
+        self._start: asyncio.Task[list[int]] | None = None
+        self._pids: tuple[int, ...] = ()
+        self._live: set[int] = set()
+        self._failed = False
+        self._stopping = False
+        self._sent: set[int] = set()
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """In the order of local ranks; empty before the start."""
+        return self._pids
+
+    async def start(self) -> None:
+        """Starts the workers, or raises StartError and has started none; CancelledError if stopped meanwhile."""
+        if self._stopping:
+            raise asyncio.CancelledError
+        self._start = asyncio.ensure_future(self._spawner.spawn(self._births))
+        self._pids = tuple(await self._start)
+        self._live = set(self._pids)
+        self._all_ended.clear()
+        for pid in self._pids:
+            self._children.watch(pid, self._ended)
+
+    def _ended(self, end: End) -> None:
+        self._live.discard(end.pid)
+        self._failed |= end.exitcode != 0
+        if not self._live:
+            self._all_ended.set()
+        rank = self._pids.index(end.pid)
+        self._on_exit(Exit(rank, end.pid, end.exitcode, end.signal, end.at, end.max_rss))
+
+    def signal(self, signum: int) -> None:
+        """To the process group of every live worker."""
+        for pid in self._live:  # not reaped yet, so the numbers are still theirs
+            os.killpg(pid, signum)
+
+    async def stop(self, grace: float, signum: int = SIGTERM) -> None:
+        """Ends all workers and all that descends from them.  May be called again, also meanwhile with less patience."""
+        began = time.monotonic()
+        self._stopping = True
+        if self._start is not None and not self._start.done():
+            self._start.cancel()
+            await asyncio.wait([self._start])
+        succeeded = not self._live and not self._failed
+        if self._live and grace > 0:
+            if signum not in self._sent:
+                self._sent.add(signum)
+                self.signal(signum)
+            self.signal(SIGCONT)
+            try:
+                async with asyncio.timeout(grace):
+                    await self._all_ended.wait()
+            except TimeoutError:
+                pass
+        self.signal(SIGKILL)
+        await self._all_ended.wait()
+        patience = began + grace - time.monotonic() if succeeded else 0.0
+        await self._children.end_trees(self._pids, patience)

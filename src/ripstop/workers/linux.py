@@ -1,0 +1,77 @@
+"""The few things Linux offers and Python does not: prctl, and what /proc says of a process.
+
+Reading only `/proc/PID/stat` keeps a look at every process of a large host cheap.
+"""
+
+# Called for every process of the host.
+# ruff: noqa: PTH123, PTH208
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ripstop.errors import StartError
+
+NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of `/proc/PID/stat`."""
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    session: int
+
+    @property
+    def dead(self) -> bool:
+        return self.state in "ZX"
+
+
+def become_subreaper() -> None:
+    """Orphans among our descendants become our children instead of init's."""
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise StartError(
+            f"the agent must adopt its workers' orphans, and the kernel refused: {os.strerror(ctypes.get_errno())}; "
+            "allow prctl(PR_SET_CHILD_SUBREAPER)."
+        )
+
+
+def look(pid: int) -> Process | None:
+    """The process with this pid, or None."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            line = file.read(1024)
+    except OSError:
+        return None
+    head, _, rest = line.rpartition(b")")  # a name may hold spaces and brackets
+    fields = rest.split(None, 5)
+    if len(fields) < 5:
+        return None
+    name = head.partition(b"(")[2].decode(errors="replace")
+    return Process(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+
+
+def processes() -> Iterator[Process]:
+    """Every process there is."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (process := look(int(name))) is not None:
+            yield process
+
+
+def children() -> list[Process]:
+    """Our direct children, zombies included."""
+    me = os.getpid()
+    pids: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", "rb", buffering=0) as file:
+                pids.update(map(int, file.read(1 << 20).split()))
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
+        return [process for process in processes() if process.parent == me]
+    return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]

@@ -1,0 +1,176 @@
+"""The files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json}`.
+
+Rules: (1) workers write their files themselves, appending, so that what they wrote survives the agent; (2) nothing is
+ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
+directory that we made up ourselves goes again after a success, and only if it holds no byte; (3) without a word from
+the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
+console as it is, unless the console is a terminal: that is the worker's own then, too.
+"""
+
+import os
+import re
+from enum import Enum, auto
+from pathlib import Path
+
+from ripstop.config import Logs, Streams
+from ripstop.errors import StartError, UsageError
+from ripstop.round import Place
+from ripstop.workers.console import Console
+
+
+class LogDirectory:
+    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`."""
+
+    def __init__(self, logs: Logs, run_id: str) -> None:
+        self._made_up = logs.directory is None
+        self._top = _temporary_directory() if logs.directory is None else logs.directory.absolute()
+        self.path = self._top / file_name(run_id)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(_unusable(self._top, error.strerror)) from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
+
+    def tidy(self) -> None:
+        """After a success: remove the directory if we made it up and nothing was written into it."""
+        if not self._made_up:
+            return
+        inside = sorted(self._top.rglob("*"), reverse=True)  # what is deeper comes first
+        try:
+            if any(not path.is_dir() and path.lstat().st_size for path in inside):
+                return
+            for path in inside:
+                path.rmdir() if path.is_dir() else path.unlink()
+            self._top.rmdir()
+        except OSError:
+            pass  # someone else is at work in there: it is theirs now
+
+
+class _Route(Enum):
+    """Where one stream of one worker goes."""
+
+    CONSOLE = auto()  # the worker has the agent's own
+    FILE = auto()
+    TEE = auto()  # the file, and line by line with a prefix to the console
+    COPY = auto()  # the file, and byte by byte to the console
+
+
+class RoundLogs:
+    """The files of one round's workers on this node.
+
+    `prepare` makes them; `follow`, called before the workers start, copies to the console what belongs there.
+    `stdout` and `stderr` are None for a stream that the worker inherits.
+    """
+
+    def __init__(self, job: Path, logs: Logs, place: Place, role: str, *, terminal: bool) -> None:
+        self._round = job / f"round_{place.round}"
+        self._logs = logs
+        self._place = place
+        self._role = role
+        self._terminal = terminal  # whether the agent's stderr is one
+
+    def directory(self, local_rank: int) -> Path:
+        return self._round / str(self._place.first_rank + local_rank)
+
+    def error_file(self, local_rank: int) -> Path:
+        return self.directory(local_rank) / "error.json"
+
+    def stdout(self, local_rank: int) -> Path | None:
+        return self._file(local_rank, Streams.OUT)
+
+    def stderr(self, local_rank: int) -> Path | None:
+        return self._file(local_rank, Streams.ERR)
+
+    def files(self, local_rank: int) -> tuple[Path, ...]:
+        """The log files that this worker has: what `Console.finish` wants to know at its end."""
+        return tuple(path for path in (self.stdout(local_rank), self.stderr(local_rank)) if path)
+
+    def prepare(self) -> None:
+        """Make the directories and files of all local ranks."""
+        try:
+            for local_rank in range(self._place.slots):
+                self.directory(local_rank).mkdir(parents=True, exist_ok=True)
+                _move_aside(self.error_file(local_rank))
+                for path in self.files(local_rank):
+                    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            raise StartError(_unusable(self._round, error.strerror)) from error
+
+    def follow(self, console: Console) -> None:
+        """Copy to the console what these workers are going to write."""
+        try:
+            for local_rank in range(self._place.slots):
+                for stream, fd in ((Streams.OUT, 1), (Streams.ERR, 2)):
+                    self._follow(console, local_rank, stream, fd)
+        except OSError as error:
+            raise StartError(_unusable(self._round, error.strerror)) from error
+
+    def _follow(self, console: Console, local_rank: int, stream: Streams, fd: int) -> None:
+        path = self._file(local_rank, stream)
+        match self._route(local_rank, stream):
+            case _Route.TEE if path:
+                console.follow(path, fd, os.fsencode(f"[{self._role}{local_rank}]:"))
+            case _Route.COPY if path:
+                console.follow(path, fd)
+
+    def _file(self, local_rank: int, stream: Streams) -> Path | None:
+        if self._route(local_rank, stream) is _Route.CONSOLE:
+            return None
+        return self.directory(local_rank) / ("stdout.log" if stream is Streams.OUT else "stderr.log")
+
+    def _route(self, local_rank: int, stream: Streams) -> _Route:
+        if stream in self._logs.tee.of(local_rank):
+            return _Route.TEE
+        if stream in self._logs.redirects.of(local_rank):
+            return _Route.FILE
+        return _Route.COPY if stream is Streams.ERR and not self._terminal else _Route.CONSOLE
+
+
+def file_name(run_id: str) -> str:
+    """The run id as a file name; different ids have different names."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run_id)[:100]
+    if safe == run_id and safe.strip("."):
+        return safe
+    from zlib import crc32
+
+    return f"{safe.strip('.')}_{crc32(run_id.encode('utf-8', 'surrogateescape')):08x}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half written; OSError is the caller's to explain."""
+    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _temporary_directory() -> Path:
+    from tempfile import mkdtemp
+
+    try:
+        return Path(mkdtemp(prefix="ripstop_"))
+    except OSError as error:
+        raise UsageError(
+            f"workers' logs need a directory: none can be made below the system's temporary one ({error.strerror}); "
+            "set TMPDIR or name one with --log-dir."
+        ) from error
+
+
+def _unusable(directory: Path, why: str | None) -> str:
+    return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."
+
+
+def _move_aside(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)

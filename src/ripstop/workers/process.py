@@ -1,0 +1,181 @@
+"""The agent's children: who they are, how their end is learnt, and how the orphans of their children are put to rest.
+
+Rules
+1.  A pid is claimed by whoever started it, and only its owner reaps it.  The registry is the module's, since children
+    belong to the process and not to any object in it.
+2.  A child's end is its pidfd becoming readable.  Nothing polls.
+3.  The agent is a subreaper: every orphan below a worker becomes the agent's child.  Such an adopted child is known by
+    its session, which is never the agent's own; a plain subprocess of the agent's, in the agent's session, is left
+    alone.
+4.  A newborn worker, named NEWBORN until its starter has claimed it, is nobody's orphan.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ripstop.workers import linux
+
+_claimed: set[int] = set()
+
+
+def claim(pid: int) -> None:
+    """This child has an owner, who will reap it."""
+    _claimed.add(pid)
+
+
+def reap(pid: int) -> tuple[int | None, int | None, int]:
+    """Waits for a child of ours that has ended, or is about to: (exit code, signal, peak memory in bytes)."""
+    try:
+        _, status, usage = os.wait4(pid, 0)
+    except ChildProcessError:  # reaped behind our back, so how it ended cannot be known
+        return 255, None, 0
+    finally:
+        _claimed.discard(pid)
+    memory = usage.ru_maxrss * 1024
+    if os.WIFSIGNALED(status):
+        return None, os.WTERMSIG(status), memory
+    return os.WEXITSTATUS(status), None, memory
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a child ended; one of `exitcode` and `signal` is set.  `at` is wall-clock time, `max_rss` bytes."""
+
+    pid: int
+    exitcode: int | None
+    signal: int | None
+    at: float
+    max_rss: int
+
+
+class Children:
+    """Watches the agent's children.  One per agent, made while its event loop runs."""
+
+    def __init__(self) -> None:
+        linux.become_subreaper()
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[int, int] = {}
+        self._session = os.getsid(0)
+        self._handles_sigchld = threading.current_thread() is threading.main_thread()
+        if self._handles_sigchld:
+            self._loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
+
+    def watch(self, pid: int, on_end: Callable[[End], None]) -> None:
+        """Calls `on_end` once, when this claimed child has ended and was reaped."""
+        claim(pid)
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[pid] = pidfd
+        self._loop.add_reader(pidfd, self._ended, pid, on_end)
+
+    def _ended(self, pid: int, on_end: Callable[[End], None]) -> None:
+        self._forget(pid)
+        at = time.time()
+        exitcode, signum, memory = reap(pid)
+        on_end(End(pid, exitcode, signum, at, memory))
+
+    def _forget(self, pid: int) -> None:
+        pidfd = self._pidfds.pop(pid)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+    async def end_trees(self, sessions: Iterable[int], grace: float) -> None:
+        """Ends every process of these sessions and every adopted child with all below it; returns when none is left.
+
+        With a `grace` they get SIGTERM first and that many seconds; without, SIGKILL at once.
+        """
+        wanted = frozenset(sessions)
+        if grace > 0 and await self._end(wanted, signal.SIGTERM, grace):
+            return
+        while not await self._end(wanted, signal.SIGKILL, None):
+            pass
+
+    async def _end(self, sessions: frozenset[int], signum: signal.Signals, patience: float | None) -> bool:
+        """One pass: signals what is there, waits for it.  True when there was nothing."""
+        victims = self._leftovers(sessions)
+        pidfds = [pidfd for pid in victims if (pidfd := _open(pid)) is not None]
+        try:
+            for pidfd in pidfds:
+                _send(pidfd, signum)
+            async with asyncio.timeout(patience):
+                for pidfd in pidfds:
+                    await self._readable(pidfd)
+        except TimeoutError:
+            pass
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+        self._reap_adopted()
+        return not victims
+
+    def _leftovers(self, sessions: frozenset[int]) -> list[int]:
+        """What lives in these sessions, or is adopted, or descends from an adopted child."""
+        alive = {process.pid: process for process in linux.processes() if not process.dead}
+        adopted = {process.pid for process in alive.values() if self._is_adopted(process)}
+        found: set[int] = set()
+        for process in alive.values():
+            line: list[int] = []
+            above: linux.Process | None = process
+            while above is not None and above.pid not in found:
+                line.append(above.pid)
+                if above.session in sessions or above.pid in adopted:
+                    found.update(line)
+                    break
+                above = alive.get(above.parent)
+            else:
+                if above is not None:
+                    found.update(line)
+        return sorted(found)
+
+    def _is_adopted(self, process: linux.Process) -> bool:
+        return (
+            process.parent == os.getpid()
+            and process.pid not in _claimed
+            and process.session != self._session
+            and process.name != linux.NEWBORN
+        )
+
+    def _reap_adopted(self) -> None:
+        for process in linux.children():
+            if process.dead and self._is_adopted(process):
+                os.waitpid(process.pid, os.WNOHANG)
+
+    async def _readable(self, fd: int) -> None:
+        ended = self._loop.create_future()
+        self._loop.add_reader(fd, _settle, ended)
+        try:
+            await ended
+        finally:
+            self._loop.remove_reader(fd)
+
+    def close(self) -> None:
+        """Stops watching; the children live on."""
+        for pid in list(self._pidfds):
+            self._forget(pid)
+        if self._handles_sigchld:
+            self._loop.remove_signal_handler(signal.SIGCHLD)
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _send(pidfd: int, signum: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, signum)
+        if signum != signal.SIGKILL:
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped process takes no signal until it goes on
+    except ProcessLookupError:
+        pass

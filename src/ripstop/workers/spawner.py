@@ -1,0 +1,317 @@
+"""The agent's side of the zygote: starts it, learns what it could preload, has it fork workers, replaces it.
+
+All workers are born here, whichever way they start.  `zygote.py` has the other side and the rules of a birth.
+"""
+
+# Pathlib costs more than this module.
+# ruff: noqa: PTH100, PTH110, PTH118, PTH120
+
+import asyncio
+import marshal
+import os
+import signal
+import socket
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ripstop.config import Command, Entry, Function, Module, Script, Start
+from ripstop.errors import StartError
+from ripstop.workers import process
+
+_HOME = os.path.dirname(os.path.abspath(__file__))
+_HOOK = os.path.join(_HOME, "hook")
+_CALL = os.path.join(_HOME, "call_function.py")
+_CHANNEL = "RIPSTOP_ZYGOTE"
+_PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What the zygote is: how it will start workers, what it has imported, why not as asked (or empty)."""
+
+    start: Start
+    preloaded: tuple[str, ...]
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServeStore:
+    """Instead of an entrypoint: serve the round's store on this listening socket."""
+
+    fd: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """One process to start: its complete environment, what it runs, and files for its output (None: the agent's)."""
+
+    env: Mapping[str, str]
+    entry: Entry | ServeStore
+    stdout: Path | None = None
+    stderr: Path | None = None
+
+
+class Spawner:
+    """A zygote and its succession.
+
+    Made before there is an event loop: the zygote warms up while the agent is still putting itself together.  `env` is
+    the workers' environment without what differs between ranks; libraries read it when they are imported.
+    """
+
+    def __init__(
+        self, entry: Entry, env: Mapping[str, str], start: Start, preload: tuple[str, ...] | None = None
+    ) -> None:
+        self._entry = entry
+        self._env = env
+        self._preload = preload
+        self._why = "" if start is Start.EXEC else _why_not_fork(entry, env)
+        self._start = Start.EXEC if self._why else start
+        self._exchange = asyncio.Lock()
+        self._warm: Warm | None = None
+        self._pid = 0
+        self._launch()
+
+    async def warm(self) -> Warm:
+        """Waits until workers can be born."""
+        async with self._exchange:
+            return await self._warmed()
+
+    async def spawn(self, births: Sequence[Birth]) -> list[int]:
+        """Starts these processes; they are this process's children, claimed, and their pids come in order.
+
+        May be cancelled until the zygote is warm; from then on the births happen, and cancelling waits for them.
+        """
+        await self.warm()
+        task = asyncio.ensure_future(self._spawn(births))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                for pid in task.result():
+                    os.kill(pid, signal.SIGKILL)
+                    process.reap(pid)
+            raise
+
+    def close(self) -> None:
+        """Ends the zygote.  Workers live on, but what they leave behind is no longer buried if the agent is killed."""
+        if self._pid:
+            self._socket.close()
+            os.kill(self._pid, signal.SIGKILL)
+            self._reap()
+
+    # the zygote's life ----------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        """Starts a zygote, without waiting for it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            env = dict(self._env)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, env.get("PYTHONPATH")]))
+            env[_CHANNEL] = str(theirs.fileno())
+            os.set_inheritable(theirs.fileno(), True)
+            try:
+                self._pid = os.posix_spawn(
+                    sys.executable, self._argv(), env, setsid=True, setsigmask=(), setsigdef=_IGNORED_BY_PYTHON
+                )
+            except OSError as error:
+                ours.close()
+                raise StartError(
+                    f"workers need a Python interpreter, and {sys.executable} does not start: {error.strerror}; "
+                    "see that it is there and executable."
+                ) from error
+        process.claim(self._pid)
+        self._socket = ours
+        self._warm = None
+        orders = {
+            "agent": os.getpid(),
+            "forks": self._start is Start.ZYGOTE,
+            "preload": self._preload,
+            "entry": _kind(self._entry),
+        }
+        ours.sendall(_frame(orders))
+        ours.setblocking(False)
+
+    def _argv(self) -> list[str]:
+        """The command line of the zygote is the workers' own: that is how they come to run the script."""
+        if self._start is Start.EXEC or isinstance(self._entry, Command):
+            return [sys.executable, "-u", "-c", "pass"]
+        return command_line(self._entry)
+
+    async def _warmed(self) -> Warm:
+        while self._warm is None:
+            message = await self._receive()
+            match message:
+                case None:
+                    self._replace(f"the zygote {self._reap()} while it was preloading")
+                case {"unfit": str(why)}:
+                    self._reap()
+                    self._replace(why)
+                case {"preloaded": preloaded, "seconds": seconds}:
+                    self._warm = Warm(self._start, preloaded, self._why, seconds)
+        return self._warm
+
+    def _replace(self, why: str) -> None:
+        """After a failed preload: workers are started the plain way."""
+        self._socket.close()
+        if self._start is Start.EXEC:
+            raise StartError(f"no worker can be started: {why}; see that `{sys.executable} -c pass` works.")
+        self._start = Start.EXEC
+        self._why = why
+        self._launch()
+
+    def _reap(self) -> str:
+        """Waits for the zygote's end; how it ended, in words."""
+        exitcode, signum, _ = process.reap(self._pid)
+        self._pid = 0
+        return f"exited with code {exitcode}" if signum is None else f"died of {signal.Signals(signum).name}"
+
+    # births ---------------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, births: Sequence[Birth]) -> list[int]:
+        async with self._exchange:
+            for last_try in (False, True):
+                await self._warmed()
+                pids = await self._ask(births)
+                if pids is not None:
+                    return pids
+                # The zygote has died since it was warm, and nothing of this request came to life.
+                how = self._reap()
+                self._socket.close()
+                if last_try:
+                    raise StartError(f"no worker can be started: the zygote {how} twice; see the kernel's log.")
+                self._launch()
+        raise AssertionError("unreachable")
+
+    async def _ask(self, births: Sequence[Birth]) -> list[int] | None:
+        """One exchange with the zygote; None if it is dead."""
+        fds = [birth.entry.fd for birth in births if isinstance(birth.entry, ServeStore)]
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._send([self._order(birth) for birth in births], fds)
+                answer = await self._receive()
+                match answer:
+                    case None:
+                        return None
+                    case {"error": str(why)}:
+                        raise StartError(f"no worker can be started: {why}; see the limits on processes and files.")
+                for pid in answer["pids"]:
+                    process.claim(pid)
+                await self._send("go", ())
+        except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)
+            return None
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        pids: list[int] = answer["pids"]
+        return pids
+
+    def _order(self, birth: Birth) -> dict[str, Any]:
+        """This birth in the zygote's words."""
+        order: dict[str, Any] = {
+            "env": dict(birth.env),
+            "stdout": birth.stdout and os.fspath(birth.stdout),
+            "stderr": birth.stderr and os.fspath(birth.stderr),
+        }
+        match birth.entry:
+            case ServeStore(host=host, port=port):
+                return order | {"what": "store", "host": host, "port": port}
+            case entry if self._start is Start.ZYGOTE and _kind(entry) == _kind(self._entry) != ("command", ""):
+                return order | {"what": "run", "args": _args(entry), "given": len(_args(self._entry))}
+            case entry:
+                return order | {"what": "exec", "argv": command_line(entry)}
+
+    async def _send(self, message: Any, fds: Sequence[int]) -> None:
+        frame = _frame(message)
+        loop = asyncio.get_running_loop()
+        if fds:  # they travel with the first bytes, for which an idle channel always has room
+            socket.send_fds(self._socket, [frame[:4]], fds)
+            frame = frame[4:]
+        await loop.sock_sendall(self._socket, frame)
+
+    async def _receive(self) -> Any:
+        """The zygote's next message; None if it is gone."""
+        head = await self._read(4)
+        body = await self._read(int.from_bytes(head, "big")) if head else b""
+        return marshal.loads(body) if body else None
+
+    async def _read(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = b""
+        while len(data) < size:
+            try:
+                part = await loop.sock_recv(self._socket, size - len(data))
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                return b""
+            data += part
+        return data
+
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def command_line(entry: Entry) -> list[str]:
+    """What runs this entrypoint the plain way."""
+    match entry:
+        case Script(path=path, args=args):
+            return [sys.executable, "-u", path, *args]
+        case Module(name=name, args=args):
+            return [sys.executable, "-u", "-m", name, *args]
+        case Function():
+            return [sys.executable, "-u", _CALL, *_args(entry)]
+        case Command(argv=argv):
+            return list(argv)
+
+
+def _kind(entry: Entry) -> tuple[str, str]:
+    """What two entrypoints must share to be run by one zygote; their arguments may differ."""
+    match entry:
+        case Script(path=path):
+            return "script", path
+        case Module(name=name):
+            return "module", name
+        case Function():
+            return "function", ""
+        case Command():
+            return "command", ""
+
+
+def _args(entry: Entry) -> list[str]:
+    match entry:
+        case Script(args=args) | Module(args=args):
+            return list(args)
+        case Function(call=call, result=result):
+            return [os.fspath(call), os.fspath(result)]
+        case Command():
+            return []
+
+
+def _frame(message: Any) -> bytes:
+    data = marshal.dumps(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+def _why_not_fork(entry: Entry, env: Mapping[str, str]) -> str:
+    """A reason not to start a zygote that would run the script if our hook were not found first.
+
+    Only a directory that a .pth file puts before PYTHONPATH could hold another sitecustomize.  It would show in our own
+    sys.path, since it is the same interpreter.
+    """
+    library = sysconfig.get_path("stdlib")
+    given = env.get("PYTHONPATH", "").split(os.pathsep)
+    for directory in sys.path[1:]:
+        if directory == library:
+            break
+        rival = os.path.join(directory, "sitecustomize.py")
+        if directory not in given and os.path.exists(rival):
+            return f"{rival} comes before ours"
+    return ""

@@ -1,0 +1,30 @@
+"""What the words of `ripstop coordinator` come to mean."""
+
+from ripstop.cli.coordinator import configure
+from ripstop.config import Budget, CoordinatorConfig, Timing
+from ripstop.round import Address
+
+
+def test_a_coordinator_is_told_where_to_listen_and_for_whom() -> None:
+    words = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h --rdzv_conf=lease=1"
+    assert configure(words.split(), {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
+        run_id="job7",
+        endpoint=Address("head", 29400),
+        min_nodes=2,
+        max_nodes=4,
+        budget=Budget(3, 3600.0),
+        timing=Timing(lease=1.0),
+        token="s",
+    )
+
+
+def test_a_coordinator_takes_the_same_variables_as_its_nodes() -> None:
+    config = configure([], {"PET_RDZV_ENDPOINT": "head:99", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"})
+    assert config is not None
+    assert (config.endpoint, config.min_nodes, config.run_id) == (Address("head", 99), 2, "none")
+
+
+def test_a_coordinator_that_anyone_can_join_says_so() -> None:
+    config = configure(["--rdzv-endpoint=head"], {})
+    assert config is not None
+    assert "whoever can reach head:29400" in config.notes[0]

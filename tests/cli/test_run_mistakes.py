@@ -1,0 +1,324 @@
+"""Every mistake is one line on stderr, exit code 2, and nothing is started."""
+
+from pathlib import Path
+
+import pytest
+
+from ripstop.cli import main
+
+C10D = "--rdzv-backend=c10d --rdzv-endpoint=node0"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with train.py, and nothing in the environment."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTHON_EXEC", "RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -> str:
+    assert main([command, *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"ripstop {command}: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix(f"ripstop {command}: error: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "nothing to run; name the script after the flags: ripstop run … train.py"),
+        ("--standalone", "nothing to run; name the script after the flags: ripstop run … train.py"),
+        ("--nnodes", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
+        ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
+        ("--nprok-per-node=2 train.py", "--nprok-per-node=2: there is no such flag; did you mean --nproc-per-node?"),
+        ("--max_restrats 2 train.py", "--max_restrats: there is no such flag; did you mean --max-restarts?"),
+        ("--xyzzy train.py", "--xyzzy: there is no such flag; --help lists them"),
+        ("-x train.py", "-x: there is no such flag; --help lists them"),
+        ("--standalone=1 train.py", "--standalone=1: --standalone takes no value; write --standalone alone"),
+        ("--restart=1 train.py", "--restart=1: could be --restart-window or --restart-backoff; write more of it"),
+        ("-m --no-python train.py", "-m and --no-python: a module needs python; leave one of them out"),
+        (
+            "--no-python nosuchprogram",
+            "--no-python nosuchprogram: no such program, here or on PATH; give the path of an executable file",
+        ),
+        (
+            "--nproc-per-node=0 train.py",
+            "--nproc-per-node=0: below the least that makes sense (1); give a number above 0, or auto, gpu or cpu",
+        ),
+        (
+            "--nproc-per-node=two train.py",
+            "--nproc-per-node=two: not a whole number; give a number above 0, or auto, gpu or cpu",
+        ),
+        (
+            "--nproc-per-node=xpu train.py",
+            "--nproc-per-node=xpu: ripstop cannot count XPUs in this version; give their number",
+        ),
+        (
+            "--nnodes=4:2 train.py",
+            "--nnodes=4:2: the minimum (4) is above the maximum (2); write --nnodes=2:4",
+        ),
+        ("--nnodes=1:2:3 train.py", "--nnodes=1:2:3: neither a number nor a range; write --nnodes=4 or --nnodes=2:4"),
+        ("--nnodes=a train.py", "--nnodes=a: not a whole number; write --nnodes=4 or --nnodes=2:4"),
+        (
+            "--nnodes=0 train.py",
+            "--nnodes=0: below the least that makes sense (1); write --nnodes=4 or --nnodes=2:4",
+        ),
+        (
+            "--nnodes=2 train.py",
+            "--nnodes=2: several nodes need a place to meet; write --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT, "
+            "or --master-addr=HOST --node-rank=N",
+        ),
+        (
+            "--nnodes=2 --rdzv-backend=c10d train.py",
+            "--nnodes=2: several nodes need a place to meet; write --rdzv-endpoint=HOST:29400, the same on all of them",
+        ),
+        (
+            "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=h:0 train.py",
+            "--rdzv-endpoint=h:0: several nodes cannot meet at port 0; write h:29400",
+        ),
+        (
+            "--nnodes=1:2 --master-addr=a --node-rank=0 train.py",
+            "--nnodes=1:2: static has a fixed number of nodes; write --nnodes=2, or --rdzv-backend=c10d",
+        ),
+        (
+            "--nnodes=2 --master-addr=a train.py",
+            "--nnodes=2: static needs every node's rank; write --node-rank=N, 0 on a, or --rdzv-backend=c10d, "
+            "which gives ranks itself",
+        ),
+        (
+            "--nnodes=2 --node-rank=2 --master-addr=a train.py",
+            "--node-rank=2: above the most that makes sense (1); the ranks of 2 nodes are 0 to 1",
+        ),
+        (
+            "--node-rank=1 train.py",
+            "--node-rank=1: above the most that makes sense (0); a single node's is 0",
+        ),
+        ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; leave out one of the two"),
+        ("--rdzv-backend=etcd train.py", "--rdzv-backend=etcd: not in this version; write --rdzv-backend=c10d"),
+        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d or static"),
+        (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
+        (
+            f"{C10D}:99999 train.py",
+            "--rdzv-endpoint port=99999: above the most that makes sense (65535); give a port from 0 to 65535",
+        ),
+        (f"{C10D}:http train.py", "--rdzv-endpoint port=http: not a whole number; give a port from 0 to 65535"),
+        (
+            "--rdzv-backend=c10d --rdzv-endpoint=no/de train.py",
+            "--rdzv-endpoint=no/de: not a host name or address; write it like node0, 10.0.0.7 or [fd00::7]",
+        ),
+        (
+            "--local-addr=a,b train.py",
+            "--local-addr=a,b: not a host name or address; write it like node0, 10.0.0.7 or [fd00::7]",
+        ),
+        (
+            "--master-port=0 train.py",
+            "--master-port=0: below the least that makes sense (1); give a port from 1 to 65535",
+        ),
+        (
+            "--max-restarts=-1 train.py",
+            "--max-restarts=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+        ),
+        (
+            "--max-restarts -1 train.py",
+            "--max-restarts=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+        ),
+        (
+            "--restart-window=soon train.py",
+            "--restart-window=soon: not a time; give seconds, or a number with a unit: 90s, 10m, 1h",
+        ),
+        (
+            "--restart-backoff=-1 train.py",
+            "--restart-backoff=-1: a time is 0 or more and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
+            "--shutdown-timeout=nan train.py",
+            "--shutdown-timeout=nan: a time is 0 or more and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
+            "--monitor-interval=x train.py",
+            "--monitor-interval=x: not a time; give seconds, or a number with a unit: 90s, 10m, 1h",
+        ),
+        (
+            "--rdzv-conf=lease=0 train.py",
+            "--rdzv-conf lease=0: a time is above 0 and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
+            "--rdzv-conf=lease train.py",
+            "--rdzv-conf=lease: 'lease' is not key=value; write --rdzv-conf=join_timeout=600,lease=3",
+        ),
+        (
+            "--rdzv-conf=lease=1,lease=2 train.py",
+            "--rdzv-conf=lease=1,lease=2: lease is there twice; keep one of the two",
+        ),
+        (
+            "--rdzv-conf=lease=1,keep_alive_interval=2 train.py",
+            "--rdzv-conf: lease=1 and keep_alive_interval=2 set the same wait; keep lease",
+        ),
+        (
+            "--rdzv-conf=leese=1 train.py",
+            "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, timeout",
+        ),
+        (
+            "--rdzv-conf=is_host=maybe train.py",
+            "--rdzv-conf is_host=maybe: neither true nor false; write --rdzv-conf is_host=1 or --rdzv-conf is_host=0",
+        ),
+        (
+            "--role=a/b train.py",
+            "--role=a/b: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _",
+        ),
+        (
+            "--rdzv-id=../x train.py",
+            "--rdzv-id=../x: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _",
+        ),
+        ("--role= train.py", "--role=: has 0 characters; choose a name of 1 to 200"),
+        (
+            "--start-method=magic train.py",
+            "--start-method=magic: there is no such way to start workers; write zygote or exec",
+        ),
+        (
+            "--preload=a-b train.py",
+            "--preload=a-b: 'a-b' is no module's name; write --preload=torch,numpy or --preload=none",
+        ),
+        ("--log-dir=file train.py", "--log-dir=file: is there and no directory; name another"),
+        (
+            "-r 4 train.py",
+            "--redirects=4: '4' is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+            "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2",
+        ),
+        (
+            "-t 0:1, train.py",
+            "--tee=0:1,: '' is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+            "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2",
+        ),
+        ("-r 0:1,0:2 train.py", "--redirects=0:1,0:2: names local rank 0 twice; keep one of the two"),
+        ("-r 1:1 train.py", "--redirects=1:1: names local rank 1; this node's are 0 to 0: leave it out"),
+        ("--run-path train.py", "--run-path: torchrun has it, ripstop not in this version; leave it out"),
+        (
+            "--local_ranks_filter=0 train.py",
+            "--local-ranks-filter: torchrun has it, ripstop not in this version; leave it out",
+        ),
+        ("--numa-binding=node train.py", "--numa-binding: torchrun has it, ripstop not in this version; leave it out"),
+        (
+            "--event-log-handler=x train.py",
+            "--event-log-handler: torchrun has it, ripstop not in this version; leave it out",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_rule_value_and_remedy(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(words, capsys) == line
+
+
+def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    remedy = "give the script's path, -m for a module, or --no-python for another program"
+    assert said("nosuch.py --lr 1", capsys) == f"nosuch.py: no such file in {Path.cwd()}; {remedy}"
+    assert "no such file" in said("n" * 5000, capsys)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "line"),
+    [
+        ({"PET_NNODES": "x"}, "train.py", "PET_NNODES=x: not a whole number; write PET_NNODES=4 or PET_NNODES=2:4"),
+        (
+            {"PET_STANDALONE": "x"},
+            "train.py",
+            "PET_STANDALONE=x: neither true nor false; write PET_STANDALONE=1 or PET_STANDALONE=0",
+        ),
+        (
+            {"PET_NNODES": "2"},
+            "--standalone train.py",
+            "PET_NNODES=2: --standalone is for one node; leave out one of the two",
+        ),
+        (
+            {"PET_VIRTUAL_LOCAL_RANK": "1"},
+            "train.py",
+            "PET_VIRTUAL_LOCAL_RANK: torchrun has it, ripstop not in this version; leave it out",
+        ),
+        (
+            {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},
+            "train.py",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=x: not a time; give seconds, or a number with a unit: 90s, 10m, 1h",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "--nproc-per-node=gpu train.py",
+            "--nproc-per-node=gpu: CUDA_VISIBLE_DEVICES= leaves none of this node's; "
+            "give a number, or --nproc-per-node=cpu",
+        ),
+        (
+            {"PYTHON_EXEC": "nosuchpython"},
+            "train.py",
+            "PYTHON_EXEC nosuchpython: no such program, here or on PATH; give the path of an executable file",
+        ),
+        (
+            {"RIPSTOP_TOKEN": " "},
+            "train.py",
+            "RIPSTOP_TOKEN is empty; give the job's secret, or unset it to run without one",
+        ),
+        (
+            {"RIPSTOP_TOKEN": "a", "RIPSTOP_TOKEN_FILE": "b"},
+            "train.py",
+            "RIPSTOP_TOKEN and RIPSTOP_TOKEN_FILE are both set; a job has one secret: unset one of them",
+        ),
+        (
+            {"RIPSTOP_TOKEN_FILE": "nosuchfile"},
+            "train.py",
+            "RIPSTOP_TOKEN_FILE=nosuchfile: cannot be read: No such file or directory; name a text file you may read",
+        ),
+        (
+            {"RIPSTOP_TOKEN_FILE": "empty"},
+            "train.py",
+            "RIPSTOP_TOKEN_FILE=empty: is empty; put the job's secret into it",
+        ),
+    ],
+)
+def test_a_mistake_in_a_variable_is_named_by_the_variable(
+    environ: dict[str, str],
+    words: str,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert said(words, capsys) == line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "--rdzv-endpoint is missing: a coordinator must know where to listen; write HOST[:PORT]"),
+        ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no program; give the script to ripstop run"),
+        ("--rdzv-endpoint=h:0", "--rdzv-endpoint=h:0: nodes cannot find port 0; write h:29400"),
+        ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: there is no such flag; --help lists them"),
+        (
+            "--rdzv-endpoint=h --rdzv-conf=is_host=1",
+            "--rdzv-conf is_host=1: a coordinator always is the host; leave is_host out",
+        ),
+    ],
+)
+def test_a_coordinators_mistakes_are_said_in_the_same_way(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(words, capsys, command="coordinator") == line
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("rnu", "ripstop run, ripstop coordinator or ripstop version"), ("train.py", "ripstop run train.py …")],
+)
+def test_a_command_that_is_not_there_is_told_what_there_is(
+    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name]) == 2
+    assert capsys.readouterr().err == f"ripstop: error: {name}: there is no such command; write {remedy}\n"

@@ -1,0 +1,266 @@
+"""What the words of `ripstop run` come to mean."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ripstop.cli.run import configure
+from ripstop.config import (
+    Backend,
+    Budget,
+    Command,
+    Module,
+    RunConfig,
+    Script,
+    Start,
+    StreamMap,
+    Streams,
+    Timing,
+)
+from ripstop.round import Address
+
+Read = Callable[..., RunConfig]
+TOKEN = {"RIPSTOP_TOKEN": "s"}
+C10D = "--rdzv-backend=c10d --rdzv-endpoint=node0"
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Reads a command line in a directory that holds train.py."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def read(words: str, environ: dict[str, str] | None = None) -> RunConfig:
+        config = configure(words.split(), environ or {})
+        assert config is not None
+        return config
+
+    return read
+
+
+def test_a_script_alone_is_one_worker_on_one_node_that_is_never_restarted(read: Read) -> None:
+    config = read("train.py")
+    assert config == RunConfig(entry=Script("train.py"), run_id=config.run_id, token=config.token)
+    assert config.backend is Backend.LOCAL
+    assert config.budget.max_restarts == 0
+
+
+def test_every_local_job_has_a_name_and_a_secret_of_its_own(read: Read) -> None:
+    one, other = read("--standalone train.py"), read("--standalone train.py")
+    assert one.run_id != other.run_id
+    assert one.token
+    assert one.token != other.token
+
+
+def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
+    assert read("--standalone --rdzv-id=mine train.py").run_id == "mine"
+    assert read("--rdzv-id=mine train.py").run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=h", "min_nodes", 3),
+        ("--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=h", "max_nodes", 4),
+        ("--nproc-per-node=8", "slots", 8),
+        ("--nproc-per-node 8", "slots", 8),
+        ("--nproc_per_node=8", "slots", 8),
+        ("--nproc=8", "slots", 8),
+        ("--nproc-per-node=2 --nproc-per-node=3", "slots", 3),
+        ("--role=trainer", "role", "trainer"),
+        ("--local-addr=10.0.0.7", "local_addr", "10.0.0.7"),
+        ("--local_addr=[fd00::7]", "local_addr", "fd00::7"),
+        (f"{C10D}:1234", "endpoint", Address("node0", 1234)),
+        (C10D, "endpoint", Address("node0", 29400)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=[::1]:99", "endpoint", Address("::1", 99)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=[::1]", "endpoint", Address("::1", 29400)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=fd00::7", "endpoint", Address("fd00::7", 29400)),
+        (C10D, "run_id", "none"),
+        (f"{C10D} --rdzv-id=job7", "run_id", "job7"),
+        (C10D, "is_host", None),
+        (f"{C10D} --rdzv-conf=is_host=1", "is_host", True),
+        (f"{C10D} --rdzv-conf is_host=false", "is_host", False),
+        ("--max-restarts=3", "budget", Budget(3)),
+        ("--max-restarts=3 --restart-window=1h --restart-backoff=5", "budget", Budget(3, 3600.0, 5.0)),
+        ("--shutdown-timeout=5", "timing", Timing(shutdown=5.0)),
+        ("--rdzv-conf=join_timeout=60,last_call_timeout=0", "timing", Timing(join=60.0, settle=0.0)),
+        ("--rdzv-conf=timeout=60", "timing", Timing(join=60.0)),
+        ("--rdzv-conf=lease=1.5,coordinator_timeout=2m", "timing", Timing(lease=1.5, coordinator=120.0)),
+        ("--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=4", "timing", Timing(lease=8.0)),
+        ("--rdzv-conf=keep_alive_interval=2", "timing", Timing(lease=6.0)),
+        ("--start-method=exec", "start", Start.EXEC),
+        ("--start-method=spawn", "start", Start.EXEC),
+        ("--start-method=fork", "start", Start.ZYGOTE),
+        ("--start-method=forkserver", "start", Start.ZYGOTE),
+        ("--preload=torch,torch.nn", "preload", ("torch", "torch.nn")),
+        ("--preload=none", "preload", ()),
+        ("--event-log-handler=null", "notes", ()),
+    ],
+)
+def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object) -> None:
+    assert getattr(read(f"{words} train.py", TOKEN), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "entry"),
+    [
+        ("train.py --lr 0.1 --nnodes 7", Script("train.py", ("--lr", "0.1", "--nnodes", "7"))),
+        ("-m pkg.train -x", Module("pkg.train", ("-x",))),
+        ("--module pkg.train", Module("pkg.train")),
+        ("--no-python echo hi", Command(("echo", "hi"))),
+    ],
+)
+def test_what_to_run_follows_the_flags(read: Read, words: str, entry: object) -> None:
+    assert read(words).entry == entry
+
+
+def test_another_python_than_ours_runs_the_script_as_a_program(read: Read) -> None:
+    config = read("-m pkg.train -x", {"PYTHON_EXEC": "/bin/sh"})
+    assert config.entry == Command(("/bin/sh", "-u", "-m", "pkg.train", "-x"))
+    assert config.start is Start.EXEC
+
+
+def test_streams_are_chosen_for_all_workers_or_by_local_rank(read: Read) -> None:
+    logs = read("--nproc-per-node=2 --log-dir=logs -r 3 -t1:2,0:1 train.py").logs
+    assert logs.directory == Path("logs")
+    assert logs.redirects == StreamMap(Streams.ALL)
+    assert [logs.tee.of(rank) for rank in (0, 1, 2)] == [Streams.OUT, Streams.ERR, Streams.NONE]
+
+
+# where nodes meet ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-backend=c10d --rdzv-endpoint=localhost:0"],
+)
+def test_a_node_that_nobody_can_come_to_meets_nobody(read: Read, words: str) -> None:
+    config = read(f"{words} train.py")
+    assert (config.backend, config.endpoint, config.store_port) == (Backend.LOCAL, None, 0)
+
+
+def test_an_endpoint_makes_a_single_node_a_job_that_spares_can_join(read: Read) -> None:
+    assert read(f"{C10D} train.py").backend is Backend.COORDINATOR
+
+
+@pytest.mark.parametrize("words", ["--master-port=4321", "--rdzv-endpoint=127.0.0.1:4321"])
+def test_a_single_static_node_has_its_store_at_the_port_that_was_asked_for(read: Read, words: str) -> None:
+    config = read(f"{words} train.py")
+    assert (config.backend, config.store_port) == (Backend.LOCAL, 4321)
+
+
+def test_a_single_static_node_is_at_the_master_address(read: Read) -> None:
+    config = read("--master-addr=10.0.0.7 train.py")
+    assert (config.local_addr, config.store_port) == ("10.0.0.7", 0)
+
+
+@pytest.mark.parametrize("where", ["--master-addr=a --master-port=99", "--rdzv-endpoint=a:99"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_static_nodes_meet_at_the_master_and_node_0_is_the_host(read: Read, where: str, rank: int) -> None:
+    config = read(f"--nnodes=2 --node-rank={rank} {where} train.py")
+    assert config.backend is Backend.STATIC
+    assert config.endpoint == Address("a", 99)
+    assert (config.min_nodes, config.max_nodes) == (2, 2)
+    assert (config.node_rank, config.is_host) == (rank, rank == 0)
+
+
+def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
+    assert read("--nnodes=2 --node-rank=0 --master-addr=a train.py").endpoint == Address("a", 29500)
+
+
+# what is said and not done ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--standalone --rdzv-endpoint=h:1", "--rdzv-endpoint has no effect with --standalone"),
+        ("--standalone --rdzv-backend=c10d", "--rdzv-backend has no effect with --standalone"),
+        ("--standalone --master-port=1", "--master-port has no effect with --standalone"),
+        ("--standalone --node-rank=1", "--node-rank has no effect with --standalone"),
+        (f"{C10D} --master-addr=a", "--master-addr has no effect with --rdzv-backend=c10d"),
+        ("--rdzv-endpoint=h:1 --master-addr=a", "--master-addr has no effect beside --rdzv-endpoint"),
+        ("--nnodes=2 --node-rank=1 --master-port=1", "meet at 127.0.0.1"),
+        ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=is_host=1", "is_host has no effect with static"),
+        ("--rdzv-conf=is_host=1", "is_host has no effect on a single node"),
+        ("--rdzv-conf=close_timeout=5", "close_timeout has no effect"),
+        ("--rdzv-conf=read_timeout=5", "read_timeout has no effect"),
+        ("--monitor-interval=1", "--monitor-interval has no effect: nothing polls"),
+        ("--restart-window=1h", "--restart-window has no effect without --max-restarts"),
+        ("--start-method=exec --preload=torch", "--preload has no effect"),
+        ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
+    ],
+)
+def test_a_word_without_effect_is_said_to_have_none(read: Read, tmp_path: Path, words: str, note: str) -> None:
+    (tmp_path / "train.py").chmod(0o755)
+    config = read(f"{words} train.py", {**TOKEN, "PATH": str(tmp_path)})
+    assert note in " | ".join(config.notes)
+
+
+def test_there_are_no_notes_where_there_is_nothing_to_say(read: Read) -> None:
+    assert read("--standalone --nproc-per-node=2 --max-restarts=3 train.py").notes == ()
+
+
+# variables ----------------------------------------------------------------------------------------------------------
+
+
+def test_variables_stand_in_for_flags_and_flags_win(read: Read) -> None:
+    environ = {
+        **TOKEN,
+        "PET_NNODES": "2:3",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "node0:99",
+        "PET_MAX_RESTARTS": "5",
+        "PET_REDIRECTS": "3",
+    }
+    config = read("--max-restarts=1 train.py", environ)
+    assert (config.min_nodes, config.max_nodes, config.slots) == (2, 3, 4)
+    assert config.endpoint == Address("node0", 99)
+    assert config.budget.max_restarts == 1
+    assert config.logs.redirects == StreamMap(Streams.ALL)
+
+
+@pytest.mark.parametrize(("value", "is_module"), [("1", True), ("0", False), ("", False)])
+def test_a_switch_is_set_by_a_variable_that_is_true(read: Read, value: str, is_module: bool) -> None:
+    assert isinstance(read("train.py", {"PET_MODULE": value}).entry, Module) == is_module
+
+
+def test_an_empty_variable_counts_as_not_set(read: Read) -> None:
+    assert read("train.py", {"PET_NNODES": "", "PET_RDZV_ENDPOINT": ""}).max_nodes == 1
+
+
+def test_the_shutdown_time_has_torchs_own_variable(read: Read) -> None:
+    environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    assert read("train.py", environ).timing.shutdown == 7.0
+    assert read("--shutdown-timeout=8 train.py", environ).timing.shutdown == 8.0
+
+
+# the secret ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_secret_comes_from_a_variable_or_a_file_and_is_not_shown(read: Read, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("hush\n")
+    file.chmod(stat.S_IRUSR)
+    by_file = read(f"{C10D} train.py", {"RIPSTOP_TOKEN_FILE": str(file)})
+    assert by_file.token == read(f"{C10D} train.py", {"RIPSTOP_TOKEN": "hush"}).token == "hush"
+    assert by_file.notes == ()
+    assert "hush" not in repr(by_file)
+
+
+def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("hush")
+    file.chmod(0o644)
+    assert read(f"{C10D} train.py", {"RIPSTOP_TOKEN_FILE": str(file)}).notes == (
+        f"RIPSTOP_TOKEN_FILE={file}: everyone can read it; chmod 600 {file}",
+    )
+
+
+def test_a_job_that_anyone_can_join_says_so(read: Read) -> None:
+    config = read(f"{C10D} train.py")
+    assert config.token == ""
+    assert "whoever can reach node0:29400 can join this job" in config.notes[0]

@@ -1,0 +1,102 @@
+"""The installed torchrun's parser beside ours: the same words, the same meaning."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from ripstop.cli.flags import read
+from ripstop.cli.run import FLAGS, NOT_YET, configure
+from ripstop.config import Module, RunConfig, Script
+
+torchrun = pytest.importorskip("torch.distributed.run")
+ALL_FLAGS = (*FLAGS, *NOT_YET)
+OURS_ALONE = {"--preload", "--restart-window", "--restart-backoff"}
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with the scripts the tests name."""
+    for name in ("train.py", "-"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def torchs_actions() -> list[argparse.Action]:
+    return [action for action in torchrun.get_args_parser()._actions if action.option_strings]
+
+
+def ours(words: str) -> RunConfig:
+    config = configure(words.split(), {})
+    assert config is not None
+    return config
+
+
+def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_where_torchs_does() -> None:
+    for action in torchs_actions():
+        for option in action.option_strings:
+            takes_value = action.nargs != 0
+            words = [option, "1", "train.py"] if takes_value else [option, "train.py"]
+            assert read(ALL_FLAGS, words, {}).program == ("train.py",), option
+
+
+def test_every_flag_has_torchruns_variable() -> None:
+    torchs = {f"PET_{action.dest.upper()}" for action in torchs_actions() if action.dest != "help"}
+    assert torchs <= {flag.variable for flag in ALL_FLAGS}
+
+
+def test_we_have_no_flag_besides_torchruns_and_our_own() -> None:
+    torchs = {option for action in torchs_actions() for option in action.option_strings}
+    assert {flag.name for flag in ALL_FLAGS} - torchs == OURS_ALONE
+
+
+def test_the_defaults_are_torchruns() -> None:
+    torchs, config = torchrun.parse_args(["train.py"]), ours("train.py")
+    assert torchrun.parse_min_max_nnodes(torchs.nnodes) == (config.min_nodes, config.max_nodes)
+    assert int(torchs.nproc_per_node) == config.slots
+    assert torchs.max_restarts == config.budget.max_restarts
+    assert torchs.role == config.role
+    assert int(torchs.redirects) == int(config.logs.redirects.default)
+    assert int(torchs.tee) == int(config.logs.tee.default)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.py a b",
+        "train.py --nnodes 3 -m",
+        "train.py -- --a",
+        "train.py a -- --b",
+        "train.py --",
+        "-- train.py a",
+        "-- train.py -- a",
+        "-m -- pkg -m",
+        "-m pkg --help",
+        "- a",
+        "-r3 train.py",
+        "-r=3 train.py",
+        "-r 3 train.py",
+        "--standalone train.py --standalone",
+        "--nnode 1 train.py x",
+        "--rdzv_conf join_timeout=1 train.py",
+    ],
+)
+def test_the_program_and_its_arguments_begin_where_torchrun_begins_them(words: str) -> None:
+    torchs, entry = torchrun.parse_args(words.split()), ours(words).entry
+    expected = (torchs.training_script, tuple(torchs.training_script_args))
+    match entry:
+        case Script(path, args):
+            assert (path, args, False) == (*expected, torchs.module)
+        case Module(name, args):
+            assert (name, args, True) == (*expected, torchs.module)
+        case _:
+            pytest.fail(f"{entry} is neither a script nor a module")
+
+
+@pytest.mark.parametrize("endpoint", ["node0", "node0:1", "10.0.0.7:29400", "[::1]:99", "[fd00::7]", "a-b.c_d:5"])
+def test_an_endpoint_is_read_as_torch_reads_it(endpoint: str) -> None:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    config = ours(f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} train.py")
+    assert config.endpoint is not None
+    assert (config.endpoint.host, config.endpoint.port) == parse_rendezvous_endpoint(endpoint, 29400)

@@ -1,0 +1,214 @@
+"""Runs real `ripstop run` agents on this machine, and waits for what they and their workers do.
+
+`Job` is a context manager: when it ends, however it ends, every process it started is gone, and it fails the test if
+an agent that had ended before had left any behind.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = SCRIPTS / "train.py"
+PATIENCE = 60.0
+
+T = TypeVar("T")
+Happening = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_until(what: Callable[[], T | None], patience: float = PATIENCE, why: Callable[[], str] = str) -> T:
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        if (found := what()) is not None:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"did not happen within {patience:g} s\n{why()}")
+
+
+class Agent:
+    """One `ripstop` process and what it prints."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], wrap: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [*wrap, sys.executable, "-m", "ripstop", *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+        self._out: list[bytes] = []
+        self._err: list[bytes] = []
+        assert self.process.stdout and self.process.stderr
+        self._readers = [
+            threading.Thread(target=_collect, args=(self.process.stdout, self._out), daemon=True),
+            threading.Thread(target=_collect, args=(self.process.stderr, self._err), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def out(self) -> str:
+        return b"".join(self._out).decode(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return b"".join(self._err).decode(errors="replace")
+
+    def wait(self, patience: float = PATIENCE) -> int:
+        """The exit code; all output has been read then."""
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"agent {self.pid} did not end within {patience:g} s\n{self.err}") from None
+        for reader in self._readers:
+            reader.join(5)
+        return code
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def says(self, pattern: str, patience: float = PATIENCE) -> re.Match[str]:
+        """Waits for words on stderr."""
+        return wait_until(lambda: re.search(pattern, self.err), patience, lambda: f"never said {pattern!r}:\n{self.err}")
+
+
+def _collect(pipe: Any, into: list[bytes]) -> None:
+    with suppress(ValueError, OSError):
+        while data := os.read(pipe.fileno(), 65536):
+            into.append(data)
+
+
+class Job:
+    """Agents of one job on this machine, and the log of what their workers did."""
+
+    def __init__(self, folder: Path, **env: str) -> None:
+        self.folder = folder
+        self.log = folder / "happenings.jsonl"
+        self.logs = folder / "logs"
+        self.port = free_port()
+        self.mark = f"ripstop-e2e-{os.getpid()}-{time.monotonic_ns()}"
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "RIPSTOP_", "TORCHELASTIC_"))}
+        self.env = {**base, "TRAIN_LOG": str(self.log), "OMP_NUM_THREADS": "1", "E2E_MARK": self.mark, **env}
+        self.agents: list[Agent] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        ended = all(a.process.poll() is not None for a in self.agents)
+        left = self.leftovers()
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                agent.signal(signal.SIGCONT)
+                agent.process.kill()
+        for agent in self.agents:
+            agent.wait()
+        wait_until(lambda: None if self.leftovers(kill=True) else True, 10, lambda: "processes cannot be killed")
+        if kind is None and ended:
+            assert not left, f"agents ended and left processes behind: {left}"
+
+    def run(self, *argv: str, env: dict[str, str] | None = None, wrap: list[str] | None = None) -> Agent:
+        """Start `ripstop run argv…`."""
+        return self.ripstop("run", f"--log-dir={self.logs}", *argv, env=env, wrap=wrap)
+
+    def ripstop(self, *argv: str, env: dict[str, str] | None = None, wrap: list[str] | None = None) -> Agent:
+        agent = Agent(list(argv), {**self.env, **(env or {})}, wrap or [])
+        self.agents.append(agent)
+        return agent
+
+    def node(self, *flags: str, nnodes: str = "1:3", script: Path = TRAIN, env: dict[str, str] | None = None) -> Agent:
+        """Start one node of a job of several, with one worker."""
+        return self.run(
+            f"--nnodes={nnodes}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rdzv-id=e2e",
+            *flags,
+            str(script),
+            env=env,
+        )
+
+    # what happened
+
+    def happenings(self, **like: Any) -> list[Happening]:
+        if not self.log.exists():
+            return []
+        found = []
+        for line in self.log.read_text().splitlines():
+            with suppress(ValueError):  # cut off by a SIGKILL
+                found.append(json.loads(line))
+        return [h for h in found if all(h.get(k) == v for k, v in like.items())]
+
+    def wait_for(self, *, count: int = 1, after: float = 0.0, patience: float = PATIENCE, **like: Any) -> Happening:
+        """Waits until so many workers' happenings look like this; returns the last of them."""
+
+        def look() -> Happening | None:
+            found = [h for h in self.happenings(**like) if h["t"] > after]
+            return found[count - 1] if len(found) >= count else None
+
+        return wait_until(look, patience, lambda: f"no {count} x {like} after {after}\n{self.story()}")
+
+    def steps(self, world: int, *, after: float = 0.0, patience: float = PATIENCE) -> Happening:
+        """Waits until every rank of a world of this size has made the same step after this time."""
+
+        def look() -> Happening | None:
+            ranks: dict[int, set[int]] = {}
+            for h in self.happenings(event="step", world=world):
+                if h["t"] > after:
+                    ranks.setdefault(h["step"], set()).add(h["rank"])
+                    if len(ranks[h["step"]]) == world:
+                        return h
+            return None
+
+        return wait_until(look, patience, lambda: f"no full step of {world} ranks\n{self.story()}")
+
+    def story(self) -> str:
+        tails = [f"--- agent {a.pid} ({a.process.poll()})\n{a.err[-3000:]}" for a in self.agents]
+        return "\n".join([*tails, *map(str, self.happenings()[-8:])])
+
+    def leftovers(self, *, kill: bool = False) -> list[str]:
+        """Processes, other than agents that still run, that descend from this job: they carry its mark."""
+        agents = {a.pid for a in self.agents if a.process.poll() is None}
+        found = []
+        for pid, command in _marked(self.mark):
+            if pid not in agents:
+                found.append(f"{pid} {command}")
+                if kill:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        return found
+
+
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    needle = f"E2E_MARK={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if needle in (entry / "environ").read_bytes():
+                    yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

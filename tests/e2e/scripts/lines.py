@@ -1,0 +1,7 @@
+import os
+import sys
+
+rank = os.environ["RANK"]
+for i in range(int(sys.argv[1])):
+    print(f"out {rank} {i}")
+    print(f"err {rank} {i}", file=sys.stderr)

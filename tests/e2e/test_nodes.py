@@ -1,0 +1,281 @@
+"""Several agents on one machine: losses, newcomers, spares, leavers, and the coordinator itself."""
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Agent, Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, TRAIN_STEPS="100000") as job:
+        yield job
+
+
+def finish(job: Job, *agents: Agent) -> None:
+    """End a job that would go on for ever, and see that its agents leave cleanly."""
+    for agent in reversed(agents):
+        agent.signal(signal.SIGTERM)
+    assert [agent.wait() for agent in agents] == [143] * len(agents)
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def test_nodes_meet_and_finish_together(job: Job) -> None:
+    agents = [job.node(nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
+    assert [a.wait() for a in agents] == [0, 0, 0]
+    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+
+
+def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
+    agents = [job.node(nnodes="2:3") for _ in range(3)]
+    job.steps(3)
+    victim = next(a for a in agents if "joined" not in a.err)  # not the one that is the coordinator
+    before = job.happenings()[-1]["t"]
+    for pid in tree(victim.pid):
+        os.kill(pid, signal.SIGKILL)
+    victim.wait()
+    step = job.steps(2, after=before)
+    assert step["restart"] == 0
+    finish(job, *(a for a in agents if a is not victim))
+
+
+def test_only_the_agent_dies_and_its_workers_do_too(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    first.says("joined")
+    second = job.node(nnodes="1:2")
+    job.steps(2)
+    before = job.happenings()[-1]["t"]
+    second.signal(signal.SIGKILL)
+    second.wait()
+    job.steps(1, after=before)
+    finish(job, first)
+
+
+def test_a_newcomer_is_admitted_and_everybody_gets_a_rank(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    job.steps(1)
+    second = job.node(nnodes="1:2")
+    step = job.steps(2)
+    assert step["restart"] == 0
+    finish(job, first, second)
+
+
+def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) -> None:
+    host = job.node(nnodes="2")
+    host.says("joined")
+    victim = job.node(nnodes="2")
+    job.steps(2)
+    spare = job.node(nnodes="2")
+    spare.says("spare")
+    rank = re.search(r"ranks=(\d)", victim.err)[1]
+    before = job.happenings()[-1]["t"]
+    for pid in tree(victim.pid):
+        os.kill(pid, signal.SIGKILL)
+    victim.wait()
+    job.steps(2, after=before)
+    assert f"ranks={rank}-{rank} world=2" in spare.err
+    finish(job, host, spare)
+
+
+def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    first.says("joined")
+    second = job.node(nnodes="1:2")
+    job.steps(2)
+    before = job.happenings()[-1]["t"]
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 143
+    step = job.steps(1, after=before)
+    assert step["restart"] == 0
+    finish(job, first)
+
+
+def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
+    first = job.node(nnodes="2")
+    first.says("joined")
+    second = job.node(nnodes="2")
+    job.steps(2)
+    before = job.happenings()[-1]["t"]
+    second.signal(signal.SIGKILL)
+    second.wait()
+    first.says("waiting: 1 of at least 2 nodes")
+    third = job.node(nnodes="2")
+    job.steps(2, after=before)
+    finish(job, first, third)
+
+
+def test_a_failure_on_one_node_restarts_all_and_is_charged_once(job: Job) -> None:
+    agents = [
+        job.node("--max-restarts=3", nnodes="2", env={"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"}) for _ in range(2)
+    ]
+    assert [a.wait() for a in agents] == [0, 0]
+    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+
+
+def test_every_node_prints_the_one_root_cause(job: Job) -> None:
+    agents = [job.node(nnodes="2", env={"TRAIN_FAULT": "segv:1:5"}) for _ in range(2)]
+    assert [a.wait() for a in agents] == [1, 1]
+    for agent in agents:
+        assert "root cause: rank 1" in agent.err
+        assert "SIGSEGV" in agent.err
+
+
+def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
+    script = SCRIPTS / "uneven.py"
+    agents = [job.node(nnodes="2", script=script) for _ in range(2)]
+    job.wait_for(event="early")
+    done = [a for a in agents if a.process.poll() is not None]
+    assert not done
+    (job.folder / "go").touch()
+    assert [a.wait() for a in agents] == [0, 0]
+
+
+def test_an_agent_stopped_past_its_lease_is_lost_and_comes_back_as_a_newcomer(job: Job) -> None:
+    first = job.node("--rdzv-conf=lease=1", nnodes="1:2")
+    first.says("joined")
+    second = job.node("--rdzv-conf=lease=1", nnodes="1:2")
+    job.steps(2)
+    before = job.happenings()[-1]["t"]
+    second.signal(signal.SIGSTOP)
+    job.steps(1, after=before)
+    assert "silent for" in first.err
+    second.signal(signal.SIGCONT)
+    step = job.steps(2, after=job.happenings()[-1]["t"])
+    assert step["restart"] == 0
+    finish(job, first, second)
+
+
+def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_again(job: Job) -> None:
+    endpoint = f"127.0.0.1:{job.port}"
+    words = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
+    coordinator = job.ripstop(*words)
+    agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", env={"TRAIN_STEPS": "400"}) for _ in range(2)]
+    job.steps(2)
+    pids = {h["pid"] for h in job.happenings(event="start")}
+    coordinator.signal(signal.SIGKILL)
+    coordinator.wait()
+    for agent in agents:
+        agent.says("coordinator lost")
+    job.steps(2, after=job.happenings()[-1]["t"])
+    again = job.ripstop(*words)
+    again.says("goes on: all 2 nodes are back")
+    assert [a.wait() for a in agents] == [0, 0]
+    assert again.wait() == 0
+    assert {h["pid"] for h in job.happenings(event="start")} == pids, "somebody was restarted"
+
+
+def test_the_coordinators_own_agent_dies_and_is_started_again(job: Job) -> None:
+    first = job.node(nnodes="2")
+    first.says("joined")
+    second = job.node(nnodes="2")
+    job.steps(2)
+    before = job.happenings()[-1]["t"]
+    first.signal(signal.SIGKILL)
+    first.wait()
+    second.says("coordinator lost")
+    third = job.node(nnodes="2")
+    job.steps(2, after=before)
+    finish(job, third, second)
+
+
+def test_a_wrong_secret_is_refused_with_exit_2_and_changes_nothing(job: Job) -> None:
+    first = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "right"})
+    job.steps(1)
+    stranger = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "wrong"})
+    assert stranger.wait() == 2
+    assert "RIPSTOP_TOKEN" in stranger.err
+    job.steps(1, after=job.happenings()[-1]["t"])
+    assert "round=2" not in first.err
+    finish(job, first)
+
+
+def test_another_node_range_is_refused_with_exit_2(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    job.steps(1)
+    other = job.node(nnodes="1:4")
+    assert other.wait() == 2
+    assert "--nnodes=1:2" in other.err
+    finish(job, first)
+
+
+def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    job.steps(1)
+    other = job.run(
+        "--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", "--rdzv-id=other", str(SCRIPTS / "train.py")
+    )
+    assert other.wait() == 2
+    assert "e2e" in other.err
+    assert "other" in other.err
+    finish(job, first)
+
+
+def test_an_endpoint_nobody_answers_at_is_named_with_what_was_tried(job: Job) -> None:
+    agent = job.node("--rdzv-conf=is_host=0,join_timeout=2", nnodes="2")
+    assert agent.wait() == 1
+    assert f"127.0.0.1:{job.port}" in agent.err
+    assert "refused" in agent.err.lower()
+
+
+def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
+    first = job.node(nnodes="1:2")
+    first.says("joined")
+    second = job.node(nnodes="1:2")
+    job.steps(2)
+    rubbish = [b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"GET /agent HTTP/9.9\r\nHost: x\r\n\r\n", b"A" * 70000 + b"\r\n", b"{}"]
+    open_sockets = []
+    for data in rubbish * 5:
+        s = socket.create_connection(("127.0.0.1", job.port))
+        open_sockets.append(s)
+        try:
+            s.sendall(data)
+        except OSError:
+            pass
+    job.steps(2, after=job.happenings()[-1]["t"])
+    for s in open_sockets:
+        s.close()
+    assert {h["pid"] for h in job.happenings(event="start", world=2)} == {
+        h["pid"] for h in job.happenings(event="step", world=2)
+    }
+    finish(job, first, second)
+
+
+def test_static_nodes_get_the_ranks_they_were_given(job: Job) -> None:
+    flags = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={job.port}")
+    agents = [
+        job.run(*flags, f"--node-rank={rank}", str(SCRIPTS / "train.py"), env={"TRAIN_STEPS": "5"}) for rank in (1, 0)
+    ]
+    assert [a.wait() for a in agents] == [0, 0]
+    assert "ranks=1-1" in agents[0].err
+    assert "ranks=0-0" in agents[1].err
+
+
+def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None:
+    common = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", "--rdzv-id=e2e", "-r", "3")
+    script = str(SCRIPTS / "environment.py")
+    big = job.run(*common, "--nproc-per-node=2", "--role=a", script)
+    small = job.run(*common, "--nproc-per-node=1", "--role=b", script)
+    assert [big.wait(), small.wait()] == [0, 0]
+    seen = [json.loads(p.read_text())["env"] for p in job.logs.glob("e2e/round_1/*/stdout.log")]
+    assert sorted(e["RANK"] for e in seen) == ["0", "1", "2"]
+    assert {e["WORLD_SIZE"] for e in seen} == {"3"}
+    assert sorted((e["ROLE_NAME"], e["ROLE_RANK"], e["ROLE_WORLD_SIZE"]) for e in seen) == [
+        ("a", "0", "2"),
+        ("a", "1", "2"),
+        ("b", "0", "1"),
+    ]

@@ -1,0 +1,207 @@
+"""One agent, real workers, real deaths."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, TRAIN, Job, alive, wait_until
+
+RECORDED = SCRIPTS / "recorded.py"
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    with Job(tmp_path) as job:
+        yield job
+
+
+def test_a_job_runs_to_its_end_and_exits_0(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN))
+    assert agent.wait() == 0
+    assert len(job.happenings(event="done")) == 2
+    assert {h["rank"] for h in job.happenings(event="step", step=20)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("kill", "SIGKILL"), ("segv", "SIGSEGV"), ("raise", "RuntimeError: the fault"), ("exit", "exited with code 7")],
+)
+def test_a_worker_that_dies_is_healed_and_the_job_goes_on(job: Job, kind: str, how: str) -> None:
+    agent = job.run(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(TRAIN), env={"TRAIN_FAULT": f"{kind}:1:5:0"}
+    )
+    assert agent.wait() == 0
+    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+    assert how in agent.err
+    assert "restart 1 of 1" in agent.err
+
+
+def test_a_spent_budget_ends_the_job_with_a_report_that_names_the_culprit(job: Job) -> None:
+    agent = job.run(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=x", str(TRAIN), env={"TRAIN_FAULT": "raise:1:5"}
+    )
+    assert agent.wait() == 1
+    assert {h["restart"] for h in job.happenings(event="fault")} == {0, 1}
+    assert "root cause: rank 1" in agent.err
+    assert "RuntimeError: the fault that was asked for" in agent.err
+    (path,) = job.logs.glob("*/report.json")
+    report = json.loads(path.read_text())
+    assert report["outcome"] == "failed"
+    assert report["root_cause"]["rank"] == 1
+    assert report["root_cause"]["exitcode"] == 1
+
+
+def test_torchs_record_decorator_feeds_the_report(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=1", "--start-method=exec", str(RECORDED))
+    assert agent.wait() == 1
+    assert "ValueError: recorded by torch" in agent.err
+    (path,) = job.logs.glob("*/report.json")
+    assert "py_callstack" not in path.read_text()
+    assert "in main" in json.loads(path.read_text())["root_cause"]["traceback"]
+
+
+def test_the_last_lines_of_stderr_are_in_the_report_of_a_program_that_just_dies(job: Job) -> None:
+    agent = job.run("--standalone", "--no-python", "sh", "-c", "echo the disk is on fire >&2; exit 3")
+    assert agent.wait() == 1
+    assert "exit code 3" in agent.err
+    (path,) = job.logs.glob("*/report.json")
+    assert json.loads(path.read_text())["root_cause"]["log_tail"] == ["the disk is on fire"]
+
+
+def test_a_terminated_agent_stops_its_workers_with_that_signal_and_exits_143(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", str(SCRIPTS / "graceful.py"))
+    job.wait_for(event="start", count=2)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert len(job.happenings(event="saved", signal=int(signal.SIGTERM))) == 2
+
+
+def test_an_interrupted_agent_exits_130(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=1", str(SCRIPTS / "graceful.py"))
+    job.wait_for(event="start")
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert job.happenings(event="saved", signal=int(signal.SIGINT))
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job: Job) -> None:
+    agent = job.run(
+        "--standalone", "--shutdown-timeout=1", str(SCRIPTS / "graceful.py"), env={"STUBBORN": "1"}
+    )
+    pid = job.wait_for(event="start")["pid"]
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert not alive(pid)
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(job: Job) -> None:
+    agent = job.run("--standalone", "--shutdown-timeout=600", str(SCRIPTS / "graceful.py"), env={"STUBBORN": "1"})
+    job.wait_for(event="start")
+    agent.signal(signal.SIGTERM)
+    job.wait_for(event="ignored")
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+
+
+def test_a_killed_agent_takes_all_its_processes_with_it(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN), env={"TRAIN_STEPS": "100000"})
+    job.steps(2)
+    agent.signal(signal.SIGKILL)
+    agent.wait()
+    wait_until(lambda: True if not job.leftovers() else None, 10, lambda: str(job.leftovers()))
+
+
+def test_every_way_to_start_gives_the_workers_the_same_environment(job: Job) -> None:
+    seen = []
+    for flags in (["--start-method=zygote"], ["--start-method=exec"]):
+        agent = job.run(
+            "--standalone", "--nproc-per-node=2", "--role=trainer", "-r", "3", *flags, str(SCRIPTS / "environment.py"), "--lr", "0.1"
+        )
+        assert agent.wait() == 0, agent.err
+        (round_1,) = job.logs.glob("*/round_1")
+        seen.append([json.loads((round_1 / str(rank) / "stdout.log").read_text()) for rank in (0, 1)])
+        subprocess.run(["rm", "-r", str(round_1.parent)], check=True)
+    for first, second in zip(*seen, strict=True):
+        changing = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        assert {k: v for k, v in first["env"].items() if k not in changing} == {
+            k: v for k, v in second["env"].items() if k not in changing
+        }
+        assert first["argv"] == second["argv"] == [str(SCRIPTS / "environment.py"), "--lr", "0.1"]
+
+
+def test_the_agent_never_imports_torch(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN), env={"TRAIN_STEPS": "100000"})
+    job.steps(2)
+    maps = Path(f"/proc/{agent.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "numpy" not in maps
+    agent.signal(signal.SIGTERM)
+    agent.wait()
+
+
+def test_tee_prefixes_every_line_and_loses_none(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", "--tee=3", "--role=w", str(SCRIPTS / "lines.py"), "2000")
+    assert agent.wait() == 0
+    lines = agent.out.splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[w{rank}]:")]
+        assert mine == [f"[w{rank}]:out {rank} {i}" for i in range(2000)]
+        (log,) = job.logs.glob(f"*/round_1/{rank}/stdout.log")
+        assert log.read_text().splitlines() == [f"out {rank} {i}" for i in range(2000)]
+        errors = [line for line in agent.err.splitlines() if line.startswith(f"[w{rank}]:")]
+        assert errors == [f"[w{rank}]:err {rank} {i}" for i in range(2000)]
+
+
+def test_two_jobs_at_once_do_not_meet(job: Job, tmp_path: Path) -> None:
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    with Job(other_folder) as other:
+        agents = [j.run("--nproc-per-node=2", str(TRAIN)) for j in (job, other)]
+        assert [a.wait() for a in agents] == [0, 0]
+
+
+def test_a_master_port_that_was_asked_for_is_the_workers_store_in_every_round(job: Job) -> None:
+    agent = job.run(
+        "--nproc-per-node=2", f"--master-port={job.port}", "--max-restarts=2", str(TRAIN), env={"TRAIN_FAULT": "kill:0:3:0,kill:1:6:1"}
+    )
+    assert agent.wait() == 0, agent.err
+    assert {h["restart"] for h in job.happenings(event="done")} == {2}
+
+
+def test_a_script_that_is_not_there_is_one_line_and_exit_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ripstop", "run", "no_such_script.py"], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "no_such_script.py" in done.stderr
+
+
+def test_the_agent_costs_next_to_nothing_while_its_workers_run(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", "-t", "3", str(TRAIN), env={"TRAIN_STEPS": "100000"})
+    job.steps(2)
+
+    def wakeups() -> int:
+        status = Path(f"/proc/{agent.pid}/status").read_text()
+        return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+
+    before = wakeups()
+    job.wait_for(event="step", count=len(job.happenings(event="step")) + 100)
+    assert wakeups() - before <= 5, "something polls"
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+
+
+def test_nothing_is_left_in_the_temporary_directory_after_a_quiet_success(tmp_path: Path) -> None:
+    scripts = tmp_path / "s.py"
+    scripts.write_text("pass\n")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    subprocess.run([sys.executable, "-m", "ripstop", "run", str(scripts)], env=env, check=True, timeout=60)
+    assert not list(temporary.iterdir())

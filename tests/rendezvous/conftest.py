@@ -1,0 +1,143 @@
+"""A coordinator to talk to, and a listener that remembers; both for tests that hold real sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from ripstop.config import Timing
+from ripstop.rendezvous.client import WebSocketLink
+from ripstop.rendezvous.coordinator import Coordinator, Session
+from ripstop.rendezvous.endpoint import bind
+from ripstop.rendezvous.machine import Settings
+from ripstop.rendezvous.messages import FromCoordinator, Join, Ready
+from ripstop.rendezvous.server import Server
+from ripstop.round import Address, Node
+
+DEADLINE = 20.0  # for anything awaited: generous, these machines are slow at times
+
+
+class Recorder:
+    """A listener that keeps what it was told, as ("linked",), ("message", m), ("unlinked", why), ("refused", why)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self._news = asyncio.Event()
+
+    def on_linked(self) -> None:
+        self._add("linked")
+
+    def on_message(self, message: FromCoordinator) -> None:
+        self._add("message", message)
+
+    def on_unlinked(self, why: str) -> None:
+        self._add("unlinked", why)
+
+    def on_refused(self, why: str) -> None:
+        self._add("refused", why)
+
+    def _add(self, *event: Any) -> None:
+        self.told.append(event)
+        self._news.set()
+
+    @property
+    def messages(self) -> list[FromCoordinator]:
+        return [event[1] for event in self.told if event[0] == "message"]
+
+    def count(self, what: str) -> int:
+        return sum(event[0] == what for event in self.told)
+
+    async def until(self, true: Callable[["Recorder"], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not true(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def heard(self, kind: type[Any]) -> Any:
+        """The first message of this kind, once it is there."""
+        await self.until(lambda self: any(isinstance(message, kind) for message in self.messages))
+        return next(message for message in self.messages if isinstance(message, kind))
+
+
+class Tapped(Coordinator):
+    """A coordinator whose sessions can be seen."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.attached: list[Session] = []
+        self.forgotten: list[Session] = []
+        self._news = asyncio.Event()
+
+    def attach(self, node: str, send: Any, close: Any) -> Session:
+        session = super().attach(node, send, close)
+        self.attached.append(session)
+        self._news.set()
+        return session
+
+    def forget(self, session: Session, *, returning: bool) -> None:
+        super().forget(session, returning=returning)
+        self.forgotten.append(session)
+        self._news.set()
+
+    async def until(self, true: Callable[["Tapped"], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not true(self):
+                self._news.clear()
+                await self._news.wait()
+
+
+class Harness:
+    """What the tests of the wire need."""
+
+    Recorder = Recorder
+
+    @staticmethod
+    def settings(nodes: int = 1, lease: float = 3.0) -> Settings:
+        return Settings("job", nodes, nodes, Timing(lease=lease))
+
+    @staticmethod
+    def coordinator(nodes: int = 1, lease: float = 3.0) -> Tapped:
+        return Tapped(Harness.settings(nodes, lease))
+
+    @staticmethod
+    def join(node: str, nodes: int = 1, **more: Any) -> Join:
+        return Join(Node(node, "127.0.0.1", 1), nodes, nodes, ready=Ready(29500, 0), **more)
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def serving(
+        *, nodes: int = 1, lease: float = 3.0, token: str = "s3cret", port: int = 0
+    ) -> AsyncIterator[tuple[Tapped, Address]]:
+        """A coordinator at a port of its own."""
+        coordinator = Harness.coordinator(nodes, lease)
+        bound = bind(Address("127.0.0.1", port), demanded=True)
+        assert bound is not None
+        server = Server(bound.listening, coordinator, run_id="job", token=token, lease=lease)
+        address = bound.address
+        await server.start()
+        try:
+            yield coordinator, address
+        finally:
+            coordinator.stop()
+            await server.close()
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def linking(
+        address: Address, *, node: str = "a", token: str = "s3cret", run_id: str = "job", lease: float = 3.0
+    ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
+        """An agent's link to it, open."""
+        link = WebSocketLink(address, run_id=run_id, node=node, token=token, lease=lease)
+        recorder = Recorder()
+        link.open(recorder)
+        try:
+            yield link, recorder
+        finally:
+            await link.close()
+
+
+@pytest.fixture
+def harness() -> type[Harness]:
+    return Harness

@@ -1,0 +1,165 @@
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+from ripstop.rendezvous.local import LocalLink
+from ripstop.rendezvous.messages import Assign, Closed, FromCoordinator, Leave, Rejected, Succeeded
+from ripstop.round import Outcome
+
+
+class Peer:
+    """A connection that keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[FromCoordinator] = []
+        self.closed = asyncio.Event()
+
+    async def end(self) -> None:
+        await asyncio.wait_for(self.closed.wait(), 20)
+
+
+def test_a_job_within_one_process_runs_to_its_end(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        link, agent = LocalLink(coordinator, "a"), harness.Recorder()
+        assert "not open" in link.trouble
+        link.open(agent)
+        await agent.until(lambda a: a.count("linked") == 1)
+        assert (link.trouble, link.local_host) == ("", None)
+        link.send(harness.join("a"))
+        assign = await agent.heard(Assign)
+        link.send(Succeeded(assign.place.round))
+        closed = await agent.heard(Closed)
+        link.send(Leave("the job is over"))
+        await link.close()
+        report = await asyncio.wait_for(coordinator.ended, 20)
+        assert report == closed.report
+        assert report.outcome is Outcome.SUCCEEDED
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_local_link_never_calls_back_from_within_a_call(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        link, agent = LocalLink(coordinator, "a"), harness.Recorder()
+        link.open(agent)
+        assert agent.told == []
+        await agent.until(lambda a: a.count("linked") == 1)
+        link.send(harness.join("a"))
+        assert agent.messages == []
+        await agent.heard(Assign)
+        await link.close()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_local_agent_that_does_not_fit_is_refused_once(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(nodes=2)
+        link, agent = LocalLink(coordinator, "a"), harness.Recorder()
+        link.open(agent)
+        link.send(harness.join("a", nodes=3))
+        await agent.until(lambda a: a.count("refused") == 1)
+        await link.close()
+        assert [event[0] for event in agent.told] == ["linked", "refused"]
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_local_link_is_silent(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        link, agent = LocalLink(coordinator, "a"), harness.Recorder()
+        link.open(agent)
+        await link.close()
+        coordinator.stop()
+        assert agent.told == []
+
+    asyncio.run(scenario())
+
+
+def test_a_second_connection_supersedes_the_first(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        first, second = Peer(), Peer()
+        old = coordinator.attach("a", first.sent.append, first.closed.set)
+        old.receive(harness.join("a"))
+        new = coordinator.attach("a", second.sent.append, second.closed.set)
+        await first.end()
+        place = first.sent[-1].place
+        new.receive(harness.join("a", held=place, newest=place.round))
+        old.receive(Leave("a late word"))
+        old.detach()
+        new.receive(Succeeded(place.round))
+        assert isinstance(second.sent[-1], Closed)
+        assert second.sent[-1].report.rounds == 1
+        assert not second.closed.is_set()
+        coordinator.stop()
+        assert second.closed.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_node_is_dropped_after_its_lease(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(nodes=2, lease=0.2)
+        peer = Peer()
+        coordinator.attach("a", peer.sent.append, peer.closed.set).receive(harness.join("a", nodes=2))
+        await peer.end()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_is_returning_is_not_gone(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        first, second = Peer(), Peer()
+        session = coordinator.attach("a", first.sent.append, first.closed.set)
+        session.receive(harness.join("a"))
+        place = first.sent[-1].place
+        session.detach(returning=True)
+        session = coordinator.attach("a", second.sent.append, second.closed.set)
+        session.receive(harness.join("a", held=place, newest=place.round))
+        session.receive(Succeeded(place.round))
+        (closed,) = second.sent
+        assert closed.report.outcome is Outcome.SUCCEEDED
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_rejected_node_hears_why_before_its_connection_ends(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(nodes=2)
+        peer = Peer()
+        coordinator.attach("a", peer.sent.append, peer.closed.set).receive(harness.join("a", nodes=3))
+        (said,) = peer.sent
+        assert isinstance(said, Rejected)
+        assert "--nnodes" in said.why
+        assert peer.closed.is_set()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_operator_can_end_the_job(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        coordinator.finish("enough")
+        report = await asyncio.wait_for(coordinator.ended, 20)
+        assert (report.outcome, report.why) == (Outcome.STOPPED, "enough")
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_coordinator_within_one_process_needs_no_network_library() -> None:
+    code = "import sys, ripstop.rendezvous.local; print(sorted({'aiohttp', 'torch'} & sys.modules.keys()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "[]\n"

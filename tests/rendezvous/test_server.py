@@ -1,0 +1,373 @@
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ripstop.rendezvous import server
+from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
+from ripstop.rendezvous.messages import (
+    Assign,
+    Beat,
+    Challenge,
+    Closed,
+    Hello,
+    Hold,
+    Leave,
+    Rejected,
+    Succeeded,
+    Welcome,
+)
+from ripstop.rendezvous.secret import Exchange
+from ripstop.round import Address, Outcome
+
+DEADLINE = 20.0
+ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
+
+
+@contextlib.asynccontextmanager
+async def connection(address: Address) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    async with (
+        aiohttp.ClientSession() as http,
+        asyncio.timeout(DEADLINE),
+        http.ws_connect(f"ws://{address}/agent") as ws,
+    ):
+        yield ws
+
+
+async def shake(
+    ws: aiohttp.ClientWebSocketResponse, token: str = "s3cret", run_id: str = "job", node: str = "a"
+) -> tuple[Hello, Welcome | Rejected]:
+    """An agent's side of the handshake, by hand."""
+    challenge = decode(await ws.receive_str(), (Challenge,))
+    exchange = Exchange(run_id, node, challenge.nonce, "00" * 16)
+    hello = Hello(run_id, node, exchange.answer, exchange.by_agent(token))
+    await ws.send_str(encode(hello))
+    return hello, decode(await ws.receive_str(), ANSWER)
+
+
+async def ends(ws: aiohttp.ClientWebSocketResponse) -> None:
+    """The coordinator closes the connection."""
+    while (await ws.receive()).type not in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED):
+        pass
+
+
+async def works(harness: Any, coordinator: Any, address: Address) -> None:
+    """A whole job runs, whatever was done to the port before."""
+    async with harness.linking(address, node="honest") as (link, agent):
+        await agent.until(lambda a: a.count("linked") == 1)
+        link.send(harness.join("honest"))
+        assign = await agent.heard(Assign)
+        link.send(Succeeded(assign.place.round))
+        await agent.heard(Closed)
+        link.send(Leave("the job is over"))
+    report = await asyncio.wait_for(coordinator.ended, DEADLINE)
+    assert report.outcome is Outcome.SUCCEEDED
+
+
+def test_an_agent_with_the_secret_is_welcome_and_so_is_the_coordinator(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(lease=7.0) as (_, address), connection(address) as ws:
+            challenge = decode(await ws.receive_str(), (Challenge,))
+            exchange = Exchange("job", "a", challenge.nonce, "00" * 16)
+            await ws.send_str(encode(Hello("job", "a", exchange.answer, exchange.by_agent("s3cret"))))
+            welcome = decode(await ws.receive_str(), (Welcome,))
+            assert welcome == Welcome(exchange.by_coordinator("s3cret"), 7.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as ws:
+            _, answer = await shake(ws, token="guess")
+            assert isinstance(answer, Rejected)
+            assert "set the same RIPSTOP_TOKEN on every node" in answer.why
+            await ends(ws)
+            assert coordinator.attached == []
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as ws:
+            _, answer = await shake(ws, run_id="job2")
+            assert isinstance(answer, Rejected)
+            assert answer.final
+            assert "'job'" in answer.why
+            assert "'job2'" in answer.why
+            await ends(ws)
+            assert coordinator.attached == []
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_of_the_next_job_may_try_again_when_this_one_is_over(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            coordinator.finish("enough")
+            await asyncio.wait_for(coordinator.ended, DEADLINE)
+            async with connection(address) as ws:
+                _, answer = await shake(ws, run_id="job2")
+                assert isinstance(answer, Rejected)
+                assert not answer.final
+
+    asyncio.run(scenario())
+
+
+def test_a_replayed_hello_opens_nothing(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            async with connection(address) as ws:
+                hello, answer = await shake(ws)
+                assert isinstance(answer, Welcome)
+            async with connection(address) as ws:
+                decode(await ws.receive_str(), (Challenge,))
+                await ws.send_str(encode(hello))
+                assert isinstance(decode(await ws.receive_str(), ANSWER), Rejected)
+            assert len(coordinator.attached) == 1
+
+    asyncio.run(scenario())
+
+
+def test_another_version_is_rejected_with_the_remedy(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), connection(address) as ws:
+            await ws.receive_str()
+            await ws.send_str('{"v":2,"type":"Hello","who":"the future"}')
+            answer = decode(await ws.receive_str(), (Rejected,))
+            assert "install the same version of ripstop" in answer.why
+            await ends(ws)
+
+    asyncio.run(scenario())
+
+
+def test_every_beat_is_answered(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), connection(address) as ws:
+            await shake(ws)
+            for _ in range(3):
+                await ws.send_str(encode(Beat()))
+                assert decode(await ws.receive_str(), (Beat,)) == Beat()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_cannot_join_under_another_name(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            async with connection(address) as ws:
+                await shake(ws, node="a")
+                await ws.send_str(encode(harness.join("b")))
+                await ends(ws)
+            await works(harness, coordinator, address)
+
+    asyncio.run(scenario())
+
+
+def test_health_is_one_word_and_other_paths_are_not_there(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
+            async with http.get(f"http://{address}/healthz") as response:
+                assert (response.status, await response.text()) == (200, "ok")
+            for method, path in (("GET", "/"), ("POST", "/agent"), ("GET", "/agent/../etc/passwd"), ("PUT", "/x")):
+                async with http.request(method, f"http://{address}{path}") as response:
+                    assert response.status == 404
+            async with http.get(f"http://{address}/agent") as response:
+                assert response.status == 400
+
+    asyncio.run(scenario())
+
+
+async def raw(address: Address, data: bytes) -> None:
+    """Send bytes as they are, and wait until the coordinator has enough of it."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        async with asyncio.timeout(DEADLINE):
+            while await reader.read(65536):
+                pass
+    except ConnectionError:
+        pass  # a way of ending it, too
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+UPGRADE = (
+    b"GET /agent HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+GARBAGE = {
+    "nothing": b"",
+    "raw bytes": os.urandom(4096),
+    "a TLS hello": bytes.fromhex("16030100c2010000be0303") + os.urandom(180),
+    "half a request": b"GET /agent HTTP/1.1\r\nHost: x\r\n",
+    "an endless header": b"GET /agent HTTP/1.1\r\nX: " + b"x" * 200_000,
+    "a request that is no WebSocket's": b"GET /agent HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an upgrade and silence": UPGRADE,
+    "an upgrade and raw bytes": UPGRADE + b"\xff" * 4096,
+    "an upgrade and an unmasked frame": UPGRADE + b"\x81\x02{}",
+    "an upgrade and a frame of exabytes": UPGRADE + b"\x81\xff\x7f\xff\xff\xff\xff\xff\xff\xff" + b"mask" + b"x" * 1000,
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_cut_off_and_the_job_goes_on(harness: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE", 0.3)
+
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            await raw(address, data)
+            assert coordinator.attached == []
+            await works(harness, coordinator, address)
+
+    asyncio.run(scenario())
+
+
+FRAMES = {
+    "no JSON": "hello",
+    "wrong JSON": '{"v":1,"type":"Hello"}',
+    "a huge frame": "x" * (MAX_FRAME + 1000),
+    "a deep one": "[" * 100_000,
+    "a binary frame": b"\x80\x04\x95",
+}
+
+
+@pytest.mark.parametrize("frame", [*FRAMES.values(), encode(Beat())], ids=[*FRAMES.keys(), "the wrong message"])
+def test_a_strangers_frame_that_breaks_the_protocol_changes_nothing(harness: Any, frame: str | bytes) -> None:
+    asyncio.run(breaking_the_protocol(harness, frame, known=False))
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
+def test_an_agents_frame_that_breaks_the_protocol_ends_its_connection_only(harness: Any, frame: str | bytes) -> None:
+    asyncio.run(breaking_the_protocol(harness, frame, known=True))
+
+
+async def breaking_the_protocol(harness: Any, frame: str | bytes, known: bool) -> None:
+    async with harness.serving() as (coordinator, address):
+        async with connection(address) as ws:
+            if known:
+                await shake(ws)
+            await (ws.send_str(frame) if isinstance(frame, str) else ws.send_bytes(frame))
+            await ends(ws)
+        await works(harness, coordinator, address)
+
+
+def test_a_peer_that_repeats_itself_is_logged_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            for _ in range(5):
+                await raw(address, b"\x00\x01\x02 not http\r\n\r\n")
+                async with connection(address) as ws:
+                    await shake(ws, token="guess")
+
+    with caplog.at_level(logging.DEBUG, "ripstop"):
+        asyncio.run(scenario())
+    refused = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(refused) == 2
+    assert all("peer=127.0.0.1" in line for line in refused)
+    assert not any(record.name.startswith("aiohttp") for record in caplog.records)
+
+
+def test_when_there_are_too_many_strangers_the_oldest_makes_room(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 3)
+
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(4)]
+            oldest = strangers[0][0]
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(oldest.read(), DEADLINE) == b""
+            await works(harness, coordinator, address)
+            for _, writer in strangers:
+                writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_connection_of_a_node_ends_the_first_and_nothing_else(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as first:
+            await shake(first)
+            await first.send_str(encode(harness.join("a")))
+            place = decode(await first.receive_str(), (Assign,)).place
+            async with connection(address) as second:
+                await shake(second)
+                await ends(first)
+                await coordinator.until(lambda c: len(c.forgotten) == 1)
+                await second.send_str(encode(harness.join("a", held=place, newest=place.round)))
+                await second.send_str(encode(Succeeded(place.round)))
+                report = decode(await second.receive_str(), (Closed,)).report
+                assert (report.outcome, report.rounds) == (Outcome.SUCCEEDED, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_does_not_read_is_cut_off(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as ws:
+            await shake(ws)
+            await coordinator.until(lambda c: len(c.attached) == 1)
+            (session,) = coordinator.attached
+            large = Hold(1, "x" * (MAX_FRAME - 1000))
+            for _ in range(1000):
+                if coordinator.forgotten:
+                    break
+                session.send(large)
+                await asyncio.sleep(0)
+            await coordinator.until(lambda c: c.forgotten == [session])
+
+    asyncio.run(scenario())
+
+
+def test_what_was_sent_arrives_before_the_server_closes(harness: Any) -> None:
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with harness.serving() as (coordinator, address):
+                ws = await stack.enter_async_context(connection(address))
+                await shake(ws)
+                await coordinator.until(lambda c: len(c.attached) == 1)
+                for number in range(20):
+                    coordinator.attached[0].send(Hold(number, "x" * 10_000))
+            assert [decode(await ws.receive_str(), (Hold,)).round for _ in range(20)] == list(range(20))
+            await ends(ws)
+
+    asyncio.run(scenario())
+
+
+def test_two_hundred_connections_leave_nothing_behind(harness: Any) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the shortest way to count them
+
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            before, tasks = descriptors(), len(asyncio.all_tasks())
+            for number in range(200):
+                match number % 4:
+                    case 0:
+                        async with harness.linking(address, node=f"n{number}") as (_, agent):
+                            await agent.until(lambda a: a.count("linked") == 1)
+                    case 1:
+                        async with harness.linking(address, token="guess") as (_, agent):
+                            await agent.until(lambda a: a.count("refused") == 1)
+                    case 2:
+                        await raw(address, b"\x00 no http\r\n\r\n")
+                    case _:
+                        _, writer = await asyncio.open_connection(address.host, address.port)
+                        writer.close()
+                        await writer.wait_closed()
+            await coordinator.until(lambda c: len(c.forgotten) == 50)
+            async with asyncio.timeout(DEADLINE):
+                while descriptors() > before or len(asyncio.all_tasks()) > tasks:  # noqa: ASYNC110 - the kernel's news
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
