@@ -134,17 +134,26 @@ class Job:
         self.agents.append(agent)
         return agent
 
-    def node(self, *flags: str, nnodes: str = "1:3", script: Path = TRAIN, env: dict[str, str] | None = None) -> Agent:
+    def node(
+        self,
+        *flags: str,
+        nnodes: str = "1:3",
+        script: Path = TRAIN,
+        endpoint: str = "",
+        env: dict[str, str] | None = None,
+        wrap: list[str] | None = None,
+    ) -> Agent:
         """Start one node of a job of several, with one worker."""
         return self.run(
             f"--nnodes={nnodes}",
             "--nproc-per-node=1",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            f"--rdzv-endpoint={endpoint or f'127.0.0.1:{self.port}'}",
             "--rdzv-id=e2e",
             *flags,
             str(script),
             env=env,
+            wrap=wrap,
         )
 
     # what happened

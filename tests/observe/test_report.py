@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ripstop.observe.failure import Failure, Report
-from ripstop.observe.report import order, render, root_cause, to_json
+from ripstop.observe.report import order, render, root_cause, to_json, trim
 from ripstop.round import Outcome
 
 OWN = Failure(
@@ -139,6 +139,13 @@ def test_the_last_rounds_failures_come_first() -> None:
 
 def test_without_a_failure_nobody_is_blamed() -> None:
     assert root_cause([]) is None
+
+
+def test_the_culprit_travels_in_full_even_behind_many_victims() -> None:
+    kept = trim([*(replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 200)), OWN])
+    assert kept[0] == OWN
+    assert len(kept) == 64
+    assert not kept[-1].traceback
 
 
 def test_a_person_reads_who_where_when_how_and_why() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ class Tapped(Coordinator):
         super().__init__(settings)
         self.attached: list[Session] = []
         self.forgotten: list[Session] = []
+        self.returning: list[Session] = []
         self._news = asyncio.Event()
 
     def attach(self, node: str, send: Any, close: Any) -> Session:
@@ -79,6 +81,8 @@ class Tapped(Coordinator):
     def forget(self, session: Session, *, returning: bool) -> None:
         super().forget(session, returning=returning)
         self.forgotten.append(session)
+        if returning:
+            self.returning.append(session)
         self._news.set()
 
     async def until(self, true: Callable[["Tapped"], bool]) -> None:
@@ -92,6 +96,11 @@ class Harness:
     """What the tests of the wire need."""
 
     Recorder = Recorder
+
+    @staticmethod
+    def stand_still(seconds: float) -> None:
+        """Nothing in this process happens for a while, as if it had been stopped."""
+        time.sleep(seconds)
 
     @staticmethod
     def settings(nodes: int = 1, lease: float = 3.0) -> Settings:

@@ -3,8 +3,10 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.messages import Assign, Closed, FromCoordinator, Leave, Rejected, Succeeded
+from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded
 from ripstop.round import Outcome
 
 
@@ -129,6 +131,50 @@ def test_a_node_that_is_returning_is_not_gone(harness: Any) -> None:
         session.receive(Succeeded(place.round))
         (closed,) = second.sent
         assert closed.report.outcome is Outcome.SUCCEEDED
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("away", [0.65, 0.8, 2.0])
+def test_a_coordinator_that_was_itself_away_first_listens(harness: Any, away: float) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(nodes=2, lease=0.6)
+        peers = [Peer(), Peer()]
+        sessions = [
+            coordinator.attach(node, peer.sent.append, peer.closed.set) for node, peer in zip("ab", peers, strict=True)
+        ]
+        for session in sessions:
+            session.receive(harness.join(session.node, nodes=2))
+        await turns(1)  # the alarm for their leases is set
+        harness.stand_still(away)
+        for session in sessions:
+            await turns(2)  # what had arrived takes the loop some turns to read
+            session.receive(Beat())
+        await turns(2)
+        for session in sessions:
+            session.receive(Succeeded(1))
+        assert isinstance(peers[0].sent[-1], Closed)
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_word_that_comes_soon_after_a_long_absence_counts(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(lease=0.6)
+        peer = Peer()
+        session = coordinator.attach("a", peer.sent.append, peer.closed.set)
+        session.receive(harness.join("a"))
+        harness.stand_still(0.85)
+        await asyncio.sleep(0.05)  # the agent had given the link up, and is back a moment later
+        session.receive(Succeeded(1))
+        assert isinstance(peer.sent[-1], Closed)
         coordinator.stop()
 
     asyncio.run(scenario())

@@ -23,6 +23,7 @@ from ripstop.rendezvous.messages import (
     Welcome,
 )
 from ripstop.rendezvous.secret import Exchange
+from ripstop.rendezvous.wire import RETURNING
 from ripstop.round import Address, Outcome
 
 DEADLINE = 20.0
@@ -308,6 +309,18 @@ def test_a_second_connection_of_a_node_ends_the_first_and_nothing_else(harness: 
                 await second.send_str(encode(Succeeded(place.round)))
                 report = decode(await second.receive_str(), (Closed,)).report
                 assert (report.outcome, report.rounds) == (Outcome.SUCCEEDED, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("code", "returning"), [(RETURNING, True), (1000, False)])
+def test_an_agent_can_say_that_it_will_be_back(harness: Any, code: int, returning: bool) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address), connection(address) as ws:
+            await shake(ws)
+            await ws.close(code=code)
+            await coordinator.until(lambda c: len(c.forgotten) == 1)
+            assert (coordinator.returning == coordinator.forgotten) is returning
 
     asyncio.run(scenario())
 

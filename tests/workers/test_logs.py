@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,18 +96,11 @@ def test_a_round_that_cannot_have_files_does_not_start(tmp_path: Path) -> None:
         round_logs(tmp_path).follow(Console())
 
 
-@contextmanager
-def temporary_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(path))
-        yield
-
-
 def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with temporary_directory(tmp_path, monkeypatch):
-        empty, written = LogDirectory(Logs(), "job7"), LogDirectory(Logs(), "job7")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    empty, written = LogDirectory(Logs(), "job7"), LogDirectory(Logs(), "job7")
     for directory in (empty, written):
         round_logs(directory.path).prepare()
     stderr = round_logs(written.path).stderr(1)
@@ -118,6 +110,14 @@ def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
     written.tidy()
     assert list(tmp_path.iterdir()) == [written.path.parent]
     assert stderr.read_text() == "a warning"
+
+
+def test_a_system_without_room_for_a_made_up_directory_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    with pytest.raises(UsageError, match=r"gone cannot be used \(No such file or directory\)"):
+        LogDirectory(Logs(), "job7")
 
 
 def test_the_users_directory_stays(tmp_path: Path) -> None:

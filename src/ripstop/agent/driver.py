@@ -306,8 +306,6 @@ class Driver:
 
     async def _clean_up(self) -> None:
         """Leave nothing behind, however it ended."""
-        for signum in SIGNALS:
-            self._loop.remove_signal_handler(signum)
         if self._timer is not None:
             self._timer.cancel()
         if self._running is not None and self._running.group is not None:
@@ -322,3 +320,5 @@ class Driver:
         self._console.close()
         self._spawner.close()
         self._children.close()
+        for signum in SIGNALS:  # at last: a second Ctrl-C must not break this off
+            self._loop.remove_signal_handler(signum)

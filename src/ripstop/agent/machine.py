@@ -206,6 +206,7 @@ class Agent:
         self.held: Place | None = None  # of the workers that exist, or existed last
         self._settings = settings
         self._newest = 0  # the highest round heard of
+        self._restarts = 0  # the most failures healed, as told with a place
         self._next: tuple[Place, str] | None = None  # to start when the workers are gone
         self._warm = False
         self._ready: Ready | None = None  # the offer that no round uses
@@ -284,6 +285,7 @@ class Agent:
             min_nodes=self._settings.min_nodes,
             max_nodes=self._settings.max_nodes,
             newest=self._newest,
+            restarts=self._restarts,
             ready=None if self._going() else self._ready,
             held=held,
             status=status,
@@ -353,11 +355,15 @@ class Agent:
                 return []
 
     def _assigned(self, place: Place, why: str) -> list[Command]:
-        if place.round <= self._newest or self._leaving or self._closing or self._end:
-            return []  # rule 2
-        self._newest = place.round
-        if place.group_rank == 0:
-            self._ready = None  # it serves this round now
+        host = place.group_rank == 0
+        offered = self._ready is not None and self._ready.store_port == place.store.port
+        if host and offered:
+            self._ready = None  # it is that round's now, whether the round is started here or not
+        if place.round <= self._newest or self._closing or self._going():
+            return self._offer()  # rule 2
+        if host and not offered:
+            return []  # decided before the coordinator had read the `Join` of this connection, which will tell it
+        self._newest, self._restarts = place.round, max(self._restarts, place.restarts)
         if self.state is State.IDLE:
             return self._start(place, why)
         self._next = (place, why)

@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = " ".join(str(error).splitlines())
         print(f"ripstop {name}: error: {line}" if known else f"ripstop: error: {line}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before there was anything to stop, or after all of it was
+        return 130
 
 
 def _dispatch(name: str, rest: Sequence[str]) -> int:

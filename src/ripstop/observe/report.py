@@ -5,36 +5,30 @@ partner.  So among the failures of one round those that can only be a peer's doi
 their hosts say; among equals the earlier one comes first.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from enum import IntEnum
-from textwrap import wrap
 
 from ripstop.observe.failure import Failure, Report
 from ripstop.round import Outcome
 
-_COLLECTIVE = re.compile(
+# compiled at their first use: most jobs never need them
+_COLLECTIVE = (
     r"gloo/transport|gloo::|\bpair\.cc\b|Application timeout caused pair closure"
     r"|ncclRemoteError|NCCL communicator was aborted|remote process exited"
     r"|Watchdog caught collective operation timeout|collective operation timeout|monitoredBarrier|watchdog got stuck"
     r"|DistStoreError|DistNetworkError|DistBackendError|TCPStore|wait timeout after \d+ ?ms|Timed out waiting \d+ ?ms"
-    r"|failed to recv, got 0 bytes|(?:send|recv)(?:Bytes|Value|Vector|String) failed",
-    re.IGNORECASE,
+    r"|failed to recv, got 0 bytes|(?:send|recv)(?:Bytes|Value|Vector|String) failed"
 )
-_CONNECTION = re.compile(
-    r"Connection (?:reset|closed|refused|aborted)|closed by (?:remote )?peer|Broken pipe|Socket Timeout",
-    re.IGNORECASE,
-)
-_OWN_FAULT = re.compile(  # also said in the words of a collective, but nobody else's doing
+_CONNECTION = r"Connection (?:reset|closed|refused|aborted)|closed by (?:remote )?peer|Broken pipe|Socket Timeout"
+_OWN_FAULT = (  # also said in the words of a collective, but nobody else's doing
     r"out of memory|unhandled cuda error|UnhandledCudaError|EADDRINUSE|address already in use|invalid usage"
-    r"|Duplicate GPU|InvalidArgument",
-    re.IGNORECASE,
+    r"|Duplicate GPU|InvalidArgument"
 )
 
 _IN_FULL, _IN_SHORT = 8, 64  # failures that travel
+_OTHERS = 15  # failures besides the culprit that are printed
 
 
 class _Blame(IntEnum):
@@ -64,11 +58,11 @@ def _blame(failure: Failure) -> _Blame:
     words = "\n".join((failure.message, *_exceptions(failure.traceback)))
     if aborted or not _explained(failure):
         words = "\n".join((words, *failure.log_tail))  # a C++ thread's last words are on stderr only
-    if _OWN_FAULT.search(words):
+    if re.search(_OWN_FAULT, words, re.IGNORECASE):
         return _Blame.CAUSE
-    if _COLLECTIVE.search(words):
+    if re.search(_COLLECTIVE, words, re.IGNORECASE):
         return _Blame.COLLECTIVE
-    if _CONNECTION.search(words):
+    if re.search(_CONNECTION, words, re.IGNORECASE):
         return _Blame.CONNECTION
     return _Blame.CAUSE if _explained(failure) and not aborted else _Blame.UNEXPLAINED
 
@@ -88,8 +82,8 @@ def looks_like_victim(failure: Failure) -> bool:
 
 
 def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The failures, small enough to travel: a few in full, more of them in short, the rest not at all."""
-    kept = tuple(failures)[:_IN_SHORT]
+    """The failures, small enough to travel: the likeliest culprits in full, more in short, the rest not at all."""
+    kept = order(failures)[:_IN_SHORT]
     short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in kept[_IN_FULL:])
     return (*kept[:_IN_FULL], *short)
 
@@ -99,6 +93,8 @@ def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 def to_json(report: Report) -> str:
     """The report as a JSON object; `root_cause` is the first of `failures`, or null."""
+    import json  # this and its like only where a job has failed: every agent loads this module at its start
+
     failures = [asdict(failure) for failure in order(report.failures)]
     fields = asdict(report) | {"root_cause": failures[0] if failures else None, "failures": failures}
     return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
@@ -128,9 +124,6 @@ def _lines(report: Report, width: int) -> Iterator[str]:
             yield _shortened(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
         if len(others) > _OTHERS:
             yield f"  … and {len(others) - _OTHERS} more"
-
-
-_OTHERS = 15
 
 
 def _facts(failure: Failure, width: int) -> Iterator[str]:
@@ -167,6 +160,8 @@ def _who(failure: Failure) -> str:
 
 
 def _when(at: float) -> str:
+    from datetime import UTC, datetime
+
     try:
         moment = datetime.fromtimestamp(at, UTC)
     except (ValueError, OverflowError):
@@ -192,6 +187,8 @@ def _labelled(label: str, text: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
+    from textwrap import wrap
+
     return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 

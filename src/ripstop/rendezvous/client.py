@@ -8,6 +8,7 @@ for the word of a stranger at the same address.
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 import socket
@@ -34,6 +35,7 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.resolver import Resolver
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 from ripstop.round import Address
 
@@ -106,10 +108,11 @@ class WebSocketLink:
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE
-        connector = aiohttp.TCPConnector(use_dns_cache=False, force_close=True)
+        connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-            while self._listener is not None:
+            while True:
                 began = self._loop.time()
+                self._tries += 1
                 try:
                     await self._link(http)
                 except Refused as error:
@@ -117,7 +120,8 @@ class WebSocketLink:
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, Unreachable) as error:
                     self._last = _describe(error)
-                self._tries += 1
+                if self._listener is None:
+                    return
                 if self._loop.time() - began > HANDSHAKE + self._lease:
                     pause = FIRST_PAUSE  # that one had held
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -184,8 +188,9 @@ class WebSocketLink:
             if not pulse.silent:
                 raise
             why = f"nothing was heard for {self._lease:g} s"
-            async with asyncio.timeout(FLUSH):
-                await ws.close(code=RETURNING)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH):
+                    await ws.close(code=RETURNING)
         except (OSError, ProtocolError) as error:
             why = _describe(error)
         finally:
@@ -268,7 +273,8 @@ def _describe(error: BaseException) -> str:
         case aiohttp.ClientConnectorDNSError() | socket.gaierror():
             return "the name has no address"
         case aiohttp.ClientConnectorError():
-            return (error.os_error.strerror or str(error.os_error)).lower()
+            number = error.os_error.errno
+            return os.strerror(number).lower() if number else str(error.os_error)
         case aiohttp.WSServerHandshakeError():
             return f"answers HTTP {error.status}, so it is no ripstop coordinator"
         case TimeoutError():

@@ -26,7 +26,7 @@ Pack = Callable[[Any], Any]
 Unpack = Callable[[Any, str], Any]  # (JSON value, where it stood) → field value
 
 
-class VersionMismatch(ProtocolError):  # noqa: N818 - a kind of protocol error, named for what it says
+class VersionMismatch(ProtocolError):
     """The peer speaks another version of the protocol."""
 
 

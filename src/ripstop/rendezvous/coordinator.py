@@ -3,19 +3,20 @@
 Decides nothing and knows no transport: a connection is two callables, given to `attach`.  A node has one connection; a
 second one supersedes the first, whose late messages and late end mean nothing then.
 
-The job's clock does not count time in which this process could not listen: an alarm that comes late sets it back, so
-that what peers said meanwhile is heard before anybody is blamed for silence.
+Nobody is blamed for silence while words of theirs may be waiting to be read: the job's clock stands still before each
+deadline until what has arrived was heard.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from ripstop.observe.failure import Report
 from ripstop.rendezvous.machine import Close, Drop, End, Event, Gone, Heard, Job, Log, Scale, Send, Settings, Tick
 from ripstop.rendezvous.messages import Beat, FromAgent, FromCoordinator
 
-LATE = 0.1  # seconds after which an alarm means that this process was stopped, suspended or starved
+TURN = 0.01  # seconds in which the event loop reads what has arrived
 
 log = logging.getLogger("ripstop.rendezvous")
 
@@ -51,11 +52,10 @@ class Coordinator:
 
     def __init__(self, settings: Settings) -> None:
         self._loop = asyncio.get_running_loop()
-        self._beat = settings.timing.lease / 3  # a living agent says something in this time
-        self._away = 0.0  # how far the job's clock is behind the loop's
         self._last = self._loop.time()  # the last event, by the job's clock
         self._job = Job(settings, self._last)
         self._sessions: dict[str, Session] = {}
+        self._deadline: float | None = None  # the job's clock does not pass it before its tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[Report] = self._loop.create_future()
         self._arm()
@@ -116,24 +116,28 @@ class Coordinator:
             self._arm()
 
     def _now(self) -> float:
-        now = self._loop.time() - self._away
-        if self._timer is not None:
-            due = self._timer.when() - self._away
-            if now - due > LATE:
-                back = max(self._last, due - self._beat)
-                self._away += now - back
-                now = back
-                self._disarm()
-        self._last = now
-        return now
+        now = self._loop.time()
+        if self._deadline is not None:
+            now = min(now, math.nextafter(self._deadline, -math.inf))
+        self._last = max(self._last, now)
+        return self._last
 
     def _arm(self) -> None:
+        deadline = self._job.deadline()
+        if deadline != self._deadline or self._timer is None:
+            self._disarm()
+            self._deadline = deadline
+            if deadline is not None:
+                self._timer = self._loop.call_at(deadline, self._alarm)
+
+    def _alarm(self) -> None:
+        self._timer = self._loop.call_later(TURN, self._tick)
+
+    def _tick(self) -> None:
         self._disarm()
-        when = self._job.deadline()
-        if when is not None:
-            self._timer = self._loop.call_at(when + self._away, self._feed, Tick())
+        self._feed(Tick())
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = self._deadline = None

@@ -15,7 +15,8 @@
 7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
     stale: nobody knows who may still be talking to that port.
 8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
-    when all its members are back within a lease; an end that one of them was told of comes to its end.
+    when all its members are back within a lease; restarts that were granted are spent; an end that one of them was
+    told of comes to its end.
 9.  Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
     too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
 """
@@ -48,7 +49,7 @@ from ripstop.rendezvous.messages import (
 from ripstop.rendezvous.policy import Restarts
 from ripstop.round import Address, Node, Outcome, Place
 
-LATE = 0.1  # seconds: if a deadline is missed by more, this process was stopped or starved
+LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 FAREWELL = 5.0  # seconds everybody has to take the last word
@@ -179,7 +180,7 @@ class Job:
         self.restarts = Restarts(settings.budget)
         self.report: Report | None = None
         self._target = settings.max_nodes
-        self._size = 0  # of the round that is being recovered
+        self._witness: Place | None = None  # the first place heard of in the round that is being recovered
         self._since = now  # when this phase began
         self._not_before = now  # a restart's pause
         self._why = "first round"
@@ -208,7 +209,7 @@ class Job:
     def on(self, event: Event, now: float) -> list[Command]:
         """Take one event; the commands are to be executed in order."""
         due = self.deadline()
-        if due is not None and now - due > LATE:
+        if due is not None and now - due >= LATE:
             self._forgive(now, late=now - due)
         self._now = now
         out: list[Command] = []
@@ -232,7 +233,8 @@ class Job:
         timing = self.settings.timing
         times: list[float] = []
         if self._heard:
-            times.append(next(iter(self._heard.values())) + timing.lease)
+            silent = next(iter(self._heard.values())) + timing.lease
+            times += [silent, silent + LATE]  # wake up first: if that is late, words may lie unread
         if self._absent:
             times.append(next(iter(self._absent.values())) + RECONNECT)
         if self._verdict:
@@ -314,6 +316,8 @@ class Job:
             self._heard.pop(node, None)
             self._heard[node] = now
         self._highest = max(self._highest, join.newest)
+        if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
+            self.restarts = Restarts(self.settings.budget, join.restarts, now)
         out += self._sync(node, join, now)
         self._place(node, now)
         return out
@@ -351,14 +355,12 @@ class Job:
         held, out = join.held, list[Command]()
         if held is not None and held.round > self.number:
             out += self._adopt(held, now)
-        if self.phase is Phase.RECOVERING and held is not None and held.round == self.number:
+        if self.phase is Phase.RECOVERING and held is not None and self._is_recovered(held):
             self.round[node] = held
-        if held is None or held.round != self.number:
+        if held is None or held != self.round.get(node):
             if self.phase is Phase.RUNNING and node in self.round:
-                return self._missed(node, join, now)
-            return [] if held is None else [*out, Send(node, Hold(self.number, f"round {held.round} is over"))]
-        if node not in self.round:
-            return [*out, Send(node, Hold(self.number, f"round {held.round} went on without this node"))]
+                return out + self._missed(node, join, now)
+            return out if held is None else [*out, Send(node, Hold(self.number, f"round {held.round} is over"))]
         if self.phase is Phase.GATHERING and self._held:
             out.append(Send(node, Hold(self.number, self._why)))  # the first one may have been lost on the way
         match join.status:
@@ -455,7 +457,7 @@ class Job:
         lease = self.settings.timing.lease
         while self._heard:
             node, heard = next(iter(self._heard.items()))
-            if now < heard + lease:
+            if now < heard + lease + LATE:
                 break
             out += [*self._lose(node, f"lost: silent for {now - heard:.1f} s", now), Drop(node)]
         while self._absent:
@@ -518,13 +520,17 @@ class Job:
             Send(n, Hold(self.number, f"round {held.round} is newer")) for n in self.round if n in self.members
         ]
         first = not self.number or self.phase is Phase.RECOVERING
-        self.number, self._size = held.round, held.group_size
+        self.number, self._witness = held.round, held
         self._begin({}, now)
-        self.restarts = Restarts(self.settings.budget, max(self.restarts.used, held.restarts), now)
         if not first:
             return [*out, *self._gather(f"round {held.round} was alive elsewhere", now)]
         self._enter(Phase.RECOVERING, now)
         return [*out, Log(f"round={held.round} is known to its members; waiting for {held.group_size} nodes")]
+
+    def _is_recovered(self, held: Place) -> bool:
+        """Is it a place in that very round, and not in one that another coordinator gave the same number?"""
+        first = self._witness
+        return first is not None and (held.round, held.store) == (first.round, first.store)
 
     def _begin(self, round: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
@@ -563,11 +569,12 @@ class Job:
                 return self._end(now)
 
     def _resume(self, now: float) -> list[Command]:
-        back = len(self.round)
-        if back < self._size:
+        assert self._witness is not None
+        back, size = len(self.round), self._witness.group_size
+        if back < size:
             if now < self._since + self.settings.timing.lease:
                 return []
-            return [*self._gather(f"{back} of {self._size} nodes came back", now), *self._form_or_hold(now)]
+            return [*self._gather(f"{back} of {size} nodes came back", now), *self._form_or_hold(now)]
         self._enter(Phase.RUNNING, now)
         self._why = "the coordinator was restarted"
         out: list[Command] = [Log(f"round={self.number} goes on: all {back} nodes are back")]
@@ -590,6 +597,9 @@ class Job:
         first, since = next(iter(self._waiting.items()))
         if self._warming and now < since + self.settings.timing.settle:
             return []  # one switch for all of them
+        hosts = (n for n, place in self.round.items() if place.group_rank == 0 and n in self._able)
+        if not all(self.members[n].port for n in hosts):
+            return []  # nor is anybody stopped before the next store's port is there
         return [*self._gather(f"node {first} joined", now), *self._form_or_hold(now)]
 
     def _form_or_hold(self, now: float) -> list[Command]:
@@ -640,7 +650,7 @@ class Job:
         nodes = ranks.order([(self.members[n].node, before.get(n)) for n in chosen])
         host = self.members[nodes[0].id]
         if not host.port:
-            return []  # its next offer is on the way
+            return self._hold(f"waiting for node {nodes[0].id} to offer a port for the store ({self._why})")
         self.number = self._highest = max(self.number, self._highest) + 1
         store = Address(host.node.host, host.port)
         host.port, host.served = 0, self.number

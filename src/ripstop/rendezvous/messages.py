@@ -79,14 +79,16 @@ class Ready:
 class Join:
     """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
 
-    `newest` is the highest round I ever heard of; `held` the one whose workers I have, or will start when older ones
-    are gone; `closing` is what I was told of the job's end, by a coordinator that may be gone now.
+    `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
+    workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
+    coordinator that may be gone now.
     """
 
     node: Node
     min_nodes: int
     max_nodes: int
     newest: int = 0
+    restarts: int = 0
     ready: Ready | None = None
     held: Place | None = None
     status: Status = Status.IDLE

@@ -27,7 +27,7 @@ class Restarts:
 
     def __init__(self, budget: Budget, used: int = 0, now: float = 0.0) -> None:
         self._budget = budget
-        self._charges = [now] * used
+        self._charges = [now] * min(used, budget.max_restarts)  # their times are not known: as if it were now
         self._young = 0
         self.used = used
 

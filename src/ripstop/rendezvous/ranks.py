@@ -1,7 +1,7 @@
 """Who gets which rank.  Pure.
 
 Rules: (1) group ranks are exactly 0 … n-1, and so are global ranks and the ranks within a role; (2) a survivor keeps
-its group rank where the new size allows it; (3) a newcomer that wishes for a free rank gets it; (4) what is still
+its group rank where the new size allows it; (3) who wishes for a rank that is free then gets it; (4) what is still
 vacant goes first to survivors whose rank no longer exists, then to newcomers in the order given.
 """
 
@@ -14,15 +14,15 @@ from ripstop.round import Address, Node, Place
 def order(candidates: Sequence[tuple[Node, int | None]]) -> list[Node]:
     """The nodes in the order of their new group ranks; each candidate comes with its group rank of before."""
     seats: list[Node | None] = [None] * len(candidates)
-    homeless: list[tuple[int, int, Node]] = []
+    homeless: list[tuple[bool, int, Node]] = []  # newcomer?, rank of before or order of coming, who
     for joined, (node, before) in enumerate(candidates):
         if before is not None and before < len(seats) and seats[before] is None:
             seats[before] = node
         else:
-            homeless.append((len(candidates) if before is None else before, joined, node))
+            homeless.append((before is None, joined if before is None else before, node))
     waiting: list[Node] = []
     for _, _, node in sorted(homeless, key=lambda h: h[:2]):
-        if node.wish is not None and node.wish < len(seats) and seats[node.wish] is None:
+        if node.wish is not None and 0 <= node.wish < len(seats) and seats[node.wish] is None:
             seats[node.wish] = node
         else:
             waiting.append(node)

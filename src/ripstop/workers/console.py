@@ -211,10 +211,10 @@ class _Copier:
         except OSError:
             pass  # every file is in `_unwatched` then
         while not self._closed:
+            pause.poll(_PAUSE_MS)
             words.poll(0 if self._unread else _POLL_MS if self._unwatched else None)
             self._obey()
             self._visit()
-            pause.poll(_PAUSE_MS)
         for fd in tuple(self._streams):
             self._forget(fd)
         if self._watch:

@@ -26,10 +26,11 @@ _REMARKS = 10  # lines of an exception's message that are kept in the traceback
 _READ = 1 << 20  # of an error file
 _READ_TAIL = 1 << 16  # of a stderr file
 
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
-_HEADER = re.compile(r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
+# compiled at their first use: most agents never need them
+_ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b."
+_CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+_EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
+_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +227,13 @@ def last_exception(text: str) -> tuple[str, str]:
     torch prefixes such lines with the rank once a process group exists.
     """
     lines = text.split("\n")
-    headers = [(index, found[1] or "") for index, line in enumerate(lines) if (found := _HEADER.match(line))]
+    headers = [(index, found[1] or "") for index, line in enumerate(lines) if (found := re.match(_HEADER, line))]
     if not headers:
         return "", ""
     start, prefix = headers[-1]
     block = [line[len(prefix) :] for line in takewhile(lambda line: line.startswith(prefix.rstrip()), lines[start:])]
     for index, line in enumerate(block[1:], start=1):
-        if _EXCEPTION.match(line):
+        if re.match(_EXCEPTION, line):
             return cut(line, _MESSAGE), cut_middle("\n".join(block[: index + _REMARKS]).rstrip(), _TRACEBACK)
     return "", ""
 
@@ -318,7 +319,7 @@ def _bytes(count: int) -> str:
 def clean(text: str) -> str:
     """Without colours, control characters and what cannot be encoded; a carriage return is a new line."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return _CONTROLS.sub("", _ESCAPES.sub("", text)).encode("utf-8", "replace").decode()
+    return re.sub(_CONTROLS, "", re.sub(_ESCAPES, "", text)).encode("utf-8", "replace").decode()
 
 
 def cut(text: str, size: int) -> str:

@@ -42,7 +42,7 @@ class Group:
         self._spawner = spawner
         self._births = births
         self._on_exit = on_exit
-        self._start: asyncio.Task[list[int]] | None = None
+        self._start: asyncio.Task[None] | None = None
         self._pids: tuple[int, ...] = ()
         self._live: set[int] = set()
         self._failed = False
@@ -60,8 +60,11 @@ class Group:
         """Starts the workers, or raises StartError and has started none; CancelledError if stopped meanwhile."""
         if self._stopping:
             raise asyncio.CancelledError
-        self._start = asyncio.ensure_future(self._spawner.spawn(self._births))
-        self._pids = tuple(await self._start)
+        self._start = asyncio.ensure_future(self._begin())
+        await self._start
+
+    async def _begin(self) -> None:
+        self._pids = tuple(await self._spawner.spawn(self._births))
         self._live = set(self._pids)
         self._all_ended.clear()
         for pid in self._pids:

@@ -5,13 +5,17 @@ count, in functions too, since many scripts import torch in `main()`.  Modules b
 number of them.  This file runs in a helper process of the zygote's and so imports nothing of ours.
 """
 
-# Pathlib is slow to import.
+# Every run of a job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
 # ruff: noqa: PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
 
-import ast
-import importlib.util
+from __future__ import annotations
+
+import _ast as ast
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MOST_FILES = 200
 MOST_BYTES = 2_000_000
@@ -33,14 +37,17 @@ IMPLY_TORCH = frozenset(
 # Parts of torch that start processes or pull in packages of others.
 NOT_AHEAD = ("torch._", "torch.utils.tensorboard", "torch.utils.cpp_extension", "torch.onnx", "torch.testing")
 
-# What torch imports late, at the first use of a name; a script that says the name will get there.
-LATE = {"DistributedDataParallel": ("torch._dynamo",)}
+# What torch imports late, when the named thing is first used: a script that says the name will get there.
+LATE = {"DistributedDataParallel": "torch._dynamo", "optim": "torch._dynamo"}
 
 
-def imported_names(source: str, package: str = "") -> set[str]:
-    """Every dotted name an import statement in the text mentions; `from a import b` gives `a` and `a.b`."""
+def imported_names(source: bytes, package: str = "") -> set[str]:
+    """Every dotted name an import statement in the text mentions; `from a import b` gives `a` and `a.b`.
+
+    An attribute that is a name of LATE counts too, as `.name`: `torch.optim` needs no import of its own.
+    """
     names: set[str] = set()
-    for node in _live_nodes(ast.parse(source)):
+    for node in _live_nodes(compile(source, "script", "exec", ast.PyCF_ONLY_AST)):
         match node:
             case ast.Import(names=aliases):
                 names.update(alias.name for alias in aliases)
@@ -50,19 +57,27 @@ def imported_names(source: str, package: str = "") -> set[str]:
                     names.add(base)
                     names.update(f"{base}.{alias.name}" for alias in aliases if alias.name != "*")
             case ast.Attribute(attr=attribute) if attribute in LATE:
-                names.add(f"torch.nn.parallel.{attribute}")
+                names.add(f".{attribute}")
     return names
 
 
 def _live_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The tree without what stands under `if TYPE_CHECKING:`."""
     yield node
-    for child in ast.iter_child_nodes(node):
+    for child in _children(node):
         if isinstance(child, ast.If) and _is_type_checking(child.test):
             for other in child.orelse:
                 yield from _live_nodes(other)
         else:
             yield from _live_nodes(child)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for field in node._fields:
+        value = getattr(node, field, None)
+        for child in value if isinstance(value, list) else (value,):
+            if isinstance(child, ast.AST):
+                yield child
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -81,18 +96,17 @@ def _absolute(module: str, package: str, level: int) -> str:
 
 def worth_preloading(names: Iterable[str]) -> list[str]:
     """The modules to import ahead, parents first."""
-    wanted: set[str] = set()
-    for name in names:
-        root, last = name.partition(".")[0], name.rpartition(".")[2]
-        if root in IMPLY_TORCH:
-            wanted.add("torch")
-        elif root in ROOTS and not f"{name}.".startswith(NOT_AHEAD):
-            wanted.update((root, name))
-            wanted.update(LATE.get(last, ()))
+    names = set(names)
+    roots = {name.partition(".")[0] for name in names}
+    wanted = {name for name in names if name.partition(".")[0] in ROOTS and not f"{name}.".startswith(NOT_AHEAD)}
+    if roots & IMPLY_TORCH:
+        wanted.add("torch")
+    if "torch" in roots:
+        wanted |= {LATE[last] for name in names if (last := name.rpartition(".")[2]) in LATE}
     return sorted(wanted)
 
 
-def follow(source: str, package: str, read: Callable[[str], tuple[str, str] | None]) -> set[str]:
+def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] | None]) -> set[str]:
     """The names imported by this text and by the modules it imports, as far as `read` gives their (text, package)."""
     found: set[str] = set()
     queue = [(source, package)]
@@ -101,7 +115,7 @@ def follow(source: str, package: str, read: Callable[[str], tuple[str, str] | No
         files += 1
         try:
             names = _with_parents(imported_names(*queue.pop()))
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         queue += [module for name in sorted(names - found) if (module := read(name)) is not None]
         found |= names
@@ -109,7 +123,8 @@ def follow(source: str, package: str, read: Callable[[str], tuple[str, str] | No
 
 
 def _with_parents(names: set[str]) -> set[str]:
-    return {".".join(parts[:n]) for parts in (name.split(".") for name in names) for n in range(1, len(parts) + 1)}
+    """`a.b.c` stands for `a` and `a.b` too, as its import runs them."""
+    return names | {name[:dot] for name in names for dot in range(1, len(name)) if name[dot] == "."}
 
 
 def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
@@ -126,7 +141,7 @@ def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
     return set() if main is None else follow(*main, lambda name: _module(name, home)) | {target}
 
 
-def _module(name: str, home: str) -> tuple[str, str] | None:
+def _module(name: str, home: str) -> tuple[bytes, str] | None:
     """Text and package of the module of this name below `home`."""
     stem = os.path.join(home, *name.split("."))
     if (source := _text(os.path.join(stem, "__init__.py"))) is not None:
@@ -136,12 +151,12 @@ def _module(name: str, home: str) -> tuple[str, str] | None:
     return None
 
 
-def _text(path: str) -> str | None:
-    """The file as Python would read it; None if it is not there, or is no text, or too long to be worth it."""
+def _text(path: str) -> bytes | None:
+    """The file; None if it is not there or too long to be worth it."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
             return None
         with open(path, "rb") as file:
-            return importlib.util.decode_source(file.read())
-    except (OSError, UnicodeError, SyntaxError):
+            return file.read()
+    except OSError:
         return None

@@ -7,25 +7,44 @@ Rules
 3.  The agent is a subreaper: every orphan below a worker becomes the agent's child.  Such an adopted child is known by
     its session, which is never the agent's own; a plain subprocess of the agent's, in the agent's session, is left
     alone.
-4.  A newborn worker, named NEWBORN until its starter has claimed it, is nobody's orphan.
+4.  A newborn worker, named NEWBORN until its starter has claimed it, is nobody's orphan while births are expected.
+
+asyncio is imported late: the spawner needs the registry before it needs a loop.
 """
 
-import asyncio
+from __future__ import annotations
+
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ripstop.workers import linux
 
+if TYPE_CHECKING:
+    import asyncio
+
 _claimed: set[int] = set()
+_expected = 0
 
 
 def claim(pid: int) -> None:
     """This child has an owner, who will reap it."""
     _claimed.add(pid)
+
+
+@contextmanager
+def births_expected() -> Iterator[None]:
+    """Newborns seen meanwhile will be claimed, or are left over if not by the end of it."""
+    global _expected
+    _expected += 1
+    try:
+        yield
+    finally:
+        _expected -= 1
 
 
 def reap(pid: int) -> tuple[int | None, int | None, int]:
@@ -57,6 +76,9 @@ class Children:
     """Watches the agent's children.  One per agent, made while its event loop runs."""
 
     def __init__(self) -> None:
+        import asyncio
+        import threading
+
         linux.become_subreaper()
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, int] = {}
@@ -96,6 +118,8 @@ class Children:
 
     async def _end(self, sessions: frozenset[int], signum: signal.Signals, patience: float | None) -> bool:
         """One pass: signals what is there, waits for it.  True when there was nothing."""
+        import asyncio
+
         victims = self._leftovers(sessions)
         pidfds = [pidfd for pid in victims if (pidfd := _open(pid)) is not None]
         try:
@@ -136,7 +160,7 @@ class Children:
             process.parent == os.getpid()
             and process.pid not in _claimed
             and process.session != self._session
-            and process.name != linux.NEWBORN
+            and not (_expected and process.name == linux.NEWBORN)
         )
 
     def _reap_adopted(self) -> None:
@@ -160,7 +184,7 @@ class Children:
             self._loop.remove_signal_handler(signal.SIGCHLD)
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
+def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 

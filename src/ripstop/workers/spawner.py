@@ -1,26 +1,33 @@
 """The agent's side of the zygote: starts it, learns what it could preload, has it fork workers, replaces it.
 
 All workers are born here, whichever way they start.  `zygote.py` has the other side and the rules of a birth.
+
+A job waits for its zygote first of all, so this module is quick to import: asyncio is loaded late, by the methods that
+need it, when the zygote is already on its way.
 """
 
 # Pathlib costs more than this module.
 # ruff: noqa: PTH100, PTH110, PTH118, PTH120
 
-import asyncio
+from __future__ import annotations
+
 import marshal
 import os
 import signal
 import socket
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ripstop.config import Command, Entry, Function, Module, Script, Start
 from ripstop.errors import StartError
 from ripstop.workers import process
+
+if TYPE_CHECKING:
+    import asyncio
+    from pathlib import Path
 
 _HOME = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(_HOME, "hook")
@@ -71,33 +78,43 @@ class Spawner:
         self._entry = entry
         self._env = env
         self._preload = preload
-        self._why = "" if start is Start.EXEC else _why_not_fork(entry, env)
+        self._why = "" if start is Start.EXEC else _why_not_fork(env)
         self._start = Start.EXEC if self._why else start
-        self._exchange = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None
         self._warm: Warm | None = None
         self._pid = 0
         self._launch()
 
     async def warm(self) -> Warm:
         """Waits until workers can be born."""
-        async with self._exchange:
+        async with self._exchange():
             return await self._warmed()
+
+    def _exchange(self) -> asyncio.Lock:
+        """One conversation with the zygote at a time."""
+        if self._lock is None:
+            import asyncio
+
+            self._lock = asyncio.Lock()
+        return self._lock
 
     async def spawn(self, births: Sequence[Birth]) -> list[int]:
         """Starts these processes; they are this process's children, claimed, and their pids come in order.
 
         May be cancelled until the zygote is warm; from then on the births happen, and cancelling waits for them.
         """
+        import asyncio
+
         await self.warm()
         task = asyncio.ensure_future(self._spawn(births))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task])
+            while not task.done():
+                with suppress(asyncio.CancelledError):  # who is impatient cancels twice; it still takes this long
+                    await asyncio.wait([task])
             if not task.cancelled() and task.exception() is None:
-                for pid in task.result():
-                    os.kill(pid, signal.SIGKILL)
-                    process.reap(pid)
+                _kill(task.result())
             raise
 
     def close(self) -> None:
@@ -176,10 +193,11 @@ class Spawner:
     # births ---------------------------------------------------------------------------------------------------------
 
     async def _spawn(self, births: Sequence[Birth]) -> list[int]:
-        async with self._exchange:
+        async with self._exchange():
             for last_try in (False, True):
                 await self._warmed()
-                pids = await self._ask(births)
+                with process.births_expected():
+                    pids = await self._ask(births)
                 if pids is not None:
                     return pids
                 # The zygote has died since it was warm, and nothing of this request came to life.
@@ -191,8 +209,11 @@ class Spawner:
         raise AssertionError("unreachable")
 
     async def _ask(self, births: Sequence[Birth]) -> list[int] | None:
-        """One exchange with the zygote; None if it is dead."""
+        """One exchange with the zygote; None if it is dead, and these births with it."""
+        import asyncio
+
         fds = [birth.entry.fd for birth in births if isinstance(birth.entry, ServeStore)]
+        pids: list[int] = []
         try:
             async with asyncio.timeout(_PATIENCE):
                 await self._send([self._order(birth) for birth in births], fds)
@@ -202,16 +223,19 @@ class Spawner:
                         return None
                     case {"error": str(why)}:
                         raise StartError(f"no worker can be started: {why}; see the limits on processes and files.")
-                for pid in answer["pids"]:
+                    case {"pids": born}:
+                        pids = born
+                for pid in pids:
                     process.claim(pid)
                 await self._send("go", ())
+                if await self._receive() is not None:
+                    return pids
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
-            return None
         except (BrokenPipeError, ConnectionResetError):
-            return None
-        pids: list[int] = answer["pids"]
-        return pids
+            pass
+        _kill(pids)  # whether the zygote still passed the word to go cannot be known
+        return None
 
     def _order(self, birth: Birth) -> dict[str, Any]:
         """This birth in the zygote's words."""
@@ -229,12 +253,13 @@ class Spawner:
                 return order | {"what": "exec", "argv": command_line(entry)}
 
     async def _send(self, message: Any, fds: Sequence[int]) -> None:
+        from asyncio import get_running_loop
+
         frame = _frame(message)
-        loop = asyncio.get_running_loop()
         if fds:  # they travel with the first bytes, for which an idle channel always has room
             socket.send_fds(self._socket, [frame[:4]], fds)
             frame = frame[4:]
-        await loop.sock_sendall(self._socket, frame)
+        await get_running_loop().sock_sendall(self._socket, frame)
 
     async def _receive(self) -> Any:
         """The zygote's next message; None if it is gone."""
@@ -243,11 +268,12 @@ class Spawner:
         return marshal.loads(body) if body else None
 
     async def _read(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop
+
         data = b""
         while len(data) < size:
             try:
-                part = await loop.sock_recv(self._socket, size - len(data))
+                part = await get_running_loop().sock_recv(self._socket, size - len(data))
             except ConnectionResetError:
                 part = b""
             if not part:
@@ -295,18 +321,24 @@ def _args(entry: Entry) -> list[str]:
             return []
 
 
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        process.reap(pid)
+
+
 def _frame(message: Any) -> bytes:
     data = marshal.dumps(message)
     return len(data).to_bytes(4, "big") + data
 
 
-def _why_not_fork(entry: Entry, env: Mapping[str, str]) -> str:
+def _why_not_fork(env: Mapping[str, str]) -> str:
     """A reason not to start a zygote that would run the script if our hook were not found first.
 
     Only a directory that a .pth file puts before PYTHONPATH could hold another sitecustomize.  It would show in our own
     sys.path, since it is the same interpreter.
     """
-    library = sysconfig.get_path("stdlib")
+    library = os.path.dirname(os.__file__)
     given = env.get("PYTHONPATH", "").split(os.pathsep)
     for directory in sys.path[1:]:
         if directory == library:

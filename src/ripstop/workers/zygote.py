@@ -8,7 +8,8 @@ tracebacks or exit codes is imitated: it is the real thing, and none of our fram
 Rules
 1.  The zygote has one thread and never touches a GPU.  A preload that breaks this makes it unfit: it says so and ends.
 2.  A worker is the agent's child: a middle process forks the workers and exits; the agent, a subreaper, adopts them.
-3.  A worker waits at the gate until the agent knows its pid.  Until then it bears the name NEWBORN.
+3.  A worker waits at the gate until the agent knows its pid, or dies there if zygote or agent do.  Until then it bears
+    the name NEWBORN.
 4.  A worker dies with the agent (parent-death signal).  What it leaves behind in its session, the zygote kills.
 5.  Nothing of ours stays in a worker: no file descriptor, no entry in sys.path or sys.modules, no variable.
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
@@ -39,6 +40,8 @@ CHANNEL = "RIPSTOP_ZYGOTE"  # the variable that holds the number of the channel'
 NEWBORN = b"ripstop-newborn"
 ZYGOTE = b"ripstop-zygote"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+MADV_DONTNEED = 4
+GO = b"g"
 NOT_FOUND, NOT_EXECUTABLE, BROKEN = 127, 126, 70  # exit codes: the shell's two, and EX_SOFTWARE
 
 
@@ -97,12 +100,12 @@ class Title:
 def main(home: str) -> None:
     """Serves the agent.  Returns in workers only."""
     try:
-        birth = Zygote(home).serve()
+        failed = Zygote(home).serve()
     except BaseException as error:  # rule 6
         sys.stderr.write(f"ripstop: the zygote is broken: {type(error).__name__}: {error}\n")
         os._exit(BROKEN)
-    if birth is not None:  # the user's sitecustomize failed in the zygote; let Python say so in the worker, as it would
-        raise birth
+    if failed is not None:  # the user's sitecustomize, in the zygote; let Python say so in the worker, as it would
+        raise failed
 
 
 class Zygote:
@@ -111,6 +114,7 @@ class Zygote:
     def __init__(self, home: str) -> None:
         self.home = home
         self.channel = Channel(int(os.environ.pop(CHANNEL)))
+        self.loaded = False
         self.born: dict[int, bytes] = {}  # our workers' pids and start times: their sessions are ours to kill
         orders, _ = self.channel.receive()
         self.agent: int = orders["agent"]
@@ -132,10 +136,11 @@ class Zygote:
             try:
                 births, fds = self.channel.receive()
                 worker = self._spawn(births, fds)
-            except EOFError:
+            except (EOFError, ConnectionError):
                 self._bury()
             if worker is not None:
                 break
+            self._slim()
         worker()
         return failed
 
@@ -172,16 +177,13 @@ class Zygote:
         gc.disable()  # a collection would write to every page that workers are to share
         loaded: list[str] = []
         why = self._import(loaded) if self.forks else ""
-        if not why and loaded:
+        if self.forks and not why:
             why = self._trial()
         if why:
             self.channel.send({"unfit": why})
             os._exit(0)
         gc.freeze()
-        if loaded:
-            import ctypes
-
-            ctypes.CDLL(None).malloc_trim(0)
+        self.loaded = bool(loaded)
         self.title.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # from now on there may be workers to bury
         self.channel.send({"preloaded": tuple(loaded), "seconds": time.monotonic() - began})
 
@@ -250,20 +252,33 @@ class Zygote:
         os.waitpid(trial, 0)
         threads = len(os.listdir("/proc/self/task")) - 1
         if threads:
-            return f"the preloaded modules left {threads} thread{'s' * (threads > 1)} running"
+            return f"what was imported left {threads} thread{'s' * (threads > 1)} running"
         for fd in os.listdir("/proc/self/fd"):
             try:
                 if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia"):
-                    return "the preloaded modules have initialised the GPU driver"
+                    return "what was imported has initialised the GPU driver"
             except OSError:  # the descriptor of the listing itself
                 continue
         return ""
+
+    def _slim(self) -> None:
+        """Lets go, once, of the library pages that importing has touched: no child has them from us, and here they are
+        not needed any more.  The kernel keeps them cached, and maps them again should they be."""
+        if not self.loaded:
+            return
+        self.loaded = False
+        import ctypes
+
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for start, size in clean_mappings():
+            madvise(start, size, MADV_DONTNEED)
 
     # giving birth ---------------------------------------------------------------------------------------------------
 
     def _spawn(self, births: list[dict[str, Any]], fds: list[int]) -> Worker | None:
         """Forks these workers.  Returns a `Worker` in each of them, None in the zygote."""
-        gate = os.pipe()  # its end is reached when the middle process is gone and the agent has said go
+        gate = os.pipe()
         report = os.pipe()
         try:
             middle = os.fork()
@@ -282,28 +297,32 @@ class Zygote:
                 answer = marshal.load(file)
             except EOFError:
                 answer = {"error": "the process that forks workers died"}
-        self._remember(answer.get("pids", ()))
-        self.channel.send(answer)
+            os.waitpid(middle, 0)
+            file.read()  # ends when every worker leads its session
+        pids = answer.get("pids", ())
+        self._remember(pids)
+        self.channel.send(answer)  # the workers are the agent's children by now, and fit for its signals
         try:
-            if "pids" in answer:
+            if pids:
                 self.channel.receive()
+                os.write(gate[1], GO * len(pids))
+                self.channel.send("gone")
         finally:
             os.close(gate[1])
-        os.waitpid(middle, 0)
         return None
 
     def _deliver(
         self, births: list[dict[str, Any]], fds: list[int], gate: tuple[int, int], report: int
     ) -> Worker | None:
         """The middle process: forks the workers, says their pids, is gone.  Returns in the workers."""
-        middle = os.getpid()
         self.title.prctl(PR_SET_NAME, NEWBORN, 0, 0, 0)
         pids: list[int] = []
         try:
             for birth in births:
-                worker = Worker(self, birth, fds, gate, middle)
+                worker = Worker(self, birth, fds, gate)
                 pid = os.fork()
                 if pid == 0:
+                    os.setsid()
                     os.close(report)
                     return worker
                 worker.drop()
@@ -311,6 +330,7 @@ class Zygote:
         except OSError as error:
             for pid in pids:
                 os.kill(pid, _signal.SIGKILL)
+                os.waitpid(pid, 0)
             what = f"{error.strerror}: {error.filename}" if error.filename else f"cannot fork: {error.strerror}"
             answer: dict[str, Any] = {"error": what}
         else:
@@ -350,14 +370,11 @@ class Zygote:
 class Worker:
     """A process on its way from the zygote's fork to its first own instruction."""
 
-    def __init__(
-        self, zygote: Zygote, birth: dict[str, Any], fds: list[int], gate: tuple[int, int], middle: int
-    ) -> None:
+    def __init__(self, zygote: Zygote, birth: dict[str, Any], fds: list[int], gate: tuple[int, int]) -> None:
         self.zygote = zygote
         self.birth = birth
         self.fds = fds
         self.gate = gate
-        self.middle = middle
         self.streams: dict[int, int] = {}
         for number, path in ((1, birth["stdout"]), (2, birth["stderr"])):
             if path is not None:
@@ -370,7 +387,6 @@ class Worker:
 
     def __call__(self) -> None:
         """Sets the process up.  Returns if the script is to run; all else happens in here."""
-        os.setsid()
         os.close(self.gate[1])
         self.zygote.channel.socket.close()
         self._environment()
@@ -396,14 +412,12 @@ class Worker:
                 os.environ[name] = value
 
     def _pass_gate(self) -> None:
-        """Waits until the agent is our parent and knows us."""
-        os.read(self.gate[0], 1)
+        """Waits until the agent is our parent and knows us (rule 3)."""
+        go = os.read(self.gate[0], 1)
         os.close(self.gate[0])
-        while os.getppid() == self.middle:  # it has closed its files, so it is about to be gone
-            os.sched_yield()
         self.zygote.title.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self.zygote.agent:
-            os._exit(0)
+        if go != GO or os.getppid() != self.zygote.agent:
+            os._exit(BROKEN)
 
     def _run(self) -> None:
         for fd in self.fds:
@@ -412,7 +426,7 @@ class Worker:
         sys.orig_argv[len(sys.orig_argv) - self.birth["given"] :] = self.birth["args"]
         for number in self.streams:
             reopen(number)
-        reseed()
+        renew()
         tell_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE"))
         gc.enable()
 
@@ -453,12 +467,17 @@ def reopen(number: int) -> None:
     setattr(sys, f"__{name}__", text)
 
 
-def reseed() -> None:
-    """What must differ between siblings.  `random` sees to itself; torch starts from a fixed seed in any process."""
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+def renew() -> None:
+    """What a new process has anew and a fork does not: random states, and the main thread's number."""
+    modules = sys.modules  # `random` sees to itself
+    if (numpy_random := modules.get("numpy.random")) is not None:
         numpy_random.seed()
-    if (process := sys.modules.get("multiprocessing.process")) is not None:
+    if (torch := modules.get("torch")) is not None:
+        torch.default_generator.seed()  # the CPU's; those of GPUs start from a fixed seed in any process
+    if (process := modules.get("multiprocessing.process")) is not None:
         process.current_process().authkey = os.urandom(32)
+    if (threading := modules.get("threading")) is not None:
+        threading.main_thread()._set_native_id()
 
 
 def tell_exceptions(path: str | None) -> None:
@@ -498,6 +517,22 @@ def stat_of(pid: int | str) -> list[bytes]:
     """The fields of /proc/PID/stat from the third on."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
+
+
+def clean_mappings() -> list[tuple[int, int]]:
+    """Where files are mapped for reading and no page was ever written: (address, size)."""
+    found: list[tuple[int, int]] = []
+    place: tuple[int, int] | None = None
+    with open("/proc/self/smaps", "rb") as file:
+        for line in file:
+            name, *words = line.split()
+            if not name.endswith(b":"):
+                start, _, end = name.partition(b"-")
+                readable, inode = words[0] in (b"r--p", b"r-xp"), words[3]
+                place = (int(start, 16), int(end, 16) - int(start, 16)) if readable and inode != b"0" else None
+            elif name == b"Anonymous:" and words[0] == b"0" and place is not None:
+                found.append(place)
+    return found
 
 
 def same(pid: int, start: bytes) -> bool:

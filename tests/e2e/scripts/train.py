@@ -17,7 +17,8 @@ LOG = os.environ["TRAIN_LOG"]
 def say(event: str, **more: object) -> None:
     head = {"t": time.time(), "event": event, "rank": RANK, "world": WORLD, "pid": os.getpid(), "restart": RESTART}
     with open(LOG, "a") as f:
-        f.write(json.dumps({**head, "node": int(os.environ["GROUP_RANK"]), **more}) + "\n")
+        place = {"node": int(os.environ["GROUP_RANK"]), "host": os.uname().nodename, "master": os.environ["MASTER_ADDR"]}
+        f.write(json.dumps({**head, **place, **more}) + "\n")
 
 
 def fault(step: int) -> None:

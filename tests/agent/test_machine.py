@@ -1,0 +1,429 @@
+"""One node's decisions as transcripts: an event and its time go in, commands come out."""
+
+from ripstop.agent.machine import (
+    Agent,
+    Command,
+    Event,
+    Got,
+    Linked,
+    Offered,
+    OfferStore,
+    Quit,
+    Say,
+    Settings,
+    Signalled,
+    Start,
+    State,
+    Stop,
+    Tell,
+    Tick,
+    Unlinked,
+    Warmed,
+    WorkersDone,
+    WorkersFailed,
+    WorkersStopped,
+)
+from ripstop.config import Timing
+from ripstop.observe.failure import Failure, Report
+from ripstop.rendezvous.messages import (
+    Assign,
+    Beat,
+    Closed,
+    Closing,
+    Failed,
+    Hold,
+    Join,
+    Leave,
+    Leaving,
+    Ready,
+    Rejected,
+    Status,
+    Stopped,
+    Succeeded,
+)
+from ripstop.round import Address, Node, Outcome, Place
+
+TIMING = Timing(join=100.0, coordinator=50.0, shutdown=30.0)
+NODE = Node("a", "host-a", 2)
+
+
+def on(agent: Agent, event: Event, now: float = 0.0) -> list[Command]:
+    """What the agent does, without what it says to its operator."""
+    return [command for command in agent.on(event, now) if not isinstance(command, Say)]
+
+
+def place(round: int, rank: int = 1, restarts: int = 0) -> Place:
+    store = Address("host-b", 9000) if rank else Address("host-a", 7001)
+    return Place(round, rank, 2, rank * 2, 4, 2, rank * 2, 4, store, restarts)
+
+
+def assign(round: int, rank: int = 1) -> Got:
+    return Got(Assign(place(round, rank), "because"))
+
+
+def failure(round: int = 1) -> Failure:
+    return Failure(2, 0, round, "host-a", 5.0, exitcode=1)
+
+
+def closed(outcome: Outcome) -> Got:
+    return Got(Closed(Report("job7", outcome, "because", 1, 0)))
+
+
+def join(**state: object) -> Tell:
+    return Tell(Join(NODE, 1, 4, **state))  # type: ignore[arg-type]
+
+
+def new_agent() -> Agent:
+    return Agent(Settings(NODE, 1, 4, TIMING))
+
+
+def ready_agent() -> Agent:
+    """Linked, warm, its port 7001 offered."""
+    agent = new_agent()
+    agent.on(Linked("host-a"), 0.0)
+    agent.on(Warmed(), 0.0)
+    agent.on(Offered(7001), 0.0)
+    return agent
+
+
+def running_agent(round: int = 1, rank: int = 1) -> Agent:
+    agent = ready_agent()
+    agent.on(assign(round, rank), 1.0)
+    assert agent.state is State.RUNNING
+    return agent
+
+
+# joining --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_joins_as_soon_as_it_is_linked() -> None:
+    assert on(new_agent(), Linked("host-a")) == [join()]
+
+
+def test_a_node_learns_its_address_from_the_link() -> None:
+    agent = Agent(Settings(Node("a", "", 2), 1, 4, TIMING))
+    assert on(agent, Warmed()) == []
+    assert on(agent, Linked("10.0.0.7")) == [Tell(Join(Node("a", "10.0.0.7", 2), 1, 4)), OfferStore()]
+
+
+def test_an_address_that_was_given_is_kept() -> None:
+    agent = new_agent()
+    on(agent, Linked("10.0.0.7"))
+    assert agent.node.host == "host-a"
+
+
+def test_a_warm_node_offers_a_port_and_says_it_is_ready() -> None:
+    agent = new_agent()
+    on(agent, Linked("host-a"))
+    assert on(agent, Warmed()) == [OfferStore()]
+    assert on(agent, Offered(7001)) == [Tell(Ready(7001, after=0))]
+
+
+def test_a_node_that_is_ready_before_it_is_linked_joins_ready() -> None:
+    agent = new_agent()
+    assert on(agent, Warmed()) == [OfferStore()]
+    assert on(agent, Offered(7001)) == []
+    assert on(agent, Linked("host-a")) == [join(ready=Ready(7001, 0))]
+
+
+def test_a_port_is_asked_for_once() -> None:
+    agent = new_agent()
+    assert on(agent, Warmed()) == [OfferStore()]
+    assert on(agent, Linked("host-a")) == [join()]
+
+
+# rule 1: one group ----------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_agent_starts_its_round_at_once() -> None:
+    assert on(ready_agent(), assign(1)) == [Start(place(1), "because")]
+
+
+def test_the_next_round_starts_when_the_workers_of_the_last_are_gone() -> None:
+    agent = running_agent()
+    assert on(agent, assign(2)) == [Stop(1, 15, 30.0, "because")]
+    assert on(agent, WorkersStopped(1)) == [Start(place(2), "because")]
+
+
+def test_of_two_rounds_that_come_while_stopping_only_the_newest_starts() -> None:
+    agent = running_agent()
+    on(agent, assign(2))
+    assert on(agent, assign(3)) == []
+    assert on(agent, WorkersStopped(1)) == [Start(place(3), "because")]
+
+
+def test_the_host_of_the_store_offers_the_next_port_when_it_starts() -> None:
+    agent = ready_agent()
+    assert on(agent, assign(1, rank=0)) == [Start(place(1, 0), "because"), OfferStore()]
+    assert on(agent, Offered(7002)) == [Tell(Ready(7002, after=1))]
+
+
+def test_a_promised_port_is_not_replaced_before_its_round_starts() -> None:
+    agent = running_agent()
+    assert on(agent, assign(2, rank=0)) == [Stop(1, 15, 30.0, "because")]
+    assert on(agent, Unlinked("reset")) == []
+    assert on(agent, Linked("host-a")) == [join(newest=2, held=place(2, 0), status=Status.RUNNING)]
+    assert on(agent, WorkersStopped(1)) == [Start(place(2, 0), "because"), OfferStore()]
+
+
+def test_a_promised_port_is_replaced_when_its_round_is_over_before_it_started() -> None:
+    agent = running_agent()
+    on(agent, assign(2, rank=0))
+    assert on(agent, Got(Hold(2, "wait"))) == [OfferStore()]
+    assert on(agent, Offered(7002)) == [Tell(Ready(7002, after=2))]
+
+
+# rule 2: only newer ---------------------------------------------------------------------------------------------------
+
+
+def test_an_assignment_that_comes_twice_starts_once() -> None:
+    agent = running_agent()
+    assert on(agent, assign(1)) == []
+
+
+def test_an_older_assignment_is_not_started() -> None:
+    agent = running_agent(round=3)
+    assert on(agent, assign(2)) == []
+
+
+def test_a_hold_stops_the_workers_of_its_round() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Hold(1, "wait"))) == [Stop(1, 15, 30.0, "wait")]
+    assert on(agent, WorkersStopped(1)) == []
+    assert agent.state is State.IDLE
+
+
+def test_a_hold_of_an_older_round_stops_nothing() -> None:
+    assert on(running_agent(round=3), Got(Hold(2, "wait"))) == []
+
+
+def test_an_assignment_overtaken_by_its_hold_is_not_started() -> None:
+    agent = ready_agent()
+    on(agent, Got(Hold(1, "wait")))
+    assert on(agent, assign(1)) == []
+    assert on(agent, assign(2)) == [Start(place(2), "because")]
+
+
+def test_the_port_of_a_round_that_was_overtaken_by_its_hold_is_replaced() -> None:
+    agent = ready_agent()
+    on(agent, Got(Hold(1, "wait")))
+    assert on(agent, assign(1, rank=0)) == [OfferStore()]
+    assert on(agent, Offered(7002)) == [Tell(Ready(7002, after=1))]
+
+
+def test_a_hold_takes_back_a_round_that_has_not_started() -> None:
+    agent = running_agent()
+    on(agent, assign(2))
+    on(agent, Got(Hold(2, "wait")))
+    assert on(agent, WorkersStopped(1)) == []
+
+
+def test_events_of_workers_long_gone_change_nothing() -> None:
+    agent = running_agent(round=3)
+    for event in (WorkersFailed(2, (failure(2),)), WorkersDone(2), WorkersStopped(2), WorkersStopped(3)):
+        assert on(agent, event) == []
+    assert agent.state is State.RUNNING
+
+
+def test_a_round_whose_store_is_on_a_port_that_was_replaced_is_not_started() -> None:
+    agent = ready_agent()
+    on(agent, Unlinked("reset"))
+    on(agent, Offered(7002))
+    on(agent, Linked("host-a"))
+    assert on(agent, assign(1, rank=0)) == []  # decided before the coordinator had read the Join
+    assert agent.state is State.IDLE
+
+
+# rule 3: tell, do not act ---------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_and_nothing_else_is_done() -> None:
+    assert on(running_agent(), WorkersFailed(1, (failure(),))) == [Tell(Failed(1, (failure(),)))]
+
+
+def test_success_is_told_and_the_agent_waits_for_the_word() -> None:
+    agent = running_agent()
+    assert on(agent, WorkersDone(1)) == [Tell(Succeeded(1))]
+    assert agent.state is State.SUCCEEDED
+
+
+def test_what_could_not_be_told_is_in_the_next_join() -> None:
+    agent = running_agent()
+    on(agent, Unlinked("reset"))
+    on(agent, Offered(7002))
+    assert on(agent, WorkersFailed(1, (failure(),))) == []
+    assert on(agent, Linked("host-a")) == [
+        join(newest=1, ready=Ready(7002, 1), held=place(1), status=Status.FAILED, failures=(failure(),))
+    ]
+
+
+def test_a_join_tells_of_success() -> None:
+    agent = running_agent()
+    on(agent, Unlinked("reset"))
+    on(agent, WorkersDone(1))
+    assert on(agent, Linked("host-a")) == [join(newest=1, held=place(1), status=Status.SUCCEEDED)]
+
+
+def test_a_join_tells_how_many_failures_were_healed_even_without_workers() -> None:
+    agent = ready_agent()
+    on(agent, Got(Assign(place(4, restarts=3), "because")))
+    on(agent, Got(Hold(4, "wait")))
+    on(agent, WorkersStopped(4))
+    on(agent, Unlinked("reset"))
+    assert on(agent, Linked("host-a")) == [join(newest=4, restarts=3)]
+
+
+def test_an_unused_offer_is_replaced_when_the_link_breaks() -> None:
+    agent = ready_agent()
+    assert on(agent, Unlinked("reset")) == [OfferStore()]
+    assert on(agent, Offered(7002)) == []
+    assert on(agent, Linked("host-a")) == [join(ready=Ready(7002, 0))]
+
+
+def test_a_link_that_never_was_replaces_no_offer() -> None:
+    agent = new_agent()
+    on(agent, Warmed())
+    on(agent, Offered(7001))
+    assert on(agent, Unlinked("connection refused")) == []
+    assert on(agent, Linked("host-a")) == [join(ready=Ready(7001, 0))]
+
+
+# rule 4: the coordinator is away --------------------------------------------------------------------------------------
+
+
+def test_healthy_workers_go_on_without_a_coordinator() -> None:
+    agent = running_agent()
+    agent.on(Unlinked("reset"), 10.0)
+    assert agent.deadline() is None
+    assert on(agent, Tick(), 10_000.0) == []
+
+
+def test_an_agent_that_never_finds_a_coordinator_gives_up() -> None:
+    agent = new_agent()
+    agent.on(Unlinked("node0:29400: connection refused"), 1.0)
+    assert agent.deadline() == 100.0
+    assert on(agent, Tick(), 99.9) == []
+    assert on(agent, Tick(), 100.0) == [
+        Quit(
+            1,
+            "no coordinator for 100 s (node0:29400: connection refused); is the node of --rdzv-endpoint up?",
+        )
+    ]
+
+
+def test_an_agent_whose_workers_failed_needs_a_coordinator_and_stops_them_when_it_gives_up() -> None:
+    agent = running_agent()
+    agent.on(Unlinked("reset"), 10.0)
+    agent.on(WorkersFailed(1, (failure(),)), 20.0)
+    assert agent.deadline() == 70.0
+    why = "no coordinator for 50 s while one was needed (reset); raise coordinator_timeout"
+    assert on(agent, Tick(), 70.0) == [Stop(1, 15, 30.0, why)]
+    assert on(agent, WorkersStopped(1), 71.0) == [Quit(1, why)]
+
+
+def test_a_coordinator_found_again_ends_the_waiting() -> None:
+    agent = ready_agent()
+    agent.on(Unlinked("reset"), 10.0)
+    assert agent.deadline() == 60.0
+    agent.on(Linked("host-a"), 20.0)
+    assert agent.deadline() is None
+
+
+# rule 5: signals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_stops_the_workers_with_it_and_the_agent_leaves() -> None:
+    agent = running_agent()
+    assert on(agent, Signalled(2)) == [Tell(Leaving("signal 2")), Stop(1, 2, 30.0, "signal 2")]
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("signal 2")), Quit(130, "signal 2")]
+
+
+def test_an_idle_agent_leaves_at_once() -> None:
+    assert on(ready_agent(), Signalled(15)) == [
+        Tell(Leaving("signal 15")),
+        Tell(Leave("signal 15")),
+        Quit(143, "signal 15"),
+    ]
+
+
+def test_a_second_signal_means_now() -> None:
+    agent = running_agent()
+    on(agent, Signalled(15))
+    assert on(agent, Signalled(15)) == [Stop(1, 15, 0.0, "second signal")]
+
+
+def test_a_leaving_agent_starts_no_other_round() -> None:
+    agent = running_agent()
+    on(agent, assign(2))
+    on(agent, Signalled(15))
+    assert on(agent, assign(3)) == []
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("signal 15")), Quit(143, "signal 15")]
+
+
+def test_a_leaving_agent_says_so_over_a_new_connection_and_does_not_offer_itself() -> None:
+    agent = running_agent()
+    on(agent, Signalled(15))
+    assert on(agent, Unlinked("reset")) == []
+    assert on(agent, Linked("host-a")) == [join(newest=1), Tell(Leaving("signal 15"))]
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_jobs_success_ends_the_agent_with_zero() -> None:
+    agent = running_agent()
+    on(agent, WorkersDone(1))
+    report = Report("job7", Outcome.SUCCEEDED, "because", 1, 0)
+    assert on(agent, closed(Outcome.SUCCEEDED)) == [Stop(1, 15, 30.0, "because")]
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("because")), Quit(0, "because", report)]
+
+
+def test_the_jobs_failure_ends_the_agent_with_one() -> None:
+    report = Report("job7", Outcome.FAILED, "because", 1, 0)
+    assert on(ready_agent(), closed(Outcome.FAILED)) == [Tell(Leave("because")), Quit(1, "because", report)]
+
+
+def test_a_closing_job_stops_the_workers_and_tells_how_they_died() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Closing("over"))) == [Stop(1, 15, 30.0, "over")]
+    assert on(agent, WorkersFailed(1, (failure(),))) == []
+    assert on(agent, WorkersStopped(1)) == [Tell(Stopped((failure(),)))]
+
+
+def test_an_idle_agent_answers_a_closing_job_at_once() -> None:
+    assert on(ready_agent(), Got(Closing("over"))) == [Tell(Stopped())]
+
+
+def test_a_closing_job_starts_nothing() -> None:
+    agent = running_agent()
+    on(agent, assign(2))
+    on(agent, Got(Closing("over")))
+    assert on(agent, assign(3)) == []
+    assert on(agent, WorkersStopped(1)) == [Tell(Stopped())]
+
+
+def test_a_closing_job_is_remembered_for_the_next_coordinator() -> None:
+    agent = ready_agent()
+    on(agent, Got(Closing("over", Outcome.STOPPED)))
+    on(agent, Unlinked("reset"))
+    (told,) = on(agent, Linked("host-a"))
+    assert told == join(closing=Closing("over", Outcome.STOPPED))
+
+
+def test_a_refusal_ends_the_agent_with_two() -> None:
+    assert on(ready_agent(), Got(Rejected("not you"))) == [Tell(Leave("not you")), Quit(2, "not you")]
+
+
+def test_a_signal_shows_in_the_exit_code_even_when_the_job_fails_meanwhile() -> None:
+    agent = running_agent()
+    on(agent, Signalled(15))
+    on(agent, closed(Outcome.FAILED))
+    assert on(agent, WorkersStopped(1))[-1] == Quit(143, "because", Report("job7", Outcome.FAILED, "because", 1, 0))
+
+
+def test_nothing_happens_after_the_end() -> None:
+    agent = ready_agent()
+    on(agent, Signalled(15))
+    for event in (assign(9), Got(Beat()), Linked("x"), Unlinked("x"), Signalled(15), Tick(), Offered(1)):
+        assert agent.on(event, 99.0) == []
+    assert agent.deadline() is None

@@ -1,0 +1,152 @@
+"""Machines for tests: each host is a network namespace with a cable to a switch, an address, and a name of its own.
+
+A namespace has no name that another test could know: it lives as long as the process that holds it, and that lives as
+long as its stdin is open, so all of it is gone when the test process is, however that ends.  The machine's own network
+is not touched.  Neighbours are told to each other once and for all, so a cut is silent: nobody asks for them, nobody is
+told that they cannot be found, nobody gets a reset.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Agent, Job
+
+NET = "10.83.7"
+PORT = 29400
+NOBODY = "02:00:00:00:00:ff"  # a MAC address that no host has
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
+    reason="hosts are network namespaces: that needs root, iproute2 and util-linux",
+)
+
+
+class Namespace:
+    """A network, a host name and an /etc/hosts, held by a process that only waits for its stdin to close."""
+
+    def __init__(self, name: str, hosts: Path) -> None:
+        setup = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && echo up && exec cat'
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-ec", setup, name, str(hosts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "up\n", "a namespace could not be made"
+
+    @property
+    def pid(self) -> int:
+        return self._holder.pid
+
+    @property
+    def enter(self) -> list[str]:
+        """In front of a command: it is run here, under its own pid."""
+        return ["nsenter", "--net", "--uts", "--mount", f"--target={self.pid}", f"--wd={Path.cwd()}"]
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["nsenter", "--net", f"--target={self.pid}", "ip", *words], check=True, timeout=20)
+
+    def close(self) -> None:
+        self._holder.communicate(timeout=20)
+
+
+class Host:
+    """One machine."""
+
+    def __init__(self, number: int, namespace: Namespace, switch: Namespace) -> None:
+        self.number = number
+        self.address = f"{NET}.{number}"
+        self.mac = f"02:00:00:00:00:{number:02x}"
+        self.namespace = namespace
+        self._switch = switch
+        self._port = f"p{number}"
+        cable = ("type", "veth", "peer", "name", self._port, "netns", str(switch.pid))
+        namespace.ip("link", "add", "eth0", "address", self.mac, *cable)
+        namespace.ip("addr", "add", f"{self.address}/24", "dev", "eth0")
+        namespace.ip("link", "set", "eth0", "up")
+        switch.ip("link", "set", self._port, "up")
+        self.heal()
+
+    def cut(self) -> None:
+        """Nothing reaches this host and nothing it sends reaches anybody."""
+        self._switch.ip("link", "set", self._port, "nomaster")
+
+    def heal(self) -> None:
+        self._switch.ip("link", "set", self._port, "master", "switch")
+
+    def knows(self, other: "Host") -> None:
+        self._neighbour(other, other.mac)
+
+    def speaks_past(self, other: "Host") -> None:
+        """What this host sends to the other gets lost; what the other sends arrives."""
+        self._neighbour(other, NOBODY)
+
+    def _neighbour(self, other: "Host", mac: str) -> None:
+        self.namespace.ip("neigh", "replace", other.address, "lladdr", mac, "dev", "eth0", "nud", "permanent")
+
+
+@contextmanager
+def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
+    """So many hosts on one switch."""
+    with ExitStack() as stack:
+
+        def namespace(name: str, address: str) -> Namespace:
+            file = folder / f"etc-hosts-{name}"
+            file.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
+            made = Namespace(name, file)
+            stack.callback(made.close)
+            return made
+
+        switch = namespace("switch", "127.0.0.1")
+        switch.ip("link", "add", "switch", "type", "bridge")
+        switch.ip("link", "set", "switch", "up")
+        found = [Host(n, namespace(f"host{n}", f"{NET}.{n}"), switch) for n in range(1, count + 1)]
+        for one in found:
+            for other in found:
+                if one is not other:
+                    one.knows(other)
+        yield found
+
+
+class Cluster:
+    """A job on hosts; the first is the endpoint's."""
+
+    def __init__(self, job: Job, machines: list[Host]) -> None:
+        self.job = job
+        self.hosts = machines
+
+    def node(self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, **more: Any) -> Agent:
+        """Start this host's node, with one worker, exactly as a user would: no word about its own address."""
+        return self.job.node(
+            f"--rdzv-conf=lease={lease},last_call_timeout=20",
+            *flags,
+            nnodes=nnodes,
+            endpoint=f"{self.hosts[0].address}:{PORT}",
+            wrap=host.namespace.enter,
+            **more,
+        )
+
+    def die(self, host: Host) -> None:
+        """Power off: the cable is silent, every process is gone."""
+        host.cut()
+        here = os.stat(f"/proc/{host.namespace.pid}/ns/net").st_ino
+        for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+            try:
+                if pid != host.namespace.pid and os.stat(f"/proc/{pid}/ns/net").st_ino == here:
+                    os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue  # it has ended meanwhile
+
+    def ranks(self, world: int, after: float = 0.0) -> dict[str, int]:
+        """Which host had which rank in the newest full step of a world of this size."""
+        self.job.steps(world, after=after)
+        return {h["host"]: h["rank"] for h in self.job.happenings(event="step", world=world) if h["t"] > after}

@@ -1,0 +1,764 @@
+"""The coordinator's decisions as transcripts: an event and its time go in, what is sent comes out."""
+
+from collections import Counter
+
+import pytest
+
+from ripstop.config import Budget, Timing
+from ripstop.observe.failure import Failure
+from ripstop.rendezvous.machine import (
+    BLAME,
+    FAREWELL,
+    LATE,
+    RECONNECT,
+    Close,
+    Command,
+    Drop,
+    End,
+    Event,
+    Gone,
+    Heard,
+    Job,
+    Log,
+    Phase,
+    Scale,
+    Send,
+    Settings,
+    Tick,
+)
+from ripstop.rendezvous.messages import (
+    Assign,
+    Beat,
+    Closed,
+    Closing,
+    Failed,
+    FromAgent,
+    Hold,
+    Join,
+    Leave,
+    Leaving,
+    Ready,
+    Rejected,
+    Status,
+    Stopped,
+    Succeeded,
+)
+from ripstop.round import Address, Node, Outcome, Place
+
+TIMING = Timing(settle=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
+
+
+def new_job(low: int = 1, high: int = 4, *, restarts: int = 3, fixed: bool = False, now: float = 0.0) -> Job:
+    settings = Settings("job7", low, high, TIMING, Budget(restarts, backoff=0.0), fixed_ranks=fixed)
+    return Job(settings, now)
+
+
+def node(name: str, **more: object) -> Node:
+    return Node(name, f"host-{name}", **{"slots": 1, **more})  # type: ignore[arg-type]
+
+
+def join(job: Job, name: str, **more: object) -> Join:
+    """A Join of a node that fits the job; ready, with a port of its own, unless told otherwise."""
+    state: dict[str, object] = {"ready": Ready(port(name), 0), **more}
+    return Join(node(name), job.settings.min_nodes, job.settings.max_nodes, **state)  # type: ignore[arg-type]
+
+
+def port(name: str) -> int:
+    return 4000 + ord(name[0])
+
+
+def on(job: Job, event: Event, now: float) -> list[Command]:
+    """What the job does, without its log."""
+    return [command for command in job.on(event, now) if not isinstance(command, Log)]
+
+
+def hear(job: Job, name: str, message: FromAgent, now: float) -> list[Command]:
+    return on(job, Heard(name, message), now)
+
+
+def running(*names: str, low: int = 1, high: int | None = None, restarts: int = 3) -> Job:
+    """A job whose first round runs since time 2, every node with a fresh offer."""
+    job = new_job(low, high or len(names), restarts=restarts)
+    for name in names:
+        job.on(Heard(name, join(job, name)), 0.0)
+    job.on(Tick(), 2.0)
+    assert job.phase is Phase.RUNNING
+    assert list(job.round) == list(names)
+    offer_anew(job, names[0], 2.0)
+    return job
+
+
+def offer_anew(job: Job, name: str, now: float) -> None:
+    """Rank 0 offers the next port once it serves the last one."""
+    job.on(Heard(name, Ready(port(name) + 100 * job.number, job.number)), now)
+
+
+def assigned(commands: list[Command]) -> dict[str, int]:
+    """Who was given which rank."""
+    return {
+        command.node: command.message.place.group_rank
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, Assign)
+    }
+
+
+def held(commands: list[Command]) -> dict[str, int]:
+    """Who was told to wait, and which round that ends."""
+    return {
+        command.node: command.message.round
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, Hold)
+    }
+
+
+def crash(rank: int = 0, round: int = 1, at: float = 10.0) -> Failure:
+    return Failure(rank, 0, round, "host", at, exitcode=1, message="ValueError: no", traceback="ValueError: no")
+
+
+def victim(rank: int = 0, round: int = 1) -> Failure:
+    words = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    return Failure(rank, 0, round, "host", 10.0, exitcode=1, message=words, traceback=words)
+
+
+def place(round: int, rank: int = 0, size: int = 1, restarts: int = 0) -> Place:
+    return Place(round, rank, size, rank, size, 1, rank, size, Address("h", 999), restarts)
+
+
+# rule 1: rounds and ranks ---------------------------------------------------------------------------------------------
+
+
+def test_a_round_tells_everybody_their_place() -> None:
+    job = new_job(2, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    store = Address("host-a", port("a"))
+    first, second = (Place(1, rank, 2, rank, 2, 1, rank, 2, store, 0) for rank in (0, 1))
+    assert hear(job, "b", join(job, "b"), 1.0) == [
+        Send("a", Assign(first, "first round")),
+        Send("b", Assign(second, "first round")),
+    ]
+
+
+def test_round_numbers_only_grow_even_over_a_coordinators_life() -> None:
+    job = new_job(1, 1)
+    assert hear(job, "a", join(job, "a", newest=7), 0.0)[0].message.place.round == 8  # type: ignore[union-attr]
+
+
+def test_a_replacement_takes_the_vacated_rank() -> None:
+    job = running("a", "b", "c", low=2)
+    hear(job, "d", join(job, "d"), 5.0)
+    assert assigned(hear(job, "b", Leave("bye"), 6.0)) == {"a": 0, "d": 1, "c": 2}
+
+
+# rule 2: other rounds -------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_reported_twice_restarts_once() -> None:
+    job = running("a", "b")
+    assert assigned(hear(job, "b", Failed(1, (crash(1),)), 10.0)) == {"a": 0, "b": 1}
+    assert hear(job, "a", Failed(1, (victim(0),)), 10.1) == []
+    assert hear(job, "b", Failed(1, (crash(1),)), 10.2) == []
+    assert job.restarts.used == 1
+
+
+def test_success_in_an_older_round_counts_for_nothing() -> None:
+    job = running("a")
+    hear(job, "a", Failed(1, (crash(),)), 10.0)
+    assert hear(job, "a", Succeeded(1), 10.1) == []
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_failure_of_a_node_outside_the_round_changes_nothing() -> None:
+    job = running("a", high=1)
+    hear(job, "b", join(job, "b"), 3.0)
+    assert hear(job, "b", Failed(1, (crash(),)), 4.0) == []
+
+
+def test_what_an_unknown_node_says_is_not_heard() -> None:
+    job = running("a")
+    for message in (Ready(1, 0), Failed(1, (crash(),)), Succeeded(1), Leaving("x"), Stopped(), Leave("x"), Beat()):
+        assert hear(job, "stranger", message, 3.0) == []
+
+
+# rule 3: when a round forms -------------------------------------------------------------------------------------------
+
+
+def test_a_first_round_forms_at_once_when_the_maximum_is_ready() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    assert assigned(hear(job, "b", join(job, "b"), 0.1)) == {"a": 0, "b": 1}
+
+
+def test_a_first_round_of_the_minimum_waits_for_more_until_the_settle_time_has_passed() -> None:
+    job = new_job(1, 4)
+    assert assigned(hear(job, "a", join(job, "a"), 1.0)) == {}
+    assert job.deadline() == 3.0
+    assert assigned(hear(job, "b", join(job, "b"), 2.9)) == {}
+    assert assigned(on(job, Tick(), 3.0)) == {"a": 0, "b": 1}
+
+
+def test_below_the_minimum_nothing_forms() -> None:
+    job = new_job(2, 4)
+    hear(job, "a", join(job, "a"), 0.0)
+    assert hear(job, "a", Beat(), 2.5) == []
+    assert job.phase is Phase.GATHERING
+
+
+def test_a_later_round_does_not_wait_for_a_newcomer_that_is_still_warming_up() -> None:
+    job = running("a", "b", high=3)
+    hear(job, "c", join(job, "c", ready=None), 9.0)
+    assert assigned(hear(job, "b", Failed(1, (crash(1),)), 10.0)) == {"a": 0, "b": 1}
+
+
+def test_a_later_round_waits_for_a_survivor_whose_offer_is_on_the_way() -> None:
+    job = running("a", "b", "c")
+    hear(job, "b", join(job, "b", ready=None, held=job.round["b"], status=Status.RUNNING, newest=1), 9.0)
+    assert held(hear(job, "c", Failed(1, (crash(2),)), 10.0)) == {"a": 1, "b": 1, "c": 1}
+    assert assigned(hear(job, "b", Ready(77, 1), 10.1)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_survivors_too_few_for_a_round_wait_for_those_that_are_warming_up() -> None:
+    job = running("a", "b", low=2, high=4)
+    hear(job, "c", join(job, "c", ready=None), 9.0)
+    hear(job, "d", join(job, "d", ready=None), 9.0)
+    hear(job, "b", Leave("bye"), 10.0)
+    assert assigned(hear(job, "c", Ready(55, 0), 11.0)) == {}
+    assert assigned(hear(job, "d", Ready(56, 0), 11.5)) == {"a": 0, "c": 1, "d": 2}
+
+
+def test_a_pause_before_a_restart_stops_the_survivors_and_is_kept() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, Budget(9, backoff=30.0)))
+    hear(job, "a", join(job, "a"), 0.0)
+    for t in (1.0, 2.0):
+        offer_anew(job, "a", t)
+        assert assigned(hear(job, "a", Failed(job.number, (crash(round=job.number),)), t)) == {"a": 0}
+    offer_anew(job, "a", 3.0)
+    assert held(hear(job, "a", Failed(3, (crash(round=3),)), 3.0)) == {"a": 3}
+    assert job.deadline() == 4.0
+    assert assigned(on(job, Tick(), 4.0)) == {"a": 0}
+
+
+# rule 4: newcomers and spares -----------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_disturbs_nobody_before_it_is_ready() -> None:
+    job = running("a", high=2)
+    assert hear(job, "b", join(job, "b", ready=None), 5.0) == []
+    assert assigned(hear(job, "b", Ready(55, 0), 9.0)) == {"a": 0, "b": 1}
+
+
+def test_newcomers_that_come_together_cost_one_switch() -> None:
+    job = running("a", high=3)
+    hear(job, "b", join(job, "b", ready=None), 5.0)
+    hear(job, "c", join(job, "c", ready=None), 5.0)
+    assert hear(job, "b", Ready(55, 0), 6.0) == []
+    assert assigned(hear(job, "c", Ready(56, 0), 7.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_a_newcomer_waits_for_another_no_longer_than_the_settle_time() -> None:
+    job = running("a", high=3)
+    hear(job, "b", join(job, "b", ready=None), 5.0)
+    hear(job, "c", join(job, "c", ready=None), 5.0)
+    hear(job, "b", Ready(55, 0), 5.5)
+    hear(job, "a", Beat(), 5.6)
+    assert job.deadline() == 7.5
+    assert assigned(on(job, Tick(), 7.5)) == {"a": 0, "b": 1}
+
+
+def test_a_node_beyond_the_maximum_is_a_spare_and_told_so_once() -> None:
+    job = running("a", "b")
+    (told,) = hear(job, "c", join(job, "c"), 5.0)
+    assert told == Send("c", Hold(1, "spare: all 2 places are taken"))
+    assert hear(job, "c", Beat(), 5.5) == []
+
+
+def test_a_spare_is_promoted() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "c", join(job, "c"), 5.0)
+    assert assigned(hear(job, "b", Leave("bye"), 6.0)) == {"a": 0, "c": 1}
+
+
+def test_a_newcomer_is_not_admitted_when_the_job_is_about_to_finish() -> None:
+    job = running("a", "b", high=3)
+    hear(job, "a", Succeeded(1), 5.0)
+    assert held(hear(job, "c", join(job, "c"), 5.1)) == {"c": 1}
+
+
+def test_a_round_goes_on_until_the_port_for_the_next_store_is_there() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    on(job, Tick(), 2.0)
+    assert hear(job, "b", join(job, "b"), 2.1) == []
+    assert job.phase is Phase.RUNNING
+    assert assigned(hear(job, "a", Ready(5000, 1), 2.2)) == {"a": 0, "b": 1}
+
+
+def test_a_newcomer_does_not_resize_a_round_while_a_member_is_reconnecting() -> None:
+    job = running("a", "b", high=3)
+    on(job, Gone("b"), 5.0)
+    assert assigned(hear(job, "c", join(job, "c"), 5.1)) == {}
+    back = join(job, "b", held=job.round["b"], status=Status.RUNNING, newest=1)
+    assert assigned(hear(job, "b", back, 5.2)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_an_operator_scales_down_and_the_last_become_spares() -> None:
+    job = running("a", "b", "c")
+    commands = on(job, Scale(2), 5.0)
+    assert assigned(commands) == {"a": 0, "b": 1}
+    assert held(commands) == {"c": 2}
+
+
+def test_an_operator_scales_up_again() -> None:
+    job = running("a", "b", "c")
+    on(job, Scale(2), 5.0)
+    offer_anew(job, "a", 5.1)
+    assert assigned(on(job, Scale(3), 6.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("nodes", [0, 5])
+def test_a_scale_outside_the_range_is_refused(nodes: int) -> None:
+    job = running("a", high=4)
+    assert job.on(Scale(nodes), 5.0) == [Log(f"scale to {nodes} refused: the job runs on 1 to 4 nodes")]
+
+
+# rule 5: who is lost --------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_returns_in_time_disturbs_nobody() -> None:
+    job = running("a", "b")
+    assert on(job, Gone("b"), 5.0) == []
+    back = join(job, "b", held=job.round["b"], status=Status.RUNNING, newest=1)
+    assert hear(job, "b", back, 5.0 + RECONNECT / 2) == []
+    assert on(job, Tick(), 5.0 + RECONNECT) == []
+
+
+def test_a_connection_that_does_not_return_is_a_loss() -> None:
+    job = running("a", "b")
+    hear(job, "a", Beat(), 4.9)
+    on(job, Gone("b"), 4.9)
+    assert job.deadline() == 4.9 + RECONNECT
+    assert assigned(on(job, Tick(), 4.9 + RECONNECT)) == {"a": 0}
+
+
+def test_a_closed_connection_is_a_loss_at_once_when_a_peer_fails() -> None:
+    job = running("a", "b", restarts=0)
+    on(job, Gone("b"), 5.0)
+    assert assigned(hear(job, "a", Failed(1, (victim(0),)), 5.1)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
+def test_silence_for_a_lease_is_a_loss_and_the_connection_is_dropped() -> None:
+    job = running("a", "b")  # b was not heard of since it joined at 0
+    hear(job, "a", Beat(), 29.0)
+    assert silence(job, 30.0) == [Drop("b"), Send("a", Assign(job.round["a"], "node b lost: silent for 30.1 s"))]
+
+
+def silence(job: Job, until: float) -> list[Command]:
+    """A lease runs out: the coordinator wakes up, sees that it is awake, and believes it a moment later."""
+    assert job.deadline() == until
+    assert on(job, Tick(), until) == []
+    assert job.deadline() == until + LATE
+    return on(job, Tick(), until + LATE)
+
+
+def test_a_beat_renews_the_lease() -> None:
+    job = running("a")
+    assert job.deadline() == 32.0
+    hear(job, "a", Beat(), 12.0)
+    assert job.deadline() == 42.0
+    assert on(job, Tick(), 42.0) == []
+
+
+def test_the_coordinators_own_node_needs_no_lease() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, own="a"))
+    hear(job, "a", join(job, "a"), 0.0)
+    assert job.deadline() is None
+
+
+def test_a_coordinator_that_was_itself_away_blames_nobody() -> None:
+    job = running("a", "b")
+    hear(job, "a", Beat(), 2.5)
+    hear(job, "b", Beat(), 2.5)
+    assert on(job, Tick(), 100.0) == []
+    assert job.deadline() == 130.0
+
+
+def test_a_coordinator_that_was_away_until_a_lease_ran_out_reads_what_was_said_meanwhile() -> None:
+    job = running("a", "b")
+    hear(job, "a", Beat(), 29.0)
+    assert on(job, Tick(), 30.05) == []
+    assert hear(job, "b", Beat(), 30.06) == []
+    assert on(job, Tick(), 30.1) == []
+
+
+def test_a_lost_node_that_returns_is_told_that_its_round_is_over() -> None:
+    job = running("a", "b")
+    old = job.round["b"]
+    hear(job, "a", Beat(), 4.9)
+    on(job, Gone("b"), 5.0)
+    on(job, Tick(), 5.0 + RECONNECT)
+    offer_anew(job, "a", 5.6)
+    commands = hear(job, "b", join(job, "b", held=old, status=Status.RUNNING, newest=1), 6.0)
+    assert held(commands) == {"b": 2}
+    assert assigned(commands) == {"a": 0, "b": 1}
+
+
+def test_a_node_whose_assignment_was_lost_with_its_connection_gets_it_again() -> None:
+    job = running("a", "b")
+    on(job, Gone("b"), 2.1)
+    commands = hear(job, "b", join(job, "b"), 2.2)
+    assert commands == [Send("b", Assign(job.round["b"], "first round"))]
+
+
+def test_a_node_whose_hold_was_lost_with_its_connection_gets_it_again() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "b", Leave("bye"), 5.0)
+    on(job, Gone("a"), 5.1)
+    back = join(job, "a", held=job.round["a"], status=Status.RUNNING, newest=1)
+    assert held(hear(job, "a", back, 5.2)) == {"a": 1}
+
+
+# rule 6: what a failure costs -----------------------------------------------------------------------------------------
+
+
+def test_a_failure_beyond_the_budget_closes_the_job() -> None:
+    job = running("a", "b", restarts=0)
+    why = "rank 1 on host failed (exit code 1); 0 of 0 restarts in all are spent"
+    assert hear(job, "b", Failed(1, (crash(1),)), 5.0) == [
+        Send("a", Closing(why, Outcome.FAILED)),
+        Send("b", Closing(why, Outcome.FAILED)),
+    ]
+
+
+def test_a_loss_is_free() -> None:
+    job = running("a", "b", restarts=0)
+    assert assigned(hear(job, "b", Leave("bye"), 5.0)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
+def test_a_victims_failure_waits_for_the_loss_that_explains_it() -> None:
+    job = running("a", "b", restarts=0)
+    assert hear(job, "a", Failed(1, (victim(0),)), 2.5) == []
+    assert job.deadline() == 2.5 + BLAME
+    assert assigned(on(job, Gone("b"), 2.9)) == {"a": 0}
+
+
+def test_a_victims_failure_is_explained_by_a_node_that_says_it_is_leaving() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (victim(0),)), 2.5)
+    assert assigned(hear(job, "b", Leaving("signal 15"), 2.6)) == {"a": 0}
+
+
+def test_a_victims_failure_that_nothing_explains_is_the_end() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (victim(0),)), 2.5)
+    commands = on(job, Tick(), 2.5 + BLAME)
+    assert {type(c.message) for c in commands if isinstance(c, Send)} == {Closing}
+
+
+def test_a_newcomer_does_not_save_a_job_that_is_about_to_end() -> None:
+    job = running("a", "b", high=3, restarts=0)
+    hear(job, "a", Failed(1, (victim(0),)), 2.5)
+    assert assigned(hear(job, "c", join(job, "c"), 2.6)) == {}
+    on(job, Tick(), 2.5 + BLAME)
+    assert job.phase is Phase.CLOSING
+
+
+def test_a_charge_is_given_back_when_a_loss_explains_it_later() -> None:
+    job = running("a", "b", restarts=1)
+    hear(job, "a", Failed(1, (victim(0),)), 29.0)
+    offer_anew(job, "a", 29.1)
+    assert assigned(silence(job, 30.0)) == {"a": 0}  # b
+    offer_anew(job, "a", 30.2)
+    assert assigned(hear(job, "a", Failed(3, (crash(0, round=3),)), 31.0)) == {"a": 0}
+
+
+def test_a_failure_while_a_node_is_leaving_is_free() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "b", Leaving("signal 15"), 5.0)
+    assert assigned(hear(job, "a", Failed(1, (victim(0),)), 5.1)) == {"a": 0}
+
+
+# rule 7: ports --------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_repeated_after_its_round_is_not_used_again() -> None:
+    job = new_job(1, 1)
+    hear(job, "a", join(job, "a"), 0.0)
+    hear(job, "a", Ready(port("a"), 0), 0.5)
+    assert held(hear(job, "a", Failed(1, (crash(),)), 1.0)) == {"a": 1}
+    (sent,) = hear(job, "a", Ready(5000, 1), 1.1)
+    assert sent.message.place.store == Address("host-a", 5000)  # type: ignore[union-attr]
+
+
+def test_an_offer_of_an_earlier_connection_is_not_used() -> None:
+    job = running("a", "b")
+    on(job, Gone("a"), 2.1)
+    hear(job, "a", join(job, "a", ready=None, held=job.round["a"], status=Status.RUNNING, newest=1), 2.2)
+    assert assigned(hear(job, "b", Failed(1, (crash(1),)), 2.3)) == {}
+    commands = hear(job, "a", Ready(5000, 1), 2.4)
+    assert {c.message.place.store.port for c in commands if isinstance(c, Send)} == {5000}  # type: ignore[union-attr]
+
+
+def test_a_round_whose_store_was_promised_over_a_lost_connection_is_formed_anew() -> None:
+    job = new_job(2, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    hear(job, "b", join(job, "b"), 0.1)
+    on(job, Gone("a"), 0.2)
+    commands = hear(job, "a", join(job, "a", ready=Ready(5000, 0)), 0.3)
+    assert assigned(commands) == {"a": 0, "b": 1}
+    assert job.round["a"].store.port == 5000
+    assert job.number == 2
+
+
+# rule 8: a coordinator that knows nothing -----------------------------------------------------------------------------
+
+
+def test_a_new_coordinator_lets_the_round_go_on_when_all_its_members_are_back() -> None:
+    job = new_job(1, 2, now=100.0)
+    assert hear(job, "a", join(job, "a", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 101.0) == []
+    assert hear(job, "b", join(job, "b", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 102.0) == []
+    assert (job.phase, job.number) == (Phase.RUNNING, 5)
+
+
+def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_lease() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 1.0)
+    hear(job, "a", Beat(), 2.0)
+    assert job.deadline() == 31.0
+    assert assigned(on(job, Tick(), 31.0)) == {"a": 0}
+    assert job.number == 6
+
+
+def test_the_highest_round_wins() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a", held=place(4, 0, 1), status=Status.RUNNING, newest=4), 1.0)
+    assert job.number == 4
+    job = new_job(1, 3)
+    hear(job, "a", join(job, "a", held=place(4, 0, 2), status=Status.RUNNING, newest=4), 1.0)
+    commands = hear(job, "b", join(job, "b", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 1.1)
+    assert held(commands) == {"a": 4}
+    assert list(job.round) == ["b"]
+
+
+def test_a_new_coordinator_learns_of_a_failure_and_charges_it_once() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a", held=place(5, 0, 2), status=Status.FAILED, failures=(crash(0, 5),), newest=5), 1.0)
+    commands = hear(job, "b", join(job, "b", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 1.1)
+    assert assigned(commands) == {"a": 0, "b": 1}
+    assert job.restarts.used == 1
+
+
+def test_a_new_coordinator_learns_of_success() -> None:
+    job = new_job(1, 1)
+    commands = hear(job, "a", join(job, "a", held=place(5), status=Status.SUCCEEDED, newest=5), 1.0)
+    assert isinstance(commands[0], Send)
+    assert isinstance(commands[0].message, Closed)
+    assert commands[0].message.report.outcome is Outcome.SUCCEEDED
+
+
+def test_a_new_coordinator_knows_what_was_spent() -> None:
+    job = new_job(1, 1, restarts=2)
+    hear(job, "a", join(job, "a", newest=5, restarts=2), 1.0)
+    hear(job, "a", Failed(6, (crash(0, 6),)), 2.0)
+    assert job.phase is Phase.CLOSING
+
+
+def test_an_end_that_a_node_was_told_of_comes_to_its_end() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a"), 1.0)
+    commands = hear(job, "b", join(job, "b", closing=Closing("enough", Outcome.STOPPED)), 1.1)
+    assert commands == [
+        Send("a", Closing("enough", Outcome.STOPPED)),
+        Send("b", Closing("enough", Outcome.STOPPED)),
+    ]
+
+
+def test_a_newer_round_heard_of_while_closing_does_not_reopen_the_job() -> None:
+    job = running("a")
+    on(job, Close("enough"), 5.0)
+    hear(job, "b", join(job, "b", held=place(9), status=Status.RUNNING, newest=9), 5.1)
+    assert job.phase is Phase.CLOSING
+
+
+def test_a_round_that_turns_out_to_be_older_than_another_is_given_up() -> None:
+    job = running("a", high=2)
+    commands = hear(job, "b", join(job, "b", held=place(9, 0, 1), status=Status.RUNNING, newest=9), 5.0)
+    assert held(commands)["a"] == 1
+    assert held(commands)["b"] == 9
+    assert job.number == 10
+
+
+# rule 9: the end ------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_succeeds_when_every_node_has() -> None:
+    job = running("a", "b")
+    assert hear(job, "a", Succeeded(1), 2.5) == []
+    commands = hear(job, "b", Succeeded(1), 2.6)
+    assert [c.node for c in commands if isinstance(c, Send) and isinstance(c.message, Closed)] == ["a", "b"]
+    assert job.report is not None
+    assert job.report.outcome is Outcome.SUCCEEDED
+
+
+def test_a_node_that_finished_may_go_before_the_others() -> None:
+    job = running("a", "b")
+    hear(job, "a", Succeeded(1), 2.5)
+    assert hear(job, "a", Leave("signal 15"), 2.6) == [Drop("a")]
+    hear(job, "b", Succeeded(1), 2.7)
+    assert job.phase is Phase.CLOSED
+
+
+def test_leaving_is_not_closing() -> None:
+    job = running("a", "b")
+    hear(job, "a", Leaving("signal 15"), 5.0)
+    assert job.phase is Phase.RUNNING
+    assert assigned(hear(job, "a", Leave("signal 15"), 5.5)) == {"b": 0}
+
+
+def test_too_few_nodes_for_too_long_is_a_failure() -> None:
+    job = new_job(2, 2)
+    job.on(Heard("a", join(job, "a")), 0.0)
+    for t in range(1, 60):
+        job.on(Heard("a", Beat()), float(t))
+    (sent,) = on(job, Tick(), 60.0)
+    assert sent == Send(
+        "a",
+        Closing(
+            "2 nodes are needed and 1 ready after 60 s (first round); start more, or raise join_timeout", Outcome.FAILED
+        ),
+    )
+
+
+def test_an_operator_closes_the_job() -> None:
+    job = running("a")
+    assert on(job, Close("enough"), 5.0) == [Send("a", Closing("enough", Outcome.STOPPED))]
+    assert on(job, Close("again"), 5.1) == []
+
+
+def test_the_report_waits_for_the_evidence_and_names_the_culprit() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "b", Failed(1, (crash(1),)), 2.5)
+    assert hear(job, "a", Stopped((victim(0),)), 2.6) == []
+    commands = hear(job, "b", Stopped((crash(1),)), 2.7)
+    assert isinstance(commands[0], Send)
+    assert isinstance(commands[0].message, Closed)
+    assert [f.rank for f in commands[0].message.report.failures] == [1, 0]
+
+
+def test_evidence_that_does_not_come_in_time_is_not_waited_for() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, own="a"))
+    hear(job, "a", join(job, "a"), 0.0)
+    on(job, Close("enough"), 1.0)
+    assert job.deadline() == 1.0 + TIMING.shutdown + FAREWELL
+    commands = on(job, Tick(), 1.0 + TIMING.shutdown + FAREWELL)
+    assert [type(c.message) for c in commands if isinstance(c, Send)] == [Closed]
+
+
+def test_a_node_that_vanishes_while_closing_is_not_waited_for() -> None:
+    job = running("a", "b")
+    on(job, Gone("b"), 2.8)
+    on(job, Close("enough"), 2.9)
+    assert hear(job, "a", Stopped(), 3.0) == []
+    hear(job, "a", Beat(), 3.1)
+    on(job, Tick(), 2.8 + RECONNECT)
+    assert job.phase is Phase.CLOSED
+
+
+def test_the_coordinator_stays_until_everybody_has_left() -> None:
+    job = running("a", "b")
+    hear(job, "a", Succeeded(1), 2.5)
+    hear(job, "b", Succeeded(1), 2.6)
+    assert job.report is not None
+    assert hear(job, "a", Leave("done"), 2.7) == [Drop("a")]
+    assert hear(job, "b", Leave("done"), 2.8) == [Drop("b"), End(job.report)]
+
+
+def test_the_coordinator_goes_after_a_while_even_if_somebody_does_not_answer() -> None:
+    job = running("a")
+    hear(job, "a", Succeeded(1), 2.5)
+    assert job.report is not None
+    assert job.deadline() == 2.5 + FAREWELL
+    assert on(job, Tick(), 2.5 + FAREWELL) == [End(job.report)]
+    assert job.deadline() is None
+
+
+def test_a_node_that_comes_after_the_end_is_told_of_it() -> None:
+    job = running("a")
+    hear(job, "a", Succeeded(1), 2.5)
+    assert job.report is not None
+    assert hear(job, "late", join(job, "late"), 2.6) == [Send("late", Closed(job.report))]
+
+
+# who may join ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(commands: list[Command]) -> str:
+    assert isinstance(commands[0], Send)
+    assert isinstance(commands[0].message, Rejected)
+    assert commands[1] == Drop(commands[0].node)
+    return commands[0].message.why
+
+
+def test_another_range_of_nodes_is_refused() -> None:
+    job = new_job(1, 4)
+    assert refusal(hear(job, "a", Join(node("a"), 2, 4), 0.0)) == (
+        "--nnodes must be the same on every node: this job has 1:4, node a came with 2:4; start it with --nnodes=1:4"
+    )
+
+
+@pytest.mark.parametrize("slots", [0, -1, 4097])
+def test_an_absurd_number_of_workers_is_refused(slots: int) -> None:
+    job = new_job()
+    assert "1 to 4096 workers" in refusal(hear(job, "a", Join(node("a", slots=slots), 1, 4), 0.0))
+
+
+def test_a_node_under_another_nodes_name_is_refused() -> None:
+    job = new_job()
+    assert "under its own name" in refusal(hear(job, "a", Join(node("b"), 1, 4), 0.0))
+
+
+def test_a_static_job_wants_a_rank_of_its_own_from_every_node() -> None:
+    job = new_job(2, 2, fixed=True)
+    assert "has None" in refusal(hear(job, "a", Join(node("a"), 2, 2), 0.0))
+    assert "has 2" in refusal(hear(job, "a", Join(node("a", wish=2), 2, 2), 0.0))
+    assert hear(job, "a", Join(node("a", wish=1), 2, 2), 0.0) == []
+    assert "--node-rank=1 is taken by node a" in refusal(hear(job, "b", Join(node("b", wish=1), 2, 2), 0.1))
+
+
+def test_a_static_jobs_ranks_are_the_wishes_and_a_replacement_brings_the_same_one() -> None:
+    job = new_job(2, 2, fixed=True)
+    hear(job, "a", Join(node("a", wish=1), 2, 2, ready=Ready(1, 0)), 0.0)
+    assert assigned(hear(job, "b", Join(node("b", wish=0), 2, 2, ready=Ready(2, 0)), 0.1)) == {"b": 0, "a": 1}
+    hear(job, "b", Ready(3, 1), 0.2)
+    on(job, Gone("a"), 1.0)
+    hear(job, "c", Join(node("c", wish=1), 2, 2, ready=Ready(4, 0)), 1.1)
+    assert assigned(on(job, Tick(), 1.0 + RECONNECT)) == {"b": 0, "c": 1}
+
+
+# cost -----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
+    count = 2000
+    job = Job(Settings("big", 1, count, TIMING, Budget(9, backoff=0.0)))
+    sent: Counter[str] = Counter()
+
+    def feed(event: Event, now: float) -> None:
+        sent.update(c.node for c in job.on(event, now) if isinstance(c, Send))
+
+    names = [f"n{i}" for i in range(count)]
+    for i, name in enumerate(names):
+        feed(Heard(name, Join(Node(name, "h", 8), 1, count, ready=Ready(i + 1, 0))), i / count)
+    assert job.phase is Phase.RUNNING
+    assert max(sent.values()) <= 2  # what it waits for, and its place
+    sent.clear()
+    feed(Heard("n0", Ready(9000, 1)), 1.0)
+    for i, name in enumerate(names):
+        feed(Heard(name, Failed(1, (crash(i, 1),))), 1.5)
+    assert job.number == 2
+    assert set(sent.values()) == {1}
+    sent.clear()
+    for name in names:
+        feed(Gone(name), 2.0)
+    feed(Tick(), 2.0 + RECONNECT)
+    assert sum(sent.values()) <= count

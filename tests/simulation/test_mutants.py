@@ -1,0 +1,159 @@
+"""The simulation can fail: each rule of the machines, broken on purpose, is noticed within a few thousand schedules."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ripstop.agent.machine import Agent
+from ripstop.rendezvous.machine import Job
+from ripstop.rendezvous.policy import Restarts, Verdict
+from tests.simulation.world import Violation, World
+
+MOST = 4_000  # schedules
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
+    def ready(job: Job, node: str, offer: Any, now: float) -> None:
+        job.members[node].port = offer.store_port
+        job.members[node].ready = True
+        job._place(node, now)
+
+    patch.setattr(Job, "_ready", ready)
+
+
+def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
+    right = Agent._unlink
+
+    def unlink(agent: Agent, why: str) -> Any:
+        offer = agent._ready
+        out = right(agent, why)
+        if offer:
+            agent._ready, agent._offering = offer, False
+            out = out[:1]
+        return out
+
+    patch.setattr(Agent, "_unlink", unlink)
+
+
+def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
+    right = Job._hear
+
+    def hear(job: Job, node: str, message: Any, now: float) -> Any:
+        before = dict(job._heard)
+        out = right(job, node, message, now)
+        if node in before and node in job._heard:
+            job._heard = {n: before.get(n, t) for n, t in job._heard.items()}
+        return out
+
+    patch.setattr(Job, "_hear", hear)
+
+
+def silence_is_never_a_loss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_expire", lambda job, now: [])
+
+
+def a_coordinator_that_was_away_blames_the_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_forgive", lambda job, now, late: None)
+
+
+def a_stale_failure_counts(patch: pytest.MonkeyPatch) -> None:
+    right = Job._failed
+    patch.setattr(Job, "_failed", lambda job, node, round, failures, now: right(job, node, job.number, failures, now))
+
+
+def a_stale_success_counts(patch: pytest.MonkeyPatch) -> None:
+    right = Job._succeeded
+    patch.setattr(Job, "_succeeded", lambda job, node, round: right(job, node, job.number))
+
+
+def survivors_are_not_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_hold", lambda job, why: [])
+
+
+def who_rejoins_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_sync", lambda job, node, join, now: [])
+
+
+def the_highest_round_does_not_win(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_adopt", lambda job, held, now: [])
+
+
+def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_is_recovered", lambda job, held: held.round == job.number)
+
+
+def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
+    def charge(restarts: Restarts, now: float, lived: float) -> Verdict:
+        restarts._charges.append(now)
+        restarts.used += 1
+        return Verdict(True, 0.0, "why not")
+
+    patch.setattr(Restarts, "charge", charge)
+
+
+def restarts_are_forgotten_with_the_coordinator(patch: pytest.MonkeyPatch) -> None:
+    right = Job._join
+    patch.setattr(Job, "_join", lambda job, node, join, now: right(job, node, replace(join, restarts=0), now))
+
+
+def a_lost_assignment_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_missed", lambda job, node, join, now: [])
+
+
+def an_agent_starts_any_round(patch: pytest.MonkeyPatch) -> None:
+    right = Agent._assigned
+
+    def assigned(agent: Agent, place: Any, why: str) -> Any:
+        agent._newest = min(agent._newest, place.round - 1)
+        return right(agent, place, why)
+
+    patch.setattr(Agent, "_assigned", assigned)
+
+
+def an_agent_ignores_holds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Agent, "_hold", lambda agent, round, why: [])
+
+
+def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
+    right = Agent._link
+
+    def link(agent: Agent, host: str) -> Any:
+        closing, agent._closing = agent._closing, None
+        out = right(agent, host)
+        agent._closing = closing
+        return out
+
+    patch.setattr(Agent, "_link", link)
+
+
+MUTANTS: list[Patch] = [
+    an_old_offer_is_used_again,
+    an_offer_outlives_its_connection,
+    a_beat_renews_no_lease,
+    silence_is_never_a_loss,
+    a_coordinator_that_was_away_blames_the_others,
+    a_stale_failure_counts,
+    a_stale_success_counts,
+    survivors_are_not_held,
+    who_rejoins_is_told_nothing,
+    the_highest_round_does_not_win,
+    rounds_of_the_same_number_are_mixed_up,
+    the_budget_is_endless,
+    restarts_are_forgotten_with_the_coordinator,
+    a_lost_assignment_is_not_told_again,
+    an_agent_starts_any_round,
+    an_agent_ignores_holds,
+    an_agent_forgets_that_the_job_is_closing,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
+def test_the_simulation_notices_when(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises((Violation, AssertionError, KeyError)):
+        for seed in range(MOST):
+            World(seed).run()

@@ -1,0 +1,368 @@
+"""A group of workers ends as a whole: no survivor, no orphan, no zombie."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from ripstop.config import Script, Start
+from ripstop.workers import linux
+from ripstop.workers.group import Exit, Group
+from ripstop.workers.process import Children
+from ripstop.workers.spawner import Birth, Spawner
+
+DEADLINE = 30.0
+
+# A worker that says it is up, and then does as it is told.
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+def up(*words):
+    with open(os.environ["UP"] + os.environ["RANK"], "w") as file:
+        file.write(" ".join(map(str, words)) + "\\n")
+"""
+LEAVE_A_DAEMON = """
+def daemon(ignore=False):
+    "A grandchild in a session of its own, whose parent is gone."
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            if ignore:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(write, str(os.getpid()).encode())
+            os.closerange(0, 100)
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    return int(os.read(read, 20))
+"""
+
+
+class Scene:
+    """A group, the workers' words, and their exits."""
+
+    def __init__(self, stage, text: str, workers: int, start: Start = Start.ZYGOTE) -> None:
+        self.directory: Path = stage.directory
+        self.entry = Script(str(stage.script(PREAMBLE + LEAVE_A_DAEMON + text)))
+        self.exits: list[Exit] = []
+        self.ended: asyncio.Queue[Exit] = asyncio.Queue()
+        env = {**stage.env, "UP": str(stage.directory / "up")}
+        births = [
+            Birth(
+                {**env, "RANK": str(rank)}, self.entry, self.directory / f"{rank}.out", self.directory / f"{rank}.err"
+            )
+            for rank in range(workers)
+        ]
+        self.children = Children()
+        self.spawner = Spawner(self.entry, env, start, ())
+        self.group = Group(self.children, self.spawner, births, self._on_exit)
+
+    def _on_exit(self, end: Exit) -> None:
+        self.exits.append(end)
+        self.ended.put_nowait(end)
+
+    async def words(self, rank: int) -> list[str]:
+        """What the worker said when it was up."""
+        file = self.directory / f"up{rank}"
+        end = time.monotonic() + DEADLINE
+        while not (file.exists() and file.read_text().endswith("\n")):
+            assert time.monotonic() < end, (self.directory / f"{rank}.err").read_text()
+            await asyncio.sleep(0.005)
+        return file.read_text().split()
+
+
+def play(stage, text: str, scenario: Callable[[Scene], Awaitable[None]], workers: int = 1) -> None:
+    async def run() -> None:
+        scene = Scene(stage, text, workers)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await scene.group.start()
+                await scenario(scene)
+        finally:
+            await scene.group.stop(0)
+            scene.spawner.close()
+            scene.children.close()
+
+    asyncio.run(run())
+
+
+def is_there(pid: int | str) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_exits_are_told_as_they_come(stage):
+    async def scenario(scene: Scene) -> None:
+        for _ in range(3):
+            await scene.ended.get()
+        assert [(e.local_rank, e.exitcode, e.signal) for e in sorted(scene.exits, key=lambda e: e.local_rank)] == [
+            (0, 0, None),
+            (1, 7, None),
+            (2, None, signal.SIGKILL),
+        ]
+        assert [e.pid for e in sorted(scene.exits, key=lambda e: e.local_rank)] == list(scene.group.pids)
+        assert all(abs(e.at - time.time()) < DEADLINE for e in scene.exits)
+
+    text = "r = int(os.environ['RANK'])\nif r == 2: os.kill(os.getpid(), 9)\nsys.exit(r * 7)"
+    play(stage, text, scenario, workers=3)
+
+
+def test_stopping_ends_live_workers_by_the_signal_given(stage):
+    async def scenario(scene: Scene) -> None:
+        for rank in range(2):
+            await scene.words(rank)
+        await scene.group.stop(DEADLINE, signal.SIGHUP)
+        assert [e.signal for e in scene.exits] == [signal.SIGHUP] * 2
+        assert not any(map(is_there, scene.group.pids))
+
+    play(stage, "up(); time.sleep(600)", scenario, workers=2)
+
+
+def test_a_worker_may_use_the_grace(stage):
+    async def scenario(scene: Scene) -> None:
+        await scene.words(0)
+        await scene.group.stop(DEADLINE)
+        assert [e.exitcode for e in scene.exits] == [3]
+
+    play(stage, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); up(); time.sleep(600)", scenario)
+
+
+def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(stage):
+    async def scenario(scene: Scene) -> None:
+        await scene.words(0)
+        await scene.group.stop(0.1)
+        assert [e.signal for e in scene.exits] == [signal.SIGKILL]
+
+    play(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
+
+
+def test_a_stopped_worker_takes_the_signal_at_once(stage):
+    async def scenario(scene: Scene) -> None:
+        await scene.words(0)
+        os.kill(scene.group.pids[0], signal.SIGSTOP)
+        await scene.group.stop(DEADLINE * 10)
+        assert [e.signal for e in scene.exits] == [signal.SIGTERM]
+
+    play(stage, "up(); time.sleep(600)", scenario)
+
+
+def test_children_of_a_worker_go_with_it(stage):
+    async def scenario(scene: Scene) -> None:
+        (child, deaf) = await scene.words(0)
+        await scene.group.stop(DEADLINE)
+        assert not is_there(child)
+        assert not is_there(deaf)
+
+    text = """
+child = subprocess.Popen(["sleep", "600"])
+deaf = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"],
+    stdout=subprocess.PIPE)
+deaf.stdout.read(1)
+up(child.pid, deaf.pid); time.sleep(600)
+"""
+    play(stage, text, scenario)
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "sys.exit(1)", "sys.exit(0)"])
+def test_a_daemon_that_a_worker_left_behind_goes_with_it(stage, end):
+    async def scenario(scene: Scene) -> None:
+        (daemon,) = await scene.words(0)
+        assert is_there(daemon)
+        if "600" not in end:
+            await scene.ended.get()
+        await scene.group.stop(DEADLINE)
+        assert not is_there(daemon)
+
+    play(stage, f"up(daemon()); {end}", scenario)
+
+
+def test_what_a_successful_worker_left_behind_has_the_grace_too(stage):
+    async def scenario(scene: Scene) -> None:
+        (pid,) = await scene.words(0)
+        await scene.ended.get()
+        assert is_there(pid)
+        await scene.group.stop(DEADLINE)
+        assert (scene.directory / "saved").read_text() == "all of it"
+        assert not is_there(pid)
+
+    text = """
+uploader = '''
+import signal, sys, time
+def save(*_):
+    open(sys.argv[1], "w").write("all of it")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print(flush=True)
+time.sleep(600)
+'''
+child = subprocess.Popen([sys.executable, "-c", uploader, os.environ["UP"][:-2] + "saved"], stdout=subprocess.PIPE)
+child.stdout.read(1)
+up(child.pid)
+"""
+    play(stage, text, scenario)
+
+
+def test_a_leftover_that_ignores_the_grace_is_killed(stage):
+    async def scenario(scene: Scene) -> None:
+        (pid,) = await scene.words(0)
+        await scene.ended.get()
+        await scene.group.stop(0.1)
+        assert not is_there(pid)
+
+    play(stage, "up(daemon(ignore=True))", scenario)
+
+
+def test_orphans_do_not_stay_as_zombies(stage):
+    async def scenario(scene: Scene) -> None:
+        (daemon,) = await scene.words(0)
+        os.kill(int(daemon), signal.SIGKILL)
+        end = time.monotonic() + DEADLINE
+        while is_there(daemon):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    play(stage, "up(daemon()); time.sleep(600)", scenario)
+
+
+def test_the_agents_own_subprocesses_are_left_alone(stage):
+    with subprocess.Popen(["sleep", "600"]) as mine, subprocess.Popen(["false"]) as dead:
+
+        async def scenario(scene: Scene) -> None:
+            await scene.words(0)
+            await scene.group.stop(DEADLINE)
+
+        try:
+            play(stage, "up(); time.sleep(600)", scenario)
+            assert mine.poll() is None
+            assert dead.wait() == 1
+        finally:
+            mine.kill()
+
+
+def test_stopping_again_or_twice_at_once_is_fine(stage):
+    async def scenario(scene: Scene) -> None:
+        await scene.words(0)
+        await asyncio.gather(scene.group.stop(DEADLINE * 10), scene.group.stop(0.05))
+        await scene.group.stop(1)
+        assert [e.signal for e in scene.exits] == [signal.SIGKILL]
+
+    play(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
+
+
+def test_a_group_stopped_as_it_starts_leaves_nothing(stage):
+    async def run() -> None:
+        for pause in (0.0, 0.001, 0.002, 0.004, 0.008):
+            scene = Scene(stage, "time.sleep(600)", 2)
+            try:
+                await scene.spawner.warm()
+                start = asyncio.ensure_future(scene.group.start())
+                await asyncio.sleep(pause)
+                await scene.group.stop(0)
+                await asyncio.wait([start])
+                assert len(scene.exits) in (0, 2)
+                assert not any(map(is_there, scene.group.pids))
+            finally:
+                scene.spawner.close()
+                scene.children.close()
+
+    asyncio.run(run())
+
+
+def test_a_group_that_was_stopped_does_not_start(stage):
+    async def run() -> None:
+        scene = Scene(stage, "", 1)
+        try:
+            await scene.group.stop(1)
+            with pytest.raises(asyncio.CancelledError):
+                await scene.group.start()
+        finally:
+            scene.spawner.close()
+            scene.children.close()
+
+    asyncio.run(run())
+
+
+def test_signals_reach_the_workers_process_groups(stage):
+    async def scenario(scene: Scene) -> None:
+        await scene.words(0)
+        scene.group.signal(signal.SIGUSR1)
+        assert (await scene.ended.get()).exitcode == 0
+
+    text = """
+child = subprocess.Popen(["sleep", "600"])
+signal.signal(signal.SIGUSR1, lambda *_: None)
+up()
+sys.exit(child.wait() != -signal.SIGUSR1)
+"""
+    play(stage, text, scenario)
+
+
+AGENT = """
+import asyncio, os, sys
+from pathlib import Path
+from ripstop.config import Script, Start
+from ripstop.workers.group import Group
+from ripstop.workers.process import Children
+from ripstop.workers.spawner import Birth, Spawner
+
+async def main():
+    entry = Script(sys.argv[1])
+    spawner, children = Spawner(entry, dict(os.environ), Start(sys.argv[2]), ()), Children()
+    births = [Birth({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
+    group = Group(children, spawner, births, print)
+    await group.start()
+    print(spawner._pid, *group.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_nothing_outlives_a_killed_agent(stage, start):
+    worker = stage.script(
+        PREAMBLE
+        + "child = subprocess.Popen(['sleep', '600'])\n"
+        + "if os.environ['RANK'] == '1': signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + "up(child.pid); time.sleep(600)",
+        "worker.py",
+    )
+    linux.become_subreaper()  # what the agent leaves behind becomes ours, and ours to reap
+    env = {**stage.env, "UP": str(stage.directory / "up")}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(worker), start.value], env=env, stdout=subprocess.PIPE, text=True
+    )
+    pidfds: list[int] = []
+    try:
+        assert agent.stdout is not None
+        pids = [int(word) for word in agent.stdout.readline().split()]
+        for rank in range(2):
+            file = stage.directory / f"up{rank}"
+            end = time.monotonic() + DEADLINE
+            while not (file.exists() and file.read_text().endswith("\n")):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            pids.append(int(file.read_text()))
+        assert len(pids) == 5
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        agent.kill()
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], DEADLINE)[0], "a process outlived its agent"
+        agent.wait()
+        for pid in pids:
+            os.waitpid(pid, 0)
+    finally:
+        agent.kill()
+        agent.communicate()
+        for pidfd in pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)

@@ -1,0 +1,329 @@
+"""Starting workers by either way, and what happens when a zygote is unfit or dies."""
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+
+import pytest
+
+from ripstop.config import Command, Function, Module, Script, Start
+from ripstop.errors import StartError
+from ripstop.workers import process
+from ripstop.workers.process import Children, End
+from ripstop.workers.spawner import Birth, Spawner
+
+HELLO = "import os, sys; print('hello', os.environ['RANK'], *sys.argv[1:])"
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_workers_start_in_the_order_of_ranks(stage, start):
+    outcome = stage.run(stage.script(HELLO), workers=3, start=start)
+    assert outcome.out == ["hello 0\n", "hello 1\n", "hello 2\n"]
+    assert [end.exitcode for end in outcome.exits] == [0, 0, 0]
+    assert outcome.warm.start is start
+    assert all(end.max_rss > 1 << 20 for end in outcome.exits)
+
+
+def test_an_executed_python_is_unbuffered_and_has_the_arguments(stage):
+    path = stage.script("import sys; print(sys.orig_argv[1:], sys.stdout.write_through)")
+    outcome = stage.run(Script(str(path), ("a b",)), start=Start.EXEC)
+    assert outcome.out == [f"{['-u', str(path), 'a b']} True\n"]
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_a_command_is_looked_up_on_path(stage, start):
+    tool = stage.script("#!/bin/sh\necho tool $RANK $1; trap - PIPE; exit 5\n", "bin/tool")
+    tool.chmod(0o755)
+    outcome = stage.run(Command(("tool", "x")), start=start, env={"PATH": f"{tool.parent}:/bin:/usr/bin"})
+    assert outcome.out == ["tool 0 x\n"]
+    assert outcome.exits[0].exitcode == 5
+
+
+def test_a_command_inherits_no_ignored_signal_and_no_descriptor(stage):
+    outcome = stage.run(Command(("sh", "-c", "grep SigIgn /proc/self/status; echo /proc/self/fd/*")))
+    ignored, fds = outcome.out[0].splitlines()
+    assert int(ignored.split()[1], 16) & ~(3 << 31) == 0  # less the C library's own two
+    assert fds.split() == [f"/proc/self/fd/{n}" for n in (0, 1, 2, 3)]  # the last is the listing's own
+
+
+@pytest.mark.parametrize(("name", "code"), [("no-such-program", 127), ("/etc/hostname", 126)])
+def test_a_command_that_cannot_run_says_so_as_a_shell_would(stage, name, code):
+    outcome = stage.run(Command((name,)))
+    assert outcome.exits[0].exitcode == code
+    assert outcome.err[0].startswith(f"ripstop: cannot execute '{name}': ")
+    assert outcome.err[0].count("\n") == 1
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_a_function_is_called_and_its_result_kept(stage, start):
+    call, result = stage.directory / "call", stage.directory / "result"
+    call.write_bytes(pickle.dumps((divmod, (17, 5))))
+    outcome = stage.run(Function(call, result), start=start)
+    assert outcome.exits[0].exitcode == 0, outcome.err
+    assert pickle.loads(result.read_bytes()) == (3, 2)
+
+
+def test_a_functions_exception_shows_the_function_alone(stage):
+    stage.script("def fail(n):\n    raise ValueError(n)\n", "mine.py")
+    call, result = stage.directory / "call", stage.directory / "result"
+    call.write_bytes(b"(cmine\nfail\n(I7\ntt.")
+    error = stage.directory / "error.json"
+    env = {"PYTHONPATH": str(stage.directory), "TORCHELASTIC_ERROR_FILE": str(error)}
+    outcome = stage.run(Function(call, result), env=env)
+    file = stage.directory / "mine.py"
+    trace = f'Traceback (most recent call last):\n  File "{file}", line 2, in fail\n    raise ValueError(n)\n'
+    assert outcome.err == [f"{trace}ValueError: 7\n"]
+    assert outcome.exits[0].exitcode == 1
+    assert json.loads(error.read_text())["message"]["message"] == "ValueError: 7"
+    assert not result.exists()
+
+
+def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
+    one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Script(str(one), ("a",)), stage.env, Start.ZYGOTE, ()), Children()
+        ended: asyncio.Queue[End] = asyncio.Queue()
+        try:
+            entries = [Script(str(one), ("a",)), Script(str(one), ("b", "c")), Script(str(two)), Module("this")]
+            births = [
+                Birth({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
+                for n, entry in enumerate(entries)
+            ]
+            for pid in await spawner.spawn(births):
+                children.watch(pid, ended.put_nowait)
+            for _ in entries:
+                assert (await ended.get()).exitcode == 0
+        finally:
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+    texts = [(stage.directory / f"{n}.out").read_text() for n in range(4)]
+    assert texts[:3] == ["hello 0 a\n", "hello 1 b c\n", "another\n"]
+    assert texts[3].startswith("The Zen of Python")
+
+
+def test_output_is_appended_to_what_is_there(stage):
+    (stage.directory / "0.out").write_text("before\n")
+    assert stage.run(stage.script(HELLO)).out == ["before\nhello 0\n"]
+
+
+def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
+    path = stage.script(HELLO)
+
+    async def scenario() -> None:
+        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        try:
+            births = [
+                Birth({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
+                Birth({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
+            ]
+            with pytest.raises(StartError, match=r"No such file or directory: .*absent/out"):
+                await spawner.spawn(births)
+            births[1] = Birth({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
+            pids = await spawner.spawn(births)  # the zygote is none the worse for it
+            for pid in pids:
+                assert process.reap(pid)[:2] == (0, None)
+        finally:
+            spawner.close()
+
+    asyncio.run(scenario())
+    assert (stage.directory / "0.out").read_text() == "hello 0\n"
+
+
+UNFIT = {
+    "raises": ("raise OSError('no licence')", "preloading unfit failed: OSError: no licence"),
+    "is not there": (None, "preloading unfit failed: No module named 'unfit'"),
+    "exits": ("raise SystemExit(3)", "preloading unfit failed: SystemExit: 3"),
+    "starts a thread": (
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "what was imported left 1 thread running",
+    ),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "the zygote died of SIGSEGV while it was preloading"),
+    "kills the process": ("import os; os._exit(9)", "the zygote exited with code 9 while it was preloading"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_workers_are_executed_if_a_preloaded_module(stage, what):
+    text, why = UNFIT[what]
+    if text is not None:
+        stage.script(text, "unfit.py")
+    outcome = stage.run(stage.script(HELLO), preload=("json", "unfit"), workers=2)
+    assert (outcome.warm.start, outcome.warm.preloaded, outcome.warm.why) == (Start.EXEC, (), why)
+    assert outcome.out == ["hello 0\n", "hello 1\n"]
+
+
+def test_workers_are_executed_if_the_users_sitecustomize_starts_a_thread(stage):
+    text, why = UNFIT["starts a thread"]
+    stage.script(text, "lib/sitecustomize.py")
+    outcome = stage.run(stage.script(HELLO), env={"PYTHONPATH": str(stage.directory / "lib")})
+    assert (outcome.warm.start, outcome.warm.why) == (Start.EXEC, why)
+    assert outcome.out == ["hello 0\n"]
+
+
+def test_a_script_without_torch_does_not_pay_for_it(stage):
+    path = stage.script("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    outcome = stage.run(path, preload=None)
+    assert outcome.warm.preloaded == ()
+    assert outcome.out == ["False False\n"]
+
+
+def test_torch_imported_anywhere_in_the_script_is_there_already(stage):
+    path = stage.script("""
+import sys
+assert "torch" in sys.modules
+def main():
+    import torch
+    assert torch.ones(3).sum() == 3 and not torch.cuda.is_initialized()
+    (torch.ones(64, 64) @ torch.ones(64, 64)).sum()  # uses the thread pools that did not survive the fork
+    import numpy
+    numpy.ones((300, 300)) @ numpy.ones((300, 300))
+main()
+""")
+    outcome = stage.run(path, preload=None, workers=2)
+    assert outcome.warm.preloaded[0] == "numpy"
+    assert outcome.warm.start is Start.ZYGOTE, outcome.warm.why
+    assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
+
+
+def test_what_the_preload_finds_is_what_the_script_would_find(stage):
+    stage.script("where = 'beside the script'", "numpy.py")
+    path = stage.script("import numpy; print(numpy.where)")
+    outcome = stage.run(path, preload=None)
+    assert outcome.warm.preloaded == ("numpy",)
+    assert outcome.out == ["beside the script\n"]
+
+
+def test_an_edited_script_is_read_anew_at_the_next_birth(stage):
+    path = stage.script("print('old')")
+
+    async def scenario() -> None:
+        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        try:
+            for text in ("print('old')", "import helper; print(helper.text)"):
+                path.write_text(text)
+                stage.script("text = 'new'", "helper.py")
+                (pid,) = await spawner.spawn([Birth(stage.env, Script(str(path)), stage.directory / "out")])
+                assert process.reap(pid)[:2] == (0, None)
+        finally:
+            spawner.close()
+
+    asyncio.run(scenario())
+    assert (stage.directory / "out").read_text() == "old\nnew\n"
+
+
+def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
+    path = stage.script("print('up'); input()")
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ("json",)), Children()
+        ended: asyncio.Queue[End] = asyncio.Queue()
+        birth = Birth(stage.env, Command(("sleep", "60")))
+        try:
+            first = await spawner.spawn([birth])
+            children.watch(first[0], ended.put_nowait)
+            zygote = spawner._pid
+            os.kill(zygote, signal.SIGKILL)
+            second = await spawner.spawn([birth])
+            children.watch(second[0], ended.put_nowait)
+            assert spawner._pid != zygote
+            assert (await spawner.warm()).preloaded == ("json",)
+            assert ended.empty()
+            for pid in first + second:
+                os.kill(pid, signal.SIGTERM)
+            assert {(await ended.get()).signal, (await ended.get()).signal} == {signal.SIGTERM}
+        finally:
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_none(stage):
+    path = stage.script("import time; time.sleep(600)")
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ()), Children()
+        ended: asyncio.Queue[End] = asyncio.Queue()
+        births = [Birth(stage.env, Script(str(path)))] * 2
+        try:
+            for n in range(20):
+                await spawner.warm()
+                zygote = spawner._pid
+                spawn = asyncio.ensure_future(spawner.spawn(births))
+                await asyncio.sleep(n // 2 * 0.0005)
+                if spawner._pid == zygote:  # every second time it is the one killed before that is replaced now
+                    os.kill(zygote, signal.SIGKILL)
+                pids = await spawn
+                for pid in pids:
+                    assert os.getsid(pid) == pid
+                    children.watch(pid, ended.put_nowait)
+                for pid in pids:
+                    os.kill(pid, signal.SIGTERM)
+                assert {(await ended.get()).signal for _ in pids} == {signal.SIGTERM}
+            await children.end_trees((), 0)  # a middle process may have lost its zygote
+        finally:
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
+    stage.script("import time; time.sleep(30)", "slow.py")
+    path = stage.script("raise SystemExit('was started')")
+
+    async def scenario() -> None:
+        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ("slow",))
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await spawner.spawn([Birth(stage.env, Script(str(path)))])
+        finally:
+            spawner.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
+    path = stage.script("")
+
+    async def scenario() -> None:
+        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        children = Children()
+        ended: asyncio.Queue[End] = asyncio.Queue()
+
+        async def round_trip() -> None:
+            for pid in await spawner.spawn([Birth(stage.env, Script(str(path)))] * 4):
+                children.watch(pid, ended.put_nowait)
+            for _ in range(4):
+                assert (await ended.get()).exitcode == 0
+
+        def descriptors() -> list[int]:
+            return [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", spawner._pid)]  # noqa: PTH208
+
+        try:
+            await round_trip()
+            before = descriptors()
+            for _ in range(25):
+                await round_trip()
+            assert descriptors() == before
+        finally:
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_sitecustomize_that_would_come_before_ours_rules_the_zygote_out(stage, monkeypatch):
+    # The zygote would otherwise run the script itself.
+    rival = stage.script("", "rival/sitecustomize.py")
+    monkeypatch.setattr(sys, "path", ["", str(rival.parent), *sys.path])
+    outcome = stage.run(stage.script(HELLO))
+    assert (outcome.warm.start, outcome.warm.why) == (Start.EXEC, f"{rival} comes before ours")
+    assert outcome.out == ["hello 0\n"]

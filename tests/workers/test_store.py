@@ -1,0 +1,239 @@
+"""The port of a round's store, and the process behind it."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from ripstop.config import Command, Script, Start
+from ripstop.errors import StartError
+from ripstop.workers.group import Exit, Group
+from ripstop.workers.process import Children
+from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.store import StorePort
+
+DEADLINE = 60.0
+
+CLIENT = """
+import datetime, sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=30))
+store.set(sys.argv[2], "here")
+print(store.get(sys.argv[3]).decode())
+"""
+
+
+async def client(port: int, mine: str, other: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "ignore", "-c", CLIENT, str(port), mine, other, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return out.decode().strip()
+
+
+@pytest.mark.parametrize("preload", [("torch.distributed",), ()])
+def test_clients_meet_at_the_store(stage, preload):
+    script = stage.script("")
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Script(str(script)), stage.env, Start.ZYGOTE, preload), Children()
+        store = StorePort("127.0.0.1")
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await spawner.warm()
+                store.serve(spawner, stage.env, children)
+                assert await asyncio.gather(client(store.port, "a", "b"), client(store.port, "b", "a")) == ["here"] * 2
+                pid = store._pid
+                assert pid is not None
+                assert os.getsid(pid) == pid
+                await store.close()
+                with pytest.raises(ProcessLookupError):
+                    os.kill(pid, 0)
+                StorePort("127.0.0.1", store.port)._close_socket()  # the port is free again
+        finally:
+            await store.close()
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_workers_meet_again_after_one_is_killed(stage):
+    script = stage.script("""
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+if os.environ["ROUND"] == "3":
+    dist.destroy_process_group()
+elif os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    time.sleep(600)
+""")
+    entry = Script(str(script))
+
+    async def a_round(number: int, spawner: Spawner, children: Children) -> dict[int, int | None]:
+        exits: dict[int, int | None] = {}
+        over = asyncio.Event()
+
+        def on_exit(end: Exit) -> None:
+            exits[end.local_rank] = end.exitcode
+            if end.exitcode != 0 or len(exits) == 2:
+                over.set()
+
+        store = StorePort("127.0.0.1")
+        store.serve(spawner, stage.env, children)
+        env = {
+            **stage.env,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": "2",
+            "ROUND": str(number),
+        }
+        group = Group(children, spawner, [Birth({**env, "RANK": str(rank)}, entry) for rank in range(2)], on_exit)
+        try:
+            await group.start()
+            await over.wait()
+        finally:
+            await asyncio.gather(group.stop(0), store.close())
+        return exits
+
+    async def scenario() -> None:
+        spawner, children = Spawner(entry, stage.env, Start.ZYGOTE, None), Children()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                warm = await spawner.warm()
+                assert warm.start is Start.ZYGOTE, warm.why
+                assert "torch._dynamo" in warm.preloaded
+                rounds = [await a_round(number, spawner, children) for number in range(4)]
+        finally:
+            spawner.close()
+            children.close()
+        assert rounds == [{0: None, 1: None}] * 3 + [{0: 0, 1: 0}]
+
+    asyncio.run(scenario())
+
+
+def test_a_store_nobody_asks_for_has_no_process(stage):
+    async def scenario() -> None:
+        spawner, children = Spawner(Command(("true",)), stage.env, Start.EXEC, ()), Children()
+        store = StorePort("localhost")
+        try:
+            await spawner.warm()
+            store.serve(spawner, stage.env, children)
+            await asyncio.sleep(0)
+            assert store._pid is None
+        finally:
+            await store.close()
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_torch_clients_are_refused_and_a_line_says_why(stage, capfd):
+    stage.script("raise ImportError('not for this machine')", "torch.py")
+    env = {**stage.env, "PYTHONPATH": str(stage.directory)}
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Command(("true",)), env, Start.EXEC, ()), Children()
+        store = StorePort("127.0.0.1")
+        try:
+            await spawner.warm()
+            store.serve(spawner, env, children)
+            async with asyncio.timeout(DEADLINE):
+                reader, writer = await asyncio.open_connection("127.0.0.1", store.port)
+                with pytest.raises(ConnectionResetError):
+                    await reader.readexactly(1)
+                writer.close()
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.1", store.port)
+        finally:
+            await store.close()
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+    assert capfd.readouterr().err == (
+        "ripstop: the job's store needs torch, which cannot be imported: not for this machine; "
+        f"install torch for {sys.executable}.\n"
+    )
+
+
+def test_a_store_that_died_refuses_its_clients(stage):
+    script = stage.script("")
+
+    async def scenario() -> None:
+        spawner, children = Spawner(Script(str(script)), stage.env, Start.ZYGOTE, ("torch",)), Children()
+        store = StorePort("127.0.0.1")
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await spawner.warm()
+                store.serve(spawner, stage.env, children)
+                assert await client(store.port, "a", "a") == "here"
+                assert store._pid is not None
+                os.kill(store._pid, signal.SIGKILL)
+                await store._gone.wait()
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.1", store.port)
+        finally:
+            await store.close()
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_port_that_is_taken_is_said_to_be(stage):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}, and it cannot: Address already in use; choose"):
+            StorePort("127.0.0.1", port)
+
+
+def test_a_host_that_does_not_resolve_is_said_not_to():
+    with pytest.raises(StartError, match=r"'no\.such\.host\.invalid' cannot be resolved"):
+        StorePort("no.such.host.invalid")
+
+
+def test_an_address_of_another_machine_is_served_on_all_interfaces():
+    # Behind an address translation the public address leads here but is not ours.
+    async def scenario() -> None:
+        store = StorePort("192.0.2.7")
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", store.port)
+            writer.close()
+        finally:
+            await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_listens_on_ipv6():
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+
+    async def scenario() -> None:
+        store = StorePort("::1")
+        try:
+            _, writer = await asyncio.open_connection("::1", store.port)
+            writer.close()
+        finally:
+            await store.close()
+
+    asyncio.run(scenario())
