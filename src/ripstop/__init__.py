@@ -1,3 +1,17 @@
 """ripstop keeps distributed PyTorch training alive: it launches, supervises, heals and resizes jobs."""
 
+TYPE_CHECKING = False  # typing's own costs an import at every start
+if TYPE_CHECKING:
+    from ripstop.observe.recording import record
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "record"]
+
+
+def __getattr__(name: str) -> object:
+    """The public names, imported at their first use: the agent, which starts first of all, needs none of them."""
+    if name == "record":
+        from ripstop.observe.recording import record
+
+        return record
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

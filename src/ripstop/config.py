@@ -78,11 +78,19 @@ class StreamMap:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """Where workers' output goes.  `directory` None: a new one below the system's temporary directory."""
+    """Where workers' output goes.  `directory` None: a new one below the system's temporary directory.
+
+    A line on its way to the console that holds one of a stream's `*_filters` also goes to a file of such lines.
+    """
 
     directory: Path | None = None
     redirects: StreamMap = field(default_factory=StreamMap)
     tee: StreamMap = field(default_factory=StreamMap)
+    shown: frozenset[int] | None = None  # local ranks whose output the console gets; None: all
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix: str = "[${role_name}${local_rank}]:"  # of each line that is teed
+    specs: str = ""  # the plugin that says where output goes; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,26 @@ class Backend(Enum):
     STATIC = "static"  # the same, with ranks and node count fixed by the user
 
 
+LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
+
+
+class Numa(Enum):
+    """Which processors a worker is bound to; all are near the GPU that has the worker's local rank for its number."""
+
+    NODE = "node"  # all of the GPU's NUMA node
+    SOCKET = "socket"  # all of the GPU's socket
+    EXCLUSIVE = "exclusive"  # a share of the node's cores that no other GPU's worker has
+    CORE_COMPLEX = "core-complex"  # cores of the node that share a last-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where one worker runs: on these processors, with memory from this NUMA node first (None: wherever it is)."""
+
+    cpus: tuple[int, ...]
+    memory: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """All of `ripstop run`."""
@@ -137,6 +165,9 @@ class RunConfig:
     start: Start = Start.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: what the script imports
     logs: Logs = field(default_factory=Logs)
+    bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
+    virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
+    signals: tuple[str, ...] = LEAVING
     token: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
@@ -163,6 +194,7 @@ MOST_NODES = 100_000
 MOST_SLOTS = 4_096
 LONGEST_NAME = 200
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
 
@@ -259,6 +291,33 @@ def streams(name: str, text: str, slots: int) -> StreamMap:
             raise UsageError(f"{name}={text}: names local rank {rank}; this node's are 0 to {slots - 1}: leave it out")
         by_rank[int(rank)] = Streams(int(choice))
     return StreamMap(Streams.NONE, tuple(sorted(by_rank.items())))
+
+
+def local_ranks(name: str, text: str, slots: int) -> frozenset[int]:
+    """`0,2`: some of this node's workers."""
+    remedy = f"this node's local ranks are 0 to {slots - 1}; write them like {name}=0,1"
+    return frozenset(whole(name, part, least=0, most=slots - 1, remedy=remedy) for part in text.split(","))
+
+
+def words(name: str, text: str) -> tuple[str, ...]:
+    """`apple,orange`; a comma inside a word is written twice."""
+    found = tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+    if not all(found):
+        raise UsageError(f"{name}={text}: an empty word is in every line; leave it out, and write ,, for a comma")
+    return found
+
+
+def signals(name: str, text: str) -> tuple[str, ...]:
+    """`SIGTERM,SIGUSR1`: signals that ask a process to go."""
+    from signal import Signals
+
+    names = tuple(part.strip() for part in text.split(","))
+    for signal in names:
+        if signal not in Signals.__members__:
+            raise UsageError(f"{name}={text}: there is no signal {signal!r}; write names like SIGTERM,SIGUSR1")
+        if signal in NOT_REQUESTS:
+            raise UsageError(f"{name}={text}: {signal} is no request to go that a process could hear; leave it out")
+    return tuple(dict.fromkeys(names))
 
 
 def word(name: str, text: str) -> str:

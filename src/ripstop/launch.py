@@ -11,11 +11,15 @@ import secrets
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
 from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.observe.failure import Report
+from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
@@ -25,41 +29,51 @@ from ripstop.rendezvous.machine import Settings
 from ripstop.round import Node, Outcome
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, write_whole
-from ripstop.workers.spawner import Spawner
+from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
-LOG_FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
+SECRETS = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE")  # the agents' own; workers are not told
 
 
 def run(config: RunConfig) -> int:
     """Run this node's part of the job."""
-    _log_to_stderr(config.notes, rendezvous=config.backend is not Backend.LOCAL)
-    directory = LogDirectory(config.logs, config.run_id)
-    bound = _bind(config)
-    environ = dict(os.environ)
-    # before all else, because what it imports takes longest; the rest is loaded meanwhile
-    spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
-    try:
-        end = asyncio.run(_run(config, directory, spawner, environ, bound))
-    finally:
-        spawner.close()
+    with _log_lines(config.notes, rendezvous=config.backend is not Backend.LOCAL):
+        end, directory = _run(config)
     _conclude(end, directory)
     return end.code
 
 
+def _run(config: RunConfig) -> tuple[Quit, LogDirectory]:
+    directory = LogDirectory(config.logs, config.run_id)
+    bound = bind_endpoint(config)
+    environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    # before all else, because what it imports takes longest; the rest is loaded meanwhile
+    spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
+    try:
+        end = asyncio.run(take_part(config, directory, spawner, environ, bound))
+    finally:
+        spawner.close()
+    return end, directory
+
+
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator alone."""
-    _log_to_stderr(config.notes, rendezvous=True)
-    bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
-    assert bound is not None, "a demanded endpoint is bound, or an error"
-    _warn_of(bound)
-    return asyncio.run(_coordinate(config, bound))
+    with _log_lines(config.notes, rendezvous=True):
+        bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
+        assert bound is not None, "a demanded endpoint is bound, or an error"
+        _warn_of(bound)
+        end = asyncio.run(_coordinate(config, bound))
+    if isinstance(end, int):
+        return 128 + end
+    print(render(end), end="", file=sys.stderr)
+    return 0 if end.outcome is Outcome.SUCCEEDED else 1
 
 
-async def _run(
-    config: RunConfig, directory: LogDirectory, spawner: Spawner, environ: dict[str, str], bound: Bound | None
+async def take_part(
+    config: RunConfig, directory: LogDirectory, spawner: Starter, environ: dict[str, str], bound: Bound | None
 ) -> Quit:
+    """This node's part of the job, in any event loop, with workers that `spawner` starts."""
     node = _this_node(config, hosting=bound is not None)
     async with AsyncExitStack() as parts:
         link: Link
@@ -72,34 +86,38 @@ async def _run(
                 await _serve(parts, coordinator, bound, config)
         else:
             link = _remote(config, node.id)
-        end = await Driver(config, node, spawner, link, directory, environ).run()
+        driver = Driver(config, node, spawner, link, directory, environ)
+        if coordinator is not None:
+            coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
+        end = await driver.run()
         if coordinator is not None and end.report is not None:
             await coordinator.ended  # the others are told before their coordinator goes
         return end
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound) -> int:
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[int] = loop.create_future()
+async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
+    """How the job ended, or the signal that ended its coordinator."""
+    stopped: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, lambda n=signum: stopped.done() or stopped.set_result(n))
+        asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
         coordinator = Coordinator(_settings(config))
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
-        await asyncio.wait([coordinator.ended, stopped], return_when=asyncio.FIRST_COMPLETED)
-    if not coordinator.ended.done():
-        return 128 + stopped.result()
-    report = coordinator.ended.result()
-    print(render(report), end="", file=sys.stderr)
-    return 0 if report.outcome is Outcome.SUCCEEDED else 1
+        signalled = asyncio.create_task(stopped.get())
+        ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if signalled.done():
+        return signalled.result()
+    signalled.cancel()
+    return coordinator.ended.result()
 
 
 # the parts ------------------------------------------------------------------------------------------------------------
 
 
-def _bind(config: RunConfig) -> Bound | None:
+def bind_endpoint(config: RunConfig) -> Bound | None:
     """The endpoint's socket, if this node is to host the coordinator."""
     if config.backend is Backend.LOCAL or config.is_host is False:
         return None
@@ -116,7 +134,7 @@ def _warn_of(bound: Bound) -> None:
 
 
 def _this_node(config: RunConfig, *, hosting: bool) -> Node:
-    """This agent.  Its address is the user's word, or the endpoint's own where it hosts that, or what the link finds."""
+    """This agent.  Its address is the user's word, or the endpoint's own if it hosts that, or what the link finds."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
         host = "127.0.0.1"
@@ -143,9 +161,7 @@ async def _serve(
 ) -> None:
     from ripstop.rendezvous.server import Server  # aiohttp: only where there is a network
 
-    server = Server(
-        bound.listening, coordinator, run_id=config.run_id, token=config.token, lease=config.timing.lease
-    )
+    server = Server(bound.listening, coordinator, run_id=config.run_id, token=config.token, lease=config.timing.lease)
     parts.push_async_callback(server.close)
     await server.start()
 
@@ -162,16 +178,21 @@ def _remote(config: RunConfig, node: str) -> Link:
 # what the user sees ---------------------------------------------------------------------------------------------------
 
 
-def _log_to_stderr(notes: tuple[str, ...], *, rendezvous: bool) -> None:
+@contextmanager
+def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
     """One line an event.  A coordinator for this node alone is silent: the agent tells the same."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT, "%H:%M:%S"))
-    log.handlers = [handler]
+    handler = Stderr()
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     logging.getLogger("ripstop.rendezvous").setLevel(logging.INFO if rendezvous else logging.WARNING)
     for note in notes:
         log.warning("%s", note)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
 
 
 def _conclude(end: Quit, directory: LogDirectory) -> None:
@@ -187,4 +208,4 @@ def _conclude(end: Quit, directory: LogDirectory) -> None:
         except OSError as error:
             print(f"report: could not be written to {path}: {error.strerror}", file=sys.stderr)
     elif end.code < 128:
-        print(f"ripstop run: error: {end.why}", file=sys.stderr)
+        print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)

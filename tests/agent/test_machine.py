@@ -1,6 +1,10 @@
 """One node's decisions as transcripts: an event and its time go in, commands come out."""
 
+from dataclasses import replace
+
 from ripstop.agent.machine import (
+    FAREWELL,
+    HUSH,
     Agent,
     Command,
     Event,
@@ -301,6 +305,7 @@ def test_healthy_workers_go_on_without_a_coordinator() -> None:
 def test_an_agent_that_never_finds_a_coordinator_gives_up() -> None:
     agent = new_agent()
     agent.on(Unlinked("node0:29400: connection refused"), 1.0)
+    agent.on(Tick(), HUSH)
     assert agent.deadline() == 100.0
     assert on(agent, Tick(), 99.9) == []
     assert on(agent, Tick(), 100.0) == [
@@ -311,10 +316,39 @@ def test_an_agent_that_never_finds_a_coordinator_gives_up() -> None:
     ]
 
 
+def test_an_agent_that_waits_for_a_coordinator_says_so_once() -> None:
+    agent = new_agent()
+    agent.on(Unlinked("node0:29400: connection refused"), 1.0)
+    assert agent.deadline() == HUSH
+    said = "waiting for the coordinator, 100 s at most (node0:29400: connection refused)"
+    assert agent.on(Tick(), HUSH) == [Say(said)]
+    assert agent.on(Tick(), 2 * HUSH) == []
+
+
+def test_a_node_that_finished_alone_does_not_fail_for_want_of_a_coordinator() -> None:
+    agent = ready_agent()
+    agent.on(Got(Assign(replace(place(1, rank=0), group_size=1), "first round")), 1.0)
+    agent.on(Unlinked("reset"), 10.0)
+    agent.on(WorkersDone(1), 20.0)
+    assert agent.deadline() == 20.0 + FAREWELL
+    assert [type(c) for c in on(agent, Tick(), 20.0 + FAREWELL)] == [Stop]
+    assert [c.code for c in on(agent, WorkersStopped(1), 26.0) if isinstance(c, Quit)] == [0]
+
+
+def test_a_job_that_was_closing_ends_soon_without_its_coordinator() -> None:
+    agent = running_agent()
+    agent.on(Got(Closing("rank 3 failed")), 5.0)
+    agent.on(WorkersStopped(1), 6.0)
+    agent.on(Unlinked("reset"), 7.0)
+    assert agent.deadline() == 7.0 + FAREWELL
+    assert on(agent, Tick(), 7.0 + FAREWELL) == [Quit(1, "rank 3 failed")]
+
+
 def test_an_agent_whose_workers_failed_needs_a_coordinator_and_stops_them_when_it_gives_up() -> None:
     agent = running_agent()
     agent.on(Unlinked("reset"), 10.0)
     agent.on(WorkersFailed(1, (failure(),)), 20.0)
+    agent.on(Tick(), 20.0 + HUSH)
     assert agent.deadline() == 70.0
     why = "no coordinator for 50 s while one was needed (reset); raise coordinator_timeout"
     assert on(agent, Tick(), 70.0) == [Stop(1, 15, 30.0, why)]
@@ -324,7 +358,7 @@ def test_an_agent_whose_workers_failed_needs_a_coordinator_and_stops_them_when_i
 def test_a_coordinator_found_again_ends_the_waiting() -> None:
     agent = ready_agent()
     agent.on(Unlinked("reset"), 10.0)
-    assert agent.deadline() == 60.0
+    assert agent.deadline() == 10.0 + HUSH
     agent.on(Linked("host-a"), 20.0)
     assert agent.deadline() is None
 

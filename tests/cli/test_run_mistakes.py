@@ -199,15 +199,35 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         ("-r 0:1,0:2 train.py", "--redirects=0:1,0:2: names local rank 0 twice; keep one of the two"),
         ("-r 1:1 train.py", "--redirects=1:1: names local rank 1; this node's are 0 to 0: leave it out"),
-        ("--run-path train.py", "--run-path: torchrun has it, ripstop not in this version; leave it out"),
         (
-            "--local_ranks_filter=0 train.py",
-            "--local-ranks-filter: torchrun has it, ripstop not in this version; leave it out",
+            "--nproc-per-node=2 --local-ranks-filter=0,2 train.py",
+            "--local-ranks-filter=2: above the most that makes sense (1); this node's local ranks are 0 to 1; "
+            "write them like --local-ranks-filter=0,1",
         ),
-        ("--numa-binding=node train.py", "--numa-binding: torchrun has it, ripstop not in this version; leave it out"),
+        (
+            "--local_ranks_filter=a train.py",
+            "--local-ranks-filter=a: not a whole number; this node's local ranks are 0 to 0; "
+            "write them like --local-ranks-filter=0,1",
+        ),
+        (
+            "-t3 --duplicate-stdout-filters=a, train.py",
+            "--duplicate-stdout-filters=a,: an empty word is in every line; leave it out, and write ,, for a comma",
+        ),
+        (
+            "--numa-binding=near train.py",
+            "--numa-binding=near: there is no such way to bind; write node, socket, exclusive, core-complex",
+        ),
         (
             "--event-log-handler=x train.py",
-            "--event-log-handler: torchrun has it, ripstop not in this version; leave it out",
+            "--event-log-handler=x: there is no such handler; write null, console, dynamic_rendezvous",
+        ),
+        (
+            "--signals-to-handle=SIGFOO train.py",
+            "--signals-to-handle=SIGFOO: there is no signal 'SIGFOO'; write names like SIGTERM,SIGUSR1",
+        ),
+        (
+            "--signals-to-handle=SIGTERM,SIGKILL train.py",
+            "--signals-to-handle=SIGTERM,SIGKILL: SIGKILL is no request to go that a process could hear; leave it out",
         ),
     ],
 )
@@ -215,6 +235,11 @@ def test_a_mistake_is_one_line_with_rule_value_and_remedy(
     words: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(words, capsys) == line
+
+
+def test_a_plugin_that_is_not_installed_is_told_which_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = said("--logs-specs=nosuch train.py", capsys)
+    assert line.startswith("--logs-specs=nosuch: no entry point torchrun.logs_specs has this name; there ")
 
 
 def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
@@ -240,9 +265,15 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
             "PET_NNODES=2: --standalone is for one node; leave out one of the two",
         ),
         (
-            {"PET_VIRTUAL_LOCAL_RANK": "1"},
-            "train.py",
-            "PET_VIRTUAL_LOCAL_RANK: torchrun has it, ripstop not in this version; leave it out",
+            {"PET_VIRTUAL_LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"},
+            "--nproc-per-node=2 train.py",
+            "PET_VIRTUAL_LOCAL_RANK: 2 workers need a GPU each, and CUDA_VISIBLE_DEVICES=3 has fewer; "
+            "name more there, or leave PET_VIRTUAL_LOCAL_RANK out",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "--numa-binding=node train.py",
+            "--numa-binding=node: workers are bound near their GPUs, and none is visible; leave --numa-binding out",
         ),
         (
             {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},
@@ -315,7 +346,7 @@ def test_a_coordinators_mistakes_are_said_in_the_same_way(
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("rnu", "ripstop run, ripstop coordinator or ripstop version"), ("train.py", "ripstop run train.py …")],
+    [("rnu", "ripstop run …; ripstop --help lists the commands"), ("train.py", "ripstop run train.py …")],
 )
 def test_a_command_that_is_not_there_is_told_what_there_is(
     name: str, remedy: str, capsys: pytest.CaptureFixture[str]

@@ -97,6 +97,9 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--preload=torch,torch.nn", "preload", ("torch", "torch.nn")),
         ("--preload=none", "preload", ()),
         ("--event-log-handler=null", "notes", ()),
+        ("--signals-to-handle=SIGTERM,SIGUSR1", "signals", ("SIGTERM", "SIGUSR1")),
+        ("--signals-to-handle=SIGUSR2,SIGUSR2", "signals", ("SIGUSR2",)),
+        ("--virtual-local-rank", "virtual_local_rank", True),
     ],
 )
 def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object) -> None:
@@ -110,6 +113,8 @@ def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object
         ("-m pkg.train -x", Module("pkg.train", ("-x",))),
         ("--module pkg.train", Module("pkg.train")),
         ("--no-python echo hi", Command(("echo", "hi"))),
+        ("--run-path train.py -x", Script("train.py", ("-x",))),
+        ("--run-path --no-python -m train.py", Script("train.py")),
     ],
 )
 def test_what_to_run_follows_the_flags(read: Read, words: str, entry: object) -> None:
@@ -127,6 +132,22 @@ def test_streams_are_chosen_for_all_workers_or_by_local_rank(read: Read) -> None
     assert logs.directory == Path("logs")
     assert logs.redirects == StreamMap(Streams.ALL)
     assert [logs.tee.of(rank) for rank in (0, 1, 2)] == [Streams.OUT, Streams.ERR, Streams.NONE]
+
+
+def test_the_console_shows_the_workers_that_were_asked_for(read: Read) -> None:
+    assert read("--nproc-per-node=4 --local-ranks-filter=0,2 train.py").logs.shown == {0, 2}
+    assert read("train.py").logs.shown is None
+
+
+def test_lines_are_filtered_by_words_and_a_comma_in_one_is_written_twice(read: Read) -> None:
+    logs = read("-t3 --duplicate-stdout-filters=apple,a,,b --duplicate_stderr_filters x train.py").logs
+    assert logs.stdout_filters == ("apple", "a,b")
+    assert logs.stderr_filters == ("x",)
+
+
+def test_lines_have_the_prefix_that_torchs_variable_says(read: Read) -> None:
+    environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]:"}
+    assert read("-t3 train.py", environ).logs.prefix == "[${rank}]:"
 
 
 # where nodes meet ---------------------------------------------------------------------------------------------------
@@ -191,6 +212,11 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("--restart-window=1h", "--restart-window has no effect without --max-restarts"),
         ("--start-method=exec --preload=torch", "--preload has no effect"),
         ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
+        ("--run-path --no-python", "--no-python has no effect beside --run-path"),
+        ("--event-log-handler=console", "--event-log-handler=console has no effect in this version"),
+        ("--tee=2 --duplicate-stdout-filters=a", "--duplicate-stdout-filters has no effect without --tee=1"),
+        ("--tee=1 --duplicate-stderr-filters=a", "--duplicate-stderr-filters has no effect without --tee=2"),
+        ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: 1 for each of the 2 workers"),
     ],
 )
 def test_a_word_without_effect_is_said_to_have_none(read: Read, tmp_path: Path, words: str, note: str) -> None:
@@ -200,7 +226,22 @@ def test_a_word_without_effect_is_said_to_have_none(read: Read, tmp_path: Path, 
 
 
 def test_there_are_no_notes_where_there_is_nothing_to_say(read: Read) -> None:
-    assert read("--standalone --nproc-per-node=2 --max-restarts=3 train.py").notes == ()
+    assert read("--standalone --nproc-per-node=2 --max-restarts=3 train.py", {"OMP_NUM_THREADS": "4"}).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "note"),
+    [
+        ({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}, "", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE has no effect"),
+        ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect beside --run-path"),
+        ({"PYTHON_EXEC": "sh"}, "--no-python", "PYTHON_EXEC has no effect with --no-python"),
+    ],
+)
+def test_a_variable_without_effect_is_said_to_have_none(
+    read: Read, tmp_path: Path, environ: dict[str, str], words: str, note: str
+) -> None:
+    (tmp_path / "train.py").chmod(0o755)
+    assert note in " | ".join(read(f"{words} train.py", {**environ, "PATH": str(tmp_path)}).notes)
 
 
 # variables ----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.flags import read
-from ripstop.cli.run import FLAGS, NOT_YET, configure
-from ripstop.config import Module, RunConfig, Script
+from ripstop.cli.run import FLAGS, configure
+from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
-ALL_FLAGS = (*FLAGS, *NOT_YET)
-OURS_ALONE = {"--preload", "--restart-window", "--restart-backoff"}
+OURS_ALONE = {"--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run"}
+TORCHS_SINCE_2_12 = {
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+    "--shutdown-timeout",
+    "--virtual-local-rank",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +42,26 @@ def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_wher
         for option in action.option_strings:
             takes_value = action.nargs != 0
             words = [option, "1", "train.py"] if takes_value else [option, "train.py"]
-            assert read(ALL_FLAGS, words, {}).program == ("train.py",), option
+            assert read(FLAGS, words, {}).program == ("train.py",), option
 
 
 def test_every_flag_has_torchruns_variable() -> None:
     torchs = {f"PET_{action.dest.upper()}" for action in torchs_actions() if action.dest != "help"}
-    assert torchs <= {flag.variable for flag in ALL_FLAGS}
+    assert torchs <= {flag.variable for flag in FLAGS}
 
 
 def test_we_have_no_flag_besides_torchruns_and_our_own() -> None:
     torchs = {option for action in torchs_actions() for option in action.option_strings}
-    assert {flag.name for flag in ALL_FLAGS} - torchs == OURS_ALONE
+    assert {flag.name for flag in FLAGS} - torchs - TORCHS_SINCE_2_12 == OURS_ALONE
+
+
+def test_what_torchrun_takes_by_name_we_take_by_the_same_names() -> None:
+    for action in torchs_actions():
+        if action.choices and action.dest != "numa_binding":  # that one needs GPUs
+            for choice in action.choices:
+                ours(f"{action.option_strings[0]}={choice} train.py")
+    (numa,) = (action for action in torchs_actions() if action.dest == "numa_binding")
+    assert set(numa.choices or ()) == {mode.value for mode in Numa}
 
 
 def test_the_defaults_are_torchruns() -> None:
@@ -58,6 +72,24 @@ def test_the_defaults_are_torchruns() -> None:
     assert torchs.role == config.role
     assert int(torchs.redirects) == int(config.logs.redirects.default)
     assert int(torchs.tee) == int(config.logs.tee.default)
+    assert (torchs.local_ranks_filter or None) == config.logs.shown
+    assert tuple(torchs.signals_to_handle.split(",")) == config.signals
+    assert (torchs.logs_specs or "", torchs.numa_binding or ()) == (config.logs.specs, config.bindings)
+    assert tuple(getattr(torchs, "duplicate_stdout_filters", ())) == config.logs.stdout_filters
+    assert tuple(getattr(torchs, "duplicate_stderr_filters", ())) == config.logs.stderr_filters
+    assert getattr(torchs, "virtual_local_rank", False) == config.virtual_local_rank
+    assert (torchs.module, torchs.no_python, torchs.run_path) == (False,) * 3
+    assert config.timing.shutdown == 30.0 and getattr(torchs, "shutdown_timeout", None) is None
+
+
+@pytest.mark.parametrize("words", ["apple", "apple,orange", "a,,b", "a,,b,c", ",,", "a b,c"])
+def test_a_list_of_filters_is_read_as_torchrun_reads_it(words: str) -> None:
+    if not any(action.dest == "duplicate_stdout_filters" for action in torchs_actions()):
+        pytest.skip("this torchrun has no such flag yet")
+    given = [f"--duplicate-stdout-filters={words}", "-t", "1", "train.py"]
+    config = configure(given, {})
+    assert config is not None
+    assert config.logs.stdout_filters == tuple(torchrun.parse_args(given).duplicate_stdout_filters)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ class Agent:
 
     def says(self, pattern: str, patience: float = PATIENCE) -> re.Match[str]:
         """Waits for words on stderr."""
-        return wait_until(lambda: re.search(pattern, self.err), patience, lambda: f"never said {pattern!r}:\n{self.err}")
+        return wait_until(
+            lambda: re.search(pattern, self.err), patience, lambda: f"never said {pattern!r}:\n{self.err}"
+        )
 
 
 def _collect(pipe: Any, into: list[bytes]) -> None:
@@ -213,7 +215,10 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
         if entry.name.isdigit():
             with suppress(OSError):
                 if needle in (entry / "environ").read_bytes():
-                    yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    yield (
+                        int(entry.name),
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"),
+                    )
 
 
 def alive(pid: int) -> bool:

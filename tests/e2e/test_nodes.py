@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,8 @@ def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
 
 def test_a_failure_on_one_node_restarts_all_and_is_charged_once(job: Job) -> None:
     agents = [
-        job.node("--max-restarts=3", nnodes="2", env={"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"}) for _ in range(2)
+        job.node("--max-restarts=3", nnodes="2", env={"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"})
+        for _ in range(2)
     ]
     assert [a.wait() for a in agents] == [0, 0]
     assert {h["restart"] for h in job.happenings(event="done")} == {1}
@@ -217,7 +219,11 @@ def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     other = job.run(
-        "--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", "--rdzv-id=other", str(SCRIPTS / "train.py")
+        "--nnodes=1:2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{job.port}",
+        "--rdzv-id=other",
+        str(SCRIPTS / "train.py"),
     )
     assert other.wait() == 2
     assert "e2e" in other.err
@@ -237,15 +243,19 @@ def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
     first.says("joined")
     second = job.node(nnodes="1:2")
     job.steps(2)
-    rubbish = [b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"GET /agent HTTP/9.9\r\nHost: x\r\n\r\n", b"A" * 70000 + b"\r\n", b"{}"]
+    rubbish = [
+        b"\x00" * 4096,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /agent HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"A" * 70000 + b"\r\n",
+        b"{}",
+    ]
     open_sockets = []
     for data in rubbish * 5:
         s = socket.create_connection(("127.0.0.1", job.port))
         open_sockets.append(s)
-        try:
+        with suppress(OSError):
             s.sendall(data)
-        except OSError:
-            pass
     job.steps(2, after=job.happenings()[-1]["t"])
     for s in open_sockets:
         s.close()

@@ -58,7 +58,9 @@ def test_recovery_after_recovery_none_hangs_and_nothing_piles_up(tmp_path: Path,
         after = Held.by(agent.pid)
         Path(f"{go}-{times}").touch()
         assert agent.wait() == 0
-        logs = {(path.parent.parent.name, path.parent.name): path.read_text() for path in job.logs.glob("*/*/*/stdout.log")}
+        logs = {
+            (path.parent.parent.name, path.parent.name): path.read_text() for path in job.logs.glob("*/*/*/stdout.log")
+        }
         errors = [path.read_text() for path in job.logs.glob("*/*/*/stderr.log")]
 
     assert (after.fds, after.children, after.threads) == (before.fds, before.children, before.threads)

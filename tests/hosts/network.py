@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,11 @@ class Cluster:
     def die(self, host: Host) -> None:
         """Power off: the cable is silent, every process is gone."""
         host.cut()
-        here = os.stat(f"/proc/{host.namespace.pid}/ns/net").st_ino
-        for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-            try:
-                if pid != host.namespace.pid and os.stat(f"/proc/{pid}/ns/net").st_ino == here:
-                    os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue  # it has ended meanwhile
+        here = Path(f"/proc/{host.namespace.pid}/ns/net").stat().st_ino
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                if process.name != str(host.namespace.pid) and (process / "ns/net").stat().st_ino == here:
+                    os.kill(int(process.name), signal.SIGKILL)
 
     def ranks(self, world: int, after: float = 0.0) -> dict[str, int]:
         """Which host had which rank in the newest full step of a world of this size."""

@@ -1,6 +1,5 @@
 """Jobs across machines: cables are cut without a word, hosts die, and everybody finds each other again."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -59,14 +58,14 @@ def test_a_host_that_is_cut_off_is_lost_after_its_lease_and_comes_back_as_a_newc
     before = three.ranks(3)
     middle.cut()
     cut = now(three)
-    step = three.job.steps(2, after=cut)
-    assert step["restart"] == 0
+    without = three.ranks(2, after=cut)
     assert "silent for" in agents[0].err
     agents[1].says("coordinator lost: nothing was heard")
     middle.heal()
     again = three.ranks(3, after=cut)
-    assert again["host1"] == before["host1"]
-    assert sorted(again.values()) == [0, 1, 2]
+    assert before == {"host1": 0, "host2": 1, "host3": 2}
+    assert without == {"host1": 0, "host3": 1}
+    assert again == {**without, "host2": 2}, "who stayed keeps its rank"
     restarts = {h["restart"] for h in three.job.happenings(event="step") if h["t"] > cut}
     assert restarts == {0}, "the stale round cost a restart"
     worlds = [h["world"] for h in three.job.happenings(event="step") if h["t"] > cut and h["host"] == "host1"]
@@ -78,13 +77,14 @@ def test_a_short_cut_of_the_coordinators_host_goes_unnoticed(three: Cluster) -> 
     first, second, _ = three.hosts
     agents = [three.node(host, nnodes="2", lease=20.0) for host in (first, second)]
     three.job.steps(2)
+    said = [agent.err for agent in agents]
     first.cut()
-    cut = now(three)
-    agents_before = [agent.err for agent in agents]
     time.sleep(1.0)  # the length of the cut is what is tested
+    last = now(three)
+    assert last < time.time() - 0.5, "nothing was cut"
     first.heal()
-    three.job.steps(2, after=cut + 1.0)
-    assert [agent.err for agent in agents] == agents_before
+    three.job.steps(2, after=last)
+    assert [agent.err for agent in agents] == said
     assert len(three.job.happenings(event="start")) == 2
     finish(*agents)
 

@@ -6,26 +6,8 @@ import pytest
 
 from ripstop.config import Budget, Timing
 from ripstop.observe.failure import Failure
-from ripstop.rendezvous.machine import (
-    BLAME,
-    FAREWELL,
-    LATE,
-    RECONNECT,
-    Close,
-    Command,
-    Drop,
-    End,
-    Event,
-    Gone,
-    Heard,
-    Job,
-    Log,
-    Phase,
-    Scale,
-    Send,
-    Settings,
-    Tick,
-)
+from ripstop.rendezvous.events import Close, Command, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
+from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, Job, Phase, Settings
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -380,6 +362,16 @@ def test_a_coordinator_that_was_itself_away_blames_nobody() -> None:
     hear(job, "b", Beat(), 2.5)
     assert on(job, Tick(), 100.0) == []
     assert job.deadline() == 130.0
+
+
+def test_a_coordinator_that_is_always_late_loses_a_silent_node_all_the_same() -> None:
+    job = running("a", "b")
+    hear(job, "a", Beat(), 2.5)
+    assert on(job, Tick(), 40.0) == []  # late: b is forgiven, once
+    hear(job, "a", Beat(), 60.0)
+    on(job, Tick(), 80.0)  # late again
+    assert "b" not in job.members
+    assert "a" in job.members
 
 
 def test_a_coordinator_that_was_away_until_a_lease_ran_out_reads_what_was_said_meanwhile() -> None:

@@ -9,7 +9,8 @@ import pytest
 from ripstop.agent.machine import Agent
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.policy import Restarts, Verdict
-from tests.simulation.world import Violation, World
+from tests.simulation.rules import Violation
+from tests.simulation.world import World
 
 MOST = 4_000  # schedules
 

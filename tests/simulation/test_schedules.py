@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.world import MIXES, World, check
 
-SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "28000"))
+SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "21000"))
 FIRST = int(os.environ.get("RIPSTOP_SCHEDULES_FROM", "0"))
 PARTS = 14
 LONG = 280_000
@@ -44,7 +44,7 @@ def test_schedules_of_every_mix_commit_rounds_and_reach_both_kinds_of_rest(mix: 
     for seed in range(mix, 40 * len(MIXES), len(MIXES)):
         world = World(seed)
         world.run()
-        rounds += len(world.committed)
+        rounds += len(world.rules.committed)
         running += world.job is not None and world.job.report is None
         ended += world.over
     assert rounds >= 40

@@ -7,7 +7,7 @@ silence for a lease ends a connection on either side.  In disorder, messages aft
 order.
 
 Faults stop at some time.  From then on everything must come to rest, in bounded time: in one round that all nodes run
-which can, or in an end that everybody knows of.  What must hold at every step is in `_check_*`.
+which can, or in an end that everybody knows of.  What must hold at every step is in `rules.py`.
 
 `python -m tests.simulation.world SEED` shows one schedule as a transcript.
 """
@@ -25,11 +25,11 @@ from ripstop.agent import machine as agent
 from ripstop.config import Budget, Timing
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous import machine as coordinator
-from ripstop.rendezvous.machine import Job, Phase
-from ripstop.rendezvous.messages import Assign, Beat, Failed, FromAgent, FromCoordinator, Hold, Join, Succeeded
+from ripstop.rendezvous.machine import Job
+from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
 from ripstop.round import Address, Node, Outcome, Place
+from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
-LEASE = 2.0
 BEAT = LEASE / 3
 PATIENCE = 120.0  # simulated seconds after the last fault in which everything must come to rest
 MOST_STEPS = 20_000  # of one schedule: more is a busy loop
@@ -39,16 +39,6 @@ _NOISE = re.compile(  # in a transcript
     r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
 )
 AT_REST = object()
-GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
-
-
-class Violation(AssertionError):
-    """Something happened that never may."""
-
-
-def demand(truth: object, what: str) -> None:
-    if not truth:
-        raise Violation(what)
 
 
 @dataclass(frozen=True)
@@ -109,8 +99,8 @@ class SimNode:
     """One agent's process, as a driver would be."""
 
     __slots__ = (
-        "alive", "blocked_down", "blocked_up", "code", "connection", "group", "id", "leaving", "machine", "newest",
-        "offered", "own", "restarts", "timer", "unlinked_since",
+        "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
+        "newest", "offered", "own", "restarts", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -119,6 +109,7 @@ class SimNode:
         self.own = own  # in the coordinator's process
         self.alive = True
         self.leaving = 0
+        self.closing = False  # it was told that the job is to end
         self.code: int | None = None
         self.connection: Connection | None = None
         self.unlinked_since: float = now
@@ -146,7 +137,8 @@ class World:
         window = random.choice((0.0, 0.0, 8.0))
         self.budget = Budget(random.choice(mix.restarts), window, backoff=2.0)
         self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
-        self.low, self.high = low, high
+        self.fixed = random.random() < 0.1  # a static job: every node brings its rank
+        self.low, self.high = (high, high) if self.fixed else (low, high)
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
@@ -161,11 +153,9 @@ class World:
         self.backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         # what is known of all lives
         self.nodes: dict[str, SimNode] = {}
-        self.running = (0, 0)  # the life and the round last seen running
-        self.ports: dict[Address, tuple[int, int]] = {}
-        self.committed: set[tuple[int, int]] = set()
         self.finished: dict[Address, set[str]] = {}  # by the store of their round: who exited 0
         self.port = 40_000
+        self.rules = Rules(self)
         self.calm = self._plan()
 
     # time -------------------------------------------------------------------------------------------------------------
@@ -189,7 +179,7 @@ class World:
             demand(self.steps < MOST_STEPS, "busy loop: too many steps")
             if do(*args) is AT_REST:
                 return
-        raise Violation(f"not at rest {PATIENCE:g} s after the last fault: {self._unrest()}")
+        raise Violation(f"not at rest {PATIENCE:g} s after the last fault: {self.rules.unrest()}")
 
     def note(self, text: str) -> None:
         if self.trace:
@@ -283,7 +273,7 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = coordinator.Settings("job", self.low, self.high, self.timing, self.budget, own=own)
+        settings = coordinator.Settings("job", self.low, self.high, self.timing, self.budget, self.fixed, own)
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
         self._arm_job()
@@ -324,13 +314,13 @@ class World:
         for do, args in backlog:
             do(*args)
 
-    def _is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         return self.now < self.frozen_until
 
     def _job_tick(self, life: int, when: float | None) -> None:
         if life != self.life or when is None or when != self.job_timer or self.job is None or when > self.now:
             return
-        if not self._is_frozen():
+        if not self.is_frozen():
             self.job_timer = None
             self._feed_job(coordinator.Tick())
 
@@ -347,25 +337,18 @@ class World:
         job = self.job
         if job is None:
             return
-        if self._is_frozen():
+        if self.is_frozen():
             self.backlog.append((self._feed_job, (event,)))
             return
-        before = self._before(job, event)
+        compare = self.rules.before(job, event)
         beat = isinstance(event, coordinator.Heard) and isinstance(event.message, Beat)
         if self.trace and not beat:
             self.note(f"job   ← {event}")
         commands = job.on(event, self.now)
-        if before:
-            before()
-        if job.phase is Phase.RUNNING and self.running != (self.life, job.number):
-            self.running = (self.life, job.number)
-            table = sorted((p.group_rank, p.group_size, str(p.store)) for p in job.round.values())
-            right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
-            demand(table == right, f"nodes of different rounds are taken for one: {job.round}")
-        if commands:
-            self._check_commit(job, commands, again=isinstance(event, coordinator.Heard) and not beat)
-            self._check_budget(job)
-        elif beat:
+        if compare:
+            compare()
+        self.rules.after(job, event, commands)
+        if beat and not commands:
             return
         if (
             self.half_told
@@ -382,8 +365,6 @@ class World:
                 case coordinator.Drop(name):
                     if connection := self.sessions.pop(name, None):
                         self._send_close(connection)
-                case coordinator.Log(text) if " lost: silent" in text:
-                    self._check_loss(text.split()[0].removeprefix("node="))
                 case coordinator.End():
                     self._end()
                     return
@@ -402,6 +383,7 @@ class World:
 
     def _end(self) -> None:
         self.note("coordinator has ended the job")
+        self.rules.check_farewell()
         self.over = True
         self._coordinator_gone()
         for node in self.nodes.values():  # a lonely collective times out some day
@@ -414,8 +396,13 @@ class World:
         random = self.random
         if len(self.nodes) > 14 or (self.has_own and not own and self.job is None):
             return
+        taken = {n.machine.node.wish for n in self.nodes.values() if n.alive}
+        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else None
+        if self.fixed and wish is None:
+            return
         name = own or f"n{len(self.nodes)}"
-        who = Node(name, f"host-{name}", slots=random.choice((1, 1, 2, 8)), role=random.choice(("default", "other")))
+        slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
+        who = Node(name, f"host-{name}", slots, role, wish)
         settings = agent.Settings(who, self.low, self.high, self.timing)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
@@ -483,10 +470,18 @@ class World:
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
         elif node.leaving:
             right = end.code == 128 + node.leaving
+        elif self.fixed and end.code == 2:
+            right = "is taken by node" in end.why  # by one that is dead and not yet known to be
         else:
             lost = self.now - node.unlinked_since + 1e-6
-            alone = node.connection is None or not node.connection.linked
-            right = end.code == 1 and alone and lost >= min(self.timing.join, self.timing.coordinator)
+            link = node.connection  # it may have come while the workers were being stopped
+            alone = link is None or not link.linked or self.now - link.began < self.timing.shutdown + 1.0
+            patience = min(self.timing.join, self.timing.coordinator)
+            held = node.machine.held
+            succeeded = held is not None and node.id in self.finished.get(held.store, ()) and not node.closing
+            if node.closing or (held is not None and succeeded and held.group_size == 1):
+                patience = min(patience, agent.FAREWELL)  # the end is known
+            right = (end.code == 1 or (end.code == 0 and succeeded)) and alone and lost >= patience
         demand(right, f"{node.id} ends with a wrong exit code: {end}")
         node.alive, node.code = False, end.code
         connection, node.connection = node.connection, None
@@ -591,7 +586,7 @@ class World:
         name = connection.node.id
         if connection.life != self.life or self.sessions.get(name) is not connection:
             return
-        if self._is_frozen():
+        if self.is_frozen():
             self.backlog.append((self._arrive_up, (connection, message)))
             return
         self._feed_job(coordinator.Heard(name, message))
@@ -618,6 +613,8 @@ class World:
                 node.newest = max(node.newest, place.round)
             case Hold(round):
                 node.newest = max(node.newest, round)
+            case Closing():
+                node.closing = True
         self._feed(node, agent.Got(message))
 
     def _send_gone(self, connection: Connection) -> None:
@@ -628,7 +625,7 @@ class World:
         name = connection.node.id
         if connection.life != self.life or self.sessions.get(name) is not connection:
             return
-        if self._is_frozen():
+        if self.is_frozen():
             self.backlog.append((self._arrive_gone, (connection,)))
             return
         del self.sessions[name]
@@ -647,7 +644,7 @@ class World:
         if not node.alive or node.connection is not None:
             return
         blocked = max(node.blocked_up, node.blocked_down) > self.now
-        if self.job is None or self._is_frozen() or (blocked and not node.own):
+        if self.job is None or self.is_frozen() or (blocked and not node.own):
             self.soon(0.05, BEAT, self._connect, node)
             return
         connection = node.connection = Connection(node, self.life, self.now, node.own)
@@ -694,117 +691,18 @@ class World:
         node = connection.node
         if connection.life != self.life or self.sessions.get(node.id) is not connection:
             return
-        if self._is_frozen():
+        if self.is_frozen():
             self.backlog.append((self._arrive_beat, (connection,)))
             return
         self._feed_job(coordinator.Heard(node.id, Beat()))
         if node.blocked_down <= self.now:
             connection.heard = self.now
 
-    # what must hold ---------------------------------------------------------------------------------------------------
-
-    def _before(self, job: Job, event: coordinator.Event) -> Callable[[], None] | None:
-        """Look at the state before certain events; the answer compares with the state after."""
-        match event:
-            case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.number:
-                used, done = job.restarts.used, set(job._done)
-
-                def untouched() -> None:
-                    demand(job.restarts.used == used, f"a stale failure was charged: {event}")
-                    demand(job._done <= done, f"a stale success was counted: {event}")
-
-                return untouched
-            case coordinator.Heard(name, Failed(round, failures)) if (
-                job.phase is Phase.RUNNING
-                and name in job.round
-                and not (job._absent or job._leaving or job._verdict)
-                and failures[0].message != GLOO
-                and self._standing(job) >= self.budget.max_restarts
-                and self._is_on_time(job)
-            ):
-                return lambda: demand(
-                    job.phase in (Phase.CLOSING, Phase.CLOSED) or name not in job.round or round != job.number,
-                    f"the budget is spent and the job goes on: {event}",
-                )
-        return None
-
-    def _standing(self, job: Job) -> int:
-        """How many charges count now."""
-        window = self.budget.window
-        return sum(not window or at > self.now - window for at in job.restarts._charges)
-
-    def _is_on_time(self, job: Job) -> bool:
-        due = job.deadline()
-        return due is None or due >= self.now
-
-    def _check_loss(self, name: str) -> None:
-        connection = self.sessions.get(name)
-        if connection is None or not connection.open:
-            return
-        in_touch = self.now - max(connection.began, connection.node.blocked_up)
-        demand(in_touch < LEASE, f"{name} is taken for lost, and was in touch for {in_touch:.1f} s")
-
-    def _check_budget(self, job: Job) -> None:
-        standing = self._standing(job)
-        demand(standing <= self.budget.max_restarts, f"{standing} restarts are charged, too many")
-
-    def _check_commit(self, job: Job, commands: list[coordinator.Command], *, again: bool) -> None:
-        last = {
-            command.node: command.message.place
-            for command in commands
-            if isinstance(command, coordinator.Send) and isinstance(command.message, Assign)
-        }
-        for name, place in last.items():
-            demand(job.round.get(name) == place, f"{name} is told a place that is not its own: {place}")
-            live = job.number == place.round and (job.phase is Phase.RUNNING or again)
-            demand(live, f"a place in no live round: {place}")
-        if last and (self.life, job.number) not in self.committed:
-            self._check_round(job, job.number)
-
-    def _check_round(self, job: Job, round: int) -> None:
-        others = [r for life, r in self.committed if life == self.life]
-        demand(all(r < round for r in others), f"round {round} comes after round {max(others, default=0)}")
-        self.committed.add((self.life, round))
-        table = sorted(job.round.items(), key=lambda entry: entry[1].group_rank)
-        size, first, in_role = len(table), 0, dict[str, int]()
-        demand(self.low <= size <= min(self.high, job._target), f"round {round} has {size} nodes")
-        world = sum(job.members[name].node.slots for name, _ in table)
-        sizes: dict[str, int] = {}
-        for name, _ in table:
-            sizes[self._role(job, name)] = sizes.get(self._role(job, name), 0) + job.members[name].node.slots
-        host = job.members[table[0][0]].node.host
-        for rank, (name, place) in enumerate(table):
-            slots, role = job.members[name].node.slots, self._role(job, name)
-            right = Place(
-                round, rank, size, first, world, slots, in_role.get(role, 0), sizes[role], place.store, place.restarts
-            )
-            demand(place == right, f"{name} has a wrong place: {place}, right is {right}")
-            demand(place.store == table[0][1].store and place.store.host == host, f"a wrong store: {place}")
-            first += slots
-            in_role[role] = in_role.get(role, 0) + slots
-        store = table[0][1].store
-        demand(store not in self.ports, f"store {store} was used in round {self.ports.get(store)}, again in {round}")
-        self.ports[store] = (self.life, round)
-
-    @staticmethod
-    def _role(job: Job, name: str) -> str:
-        return job.members[name].node.role
-
     # at rest ----------------------------------------------------------------------------------------------------------
 
-    def _check_held(self) -> None:
-        """Nobody in touch has workers of a round that has been over for some time."""
-        job = self.job
-        if job is None or job.phase is not Phase.GATHERING or self.now - max(job._since, self.frozen_until) < 3.0:
-            return
-        for node in self.nodes.values():
-            link = node.connection
-            if node.alive and node.group and link and link.linked and self.now - max(link.began, link.down_last) > 3.0:
-                raise Violation(f"{node.id} has workers of round {node.group.place.round}, which is over")
-
     def _look(self, seen: int) -> object:
-        self._check_held()
-        if self._unrest():
+        self.rules.check_held()
+        if self.rules.unrest():
             seen = 0
         elif seen:
             self.note("at rest")
@@ -813,32 +711,6 @@ class World:
             seen = 1
         self.at(self.now + 0.5, self._look, seen)
         return None
-
-    def _unrest(self) -> str:
-        """Why this is not the end of the schedule."""
-        living = [n for n in self.nodes.values() if n.alive]
-        job = self.job
-        if not living:
-            return "" if self.over or job is None or job.members == {} or job.phase is not Phase.RUNNING else "a ghost"
-        if job is None or job.phase is not Phase.RUNNING:
-            return f"{len(living)} nodes live, the job is {'down' if job is None else job.phase.value}"
-        if self.finishing:
-            return "the workers have not finished"
-        if any(n.leaving for n in living):
-            return "somebody is leaving"
-        ids = {n.id for n in living}
-        if not (job.round.keys() - job._done <= ids == job.members.keys()):
-            return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if not job._done and len(job.round) != min(job._target, len(living)):
-            return f"{len(job.round)} nodes of {len(living)} are in the round"
-        for node in living:
-            place = job.round.get(node.id)
-            runs = node.group.place if node.group else None
-            if runs != place:
-                return f"{node.id} runs {runs}, should {place}"
-            if node.group and node.group.state not in ("running", "done"):
-                return f"{node.id}'s workers are {node.group.state}"
-        return ""
 
 
 def check(seed: int) -> None:

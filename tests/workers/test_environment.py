@@ -56,6 +56,29 @@ def test_a_worker_learns_its_place() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("base", "gpus"),
+    [
+        ({}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6"}, ["4", "6"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa"}, ["GPU-aa", ""]),
+    ],
+)
+def test_a_virtual_local_rank_is_0_and_the_workers_gpu_the_only_one(base: dict[str, str], gpus: list[str]) -> None:
+    for local_rank, gpu in enumerate(gpus):
+        env = worker_environment(
+            base,
+            PLACE,
+            local_rank,
+            run_id="job7",
+            role="trainer",
+            max_restarts=5,
+            error_file=Path("/logs/error.json"),
+            virtual_local_rank=True,
+        )
+        assert (env["LOCAL_RANK"], env["RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", str(4 + local_rank), gpu)
+
+
 def test_what_the_user_set_is_kept() -> None:
     mine = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert environment(mine).items() >= mine.items()

@@ -192,6 +192,17 @@ ENDS = {
     "crashes": "import ctypes; ctypes.string_at(0)",
     "aborts": "import os; os.abort()",
     "has an excepthook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_next)\n1/0",
+    "ends its excepthook with an exit code": (
+        "import sys\ndef hook(*a):\n    sys.__excepthook__(*a)\n    sys.exit(17)\nsys.excepthook = hook\n1/0"
+    ),
+    "shows an exception and goes on": (
+        "import sys\ntry:\n    1/0\nexcept ZeroDivisionError:\n    sys.excepthook(*sys.exc_info())\nprint('on')"
+    ),
+    "raises with work left to do": (
+        "import atexit, threading, time\n"
+        "def finish():\n    time.sleep(0.05)\n    print('thread')\n"
+        "threading.Thread(target=finish).start()\natexit.register(print, 'exit')\n1/0"
+    ),
     "puts the excepthook back": "import sys\nsys.excepthook = sys.__excepthook__\n1/0",
     "has exit handlers": "import atexit; atexit.register(print, 'bye'); 1/0",
     "leaves a thread": "import threading, time\n"
@@ -219,6 +230,14 @@ def test_a_script_that(stage, what):
     assert (-end.signal if end.signal else end.exitcode) == plain.returncode
     assert outcome.out == [plain.stdout]
     assert outcome.err == [plain.stderr]
+
+
+def test_what_a_script_wrote_before_its_exception_is_on_disk(stage):
+    written = stage.directory / "unclosed"
+    path = stage.script(f"file = open({str(written)!r}, 'w')\nfile.write('kept')\nraise ValueError")
+    outcome = stage.run(path, env={"TORCHELASTIC_ERROR_FILE": str(stage.directory / "error.json")})
+    assert outcome.exits[0].exitcode == 1
+    assert written.read_text() == "kept"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

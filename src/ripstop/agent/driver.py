@@ -8,19 +8,22 @@ import asyncio
 import logging
 import os
 import signal
-import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ripstop.agent.machine import (
     Agent,
     Event,
     Got,
     Linked,
-    OfferStore,
     Offered,
+    OfferStore,
     Quit,
     Say,
     Settings,
@@ -46,12 +49,16 @@ from ripstop.workers.failures import Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.logs import LogDirectory, RoundLogs
 from ripstop.workers.process import Children
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.spawner import Birth, Starter
 from ripstop.workers.store import StorePort
+
+if TYPE_CHECKING:
+    from ripstop.workers.logs_plugin import LogsPlugin
 
 log = logging.getLogger("ripstop.agent")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+RETRY = 1.0  # seconds until a port is tried again
+DRAIN = 30.0  # seconds a console may take for the last lines
 
 
 @dataclass(slots=True)
@@ -73,7 +80,7 @@ class Driver:
         self,
         config: RunConfig,
         node: Node,
-        spawner: Spawner,
+        spawner: Starter,
         link: Link,
         directory: LogDirectory,
         environ: Mapping[str, str],
@@ -90,6 +97,7 @@ class Driver:
         )
         self._children = Children()
         self._console = Console()
+        self._plugin = self._load_plugin() if config.logs.specs else None
         self._events: deque[Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -98,12 +106,16 @@ class Driver:
         self._offered: StorePort | None = None
         self._store: StorePort | None = None
         self._end: asyncio.Future[Quit] = self._loop.create_future()
+        # signals come to the main thread only: within a program that has it for itself, they are that program's
+        handled = config.signals if threading.current_thread() is threading.main_thread() else ()
+        self._signals = [signal.Signals[name] for name in handled]
         self._troubled: float | None = None  # when the workers that are to be replaced failed or were stopped
 
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
-        for signum in SIGNALS:
-            self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
+        for signum in self._signals:
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup's word counts
+                self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
         self._link.open(self)
         self._task(self._warm_up())
         self._arm()
@@ -134,7 +146,7 @@ class Driver:
 
     def _feed(self, event: Event) -> None:
         self._events.append(event)
-        if self._busy:
+        if self._busy or self._end.done():
             return
         self._busy = True
         try:
@@ -142,7 +154,7 @@ class Driver:
                 for command in self._machine.on(self._events.popleft(), self._loop.time()):
                     self._execute(command)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._busy = False
         self._arm()
@@ -186,10 +198,11 @@ class Driver:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._end.done():
+    def fail(self, error: BaseException | None) -> None:
+        """A part that must not break is broken; this ends the agent."""
+        if error is not None and not self._end.done():
             self._end.set_exception(error)
 
     async def _warm_up(self) -> None:
@@ -202,22 +215,39 @@ class Driver:
     def _offer(self) -> None:
         """Have a port listen for the store of a later round.
 
-        A port that the user fixed is bound now for the first round; for the later ones when the store before it is gone.
+        A port that the user fixed is bound now for the first round, and for a later one when the store before is gone.
         """
+        if self._end.done():
+            return
         fixed = self._config.store_port
-        if not (fixed and self._machine.held):
-            self._offered = StorePort(self._machine.node.host, fixed)
+        if not fixed or not (self._offered or self._machine.held):
+            if self._offered is not None:
+                self._task(self._offered.close())
+                self._offered = None
+            try:
+                self._offered = StorePort(self._machine.node.host, fixed)
+            except StartError as error:
+                if self._machine.held is None:
+                    raise  # it never worked
+                log.warning("no port for the next round's store, trying again: %s", error)
+                self._loop.call_later(RETRY, self._offer)
+                return
         self._feed(Offered(self._offered.port if self._offered else fixed))
 
     # workers ----------------------------------------------------------------------------------------------------------
 
     async def _start_workers(self, place: Place, port: StorePort | None, why: str) -> None:
         began = self._loop.time()
-        logs = RoundLogs(
-            self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(sys.stderr.fileno())
-        )
+        logs = RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
         running = self._running = Running(place, logs, read_memory(), left=place.slots)
         try:
+            if self._plugin is not None:
+                envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
+                running.logs = logs = await self._plugin.round_logs(self._directory.path, place, envs)
+                if running.sent:  # stopped while the plugin was thinking
+                    if port is not None:
+                        await port.close()
+                    return
             logs.prepare()
             logs.follow(self._console)
             if place.group_rank == 0:
@@ -238,18 +268,29 @@ class Driver:
             place.round, first, last, place.world_size, place.restarts, (now - began) * 1e3, pause, why,
         )  # fmt: skip
 
-    def _birth(self, running: Running, local_rank: int) -> Birth:
-        logs = running.logs
-        env = worker_environment(
+    def _load_plugin(self) -> "LogsPlugin":
+        from ripstop.workers.logs_plugin import LogsPlugin
+
+        return LogsPlugin(self._config.logs, self._config.role, self._environ)
+
+    def _environment(self, place: Place, local_rank: int, error_file: Path) -> dict[str, str]:
+        return worker_environment(
             self._environ,
-            running.place,
+            place,
             local_rank,
             run_id=self._config.run_id,
             role=self._config.role,
             max_restarts=self._config.budget.max_restarts,
-            error_file=logs.error_file(local_rank),
+            error_file=error_file,
+            virtual_local_rank=self._config.virtual_local_rank,
         )
-        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank))
+
+    def _birth(self, running: Running, local_rank: int) -> Birth:
+        logs = running.logs
+        env = self._environment(running.place, local_rank, logs.error_file(local_rank))
+        env |= logs.environment(local_rank)
+        binding = self._config.bindings[local_rank] if self._config.bindings else None
+        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding)
 
     def _exited(self, running: Running, exit: Exit) -> None:
         round = running.place.round
@@ -258,8 +299,8 @@ class Driver:
             if not running.left:
                 self._feed(WorkersDone(round))
             return
-        if exit.signal is not None and exit.signal in running.sent:
-            return
+        if running.sent and (exit.signal in running.sent or not running.logs.error_file(exit.local_rank).exists()):
+            return  # it ended as it was told to
         if self._troubled is None:
             self._troubled = self._loop.time()
         failure = gather(
@@ -309,16 +350,30 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         if self._running is not None and self._running.group is not None:
-            await self._running.group.stop(0.0)
+            self._running.sent.add(signal.SIGKILL)
+            with suppress(StartError):  # said already
+                await self._running.group.stop(0.0)
         for port in (self._store, self._offered):
             if port is not None:
                 await port.close()
         await self._link.close()
-        await self._console.drain()
+        await self._drain()
         for task in self._tasks:
             task.cancel()
         self._console.close()
+        if self._plugin is not None:
+            self._plugin.close()
         self._spawner.close()
         self._children.close()
-        for signum in SIGNALS:  # at last: a second Ctrl-C must not break this off
+        for signum in self._signals:  # at last: a second Ctrl-C must not break this off
             self._loop.remove_signal_handler(signum)
+
+    async def _drain(self) -> None:
+        """Wait until the console has everything, but not for ever, nor against a signal: the files have it too."""
+        drained = self._loop.create_task(self._console.drain())
+        for signum in self._signals:
+            self._loop.add_signal_handler(signum, drained.cancel)
+        await asyncio.wait([drained], timeout=DRAIN)
+        if not drained.done() or drained.cancelled():
+            log.warning("the console is not being read; what it did not show is below %s", self._directory.path)
+        drained.cancel()

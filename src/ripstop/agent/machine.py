@@ -9,7 +9,8 @@
 3.  Whatever happens is told to the coordinator, not acted on: it decides.  What could not be told is in the next
     `Join`.  An offered port that is unused when the link breaks is replaced: a round that uses it may have been lost
     with the link.
-4.  Healthy workers go on while the coordinator is away.  Only an agent that needs it and cannot find it gives up.
+4.  Healthy workers go on while the coordinator is away.  Only an agent that needs it and cannot find it gives up; if
+    its workers have all succeeded by then, so has it.
 5.  A signal means leaving: tell it, stop the workers with that signal, say good-bye, exit 128 + n.  A second one means
     now.
 """
@@ -40,6 +41,8 @@ from ripstop.rendezvous.messages import (
 from ripstop.round import Node, Outcome, Place
 
 SIGTERM = 15
+FAREWELL = 5.0  # seconds for a coordinator to tell an end that is known
+HUSH = 5.0  # seconds before a wait for the coordinator is worth a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,7 @@ class Agent:
         self._ever_linked = False
         self._last_seen = ""  # why the link is down
         self._stuck: float | None = now  # since when it needs a coordinator it cannot reach
+        self._said = False  # and that it waits for one
 
     def on(self, event: Event, now: float) -> list[Command]:
         """Take one event; the commands are to be executed in order."""
@@ -228,6 +232,7 @@ class Agent:
         needs = not self._linked and self.state is not State.RUNNING
         if not needs:
             self._stuck = None
+            self._said = False
         elif self._stuck is None:
             self._stuck = now
         return out
@@ -236,10 +241,13 @@ class Agent:
         """The time of the next `Tick`, if one is needed."""
         if self._stuck is None or self.state in (State.STOPPING, State.OVER):
             return None
-        return self._stuck + self._patience()
+        return self._stuck + (self._patience() if self._said else min(HUSH, self._patience()))
 
     def _patience(self) -> float:
         timing = self._settings.timing
+        alone = self.state is State.SUCCEEDED and self.held is not None and self.held.group_size == 1
+        if self._closing or alone:
+            return FAREWELL  # the end is known; the coordinator is wanted for its report only
         return timing.coordinator if self._ever_linked else timing.join
 
     def _take(self, event: Event, now: float) -> list[Command]:
@@ -269,7 +277,7 @@ class Agent:
             case Tick():
                 due = self.deadline()
                 if due is not None and now >= due:
-                    return self._give_up()
+                    return self._wait_or_give_up(now)
         return []
 
     # the link ---------------------------------------------------------------------------------------------------------
@@ -322,13 +330,21 @@ class Agent:
         return [OfferStore()]
 
     def _going(self) -> bool:
-        return bool(self._leaving or self._end)
+        return bool(self._leaving or self._closing or self._end)
 
     def _tell(self, message: FromAgent) -> list[Command]:
         return [Tell(message)] if self._linked else []  # rule 3: the next Join says it
 
-    def _give_up(self) -> list[Command]:
+    def _wait_or_give_up(self, now: float) -> list[Command]:
+        assert self._stuck is not None, "only who is stuck has a deadline"
+        if now < self._stuck + self._patience():
+            self._said = True
+            return [Say(f"waiting for the coordinator, {self._patience():g} s at most ({self._last_seen})")]
         waited = f"{self._patience():g} s"
+        if self._closing:
+            return self._quit(Quit(1, self._closing.why))
+        if self.state is State.SUCCEEDED:
+            return self._quit(Quit(0, f"all workers of this node exited 0, and no coordinator asked for {waited}"))
         if self._ever_linked:
             why = f"no coordinator for {waited} while one was needed ({self._last_seen}); raise coordinator_timeout"
         else:

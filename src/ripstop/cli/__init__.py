@@ -3,6 +3,7 @@
 A wrong command line is one line on stderr and exit code 2, before anything is started.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
   ripstop run [FLAGS] train.py [ARGS]   run this node's part of a job; takes torchrun's flags
   ripstop coordinator [FLAGS]           run a job's coordinator by itself, without workers
+  ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
   ripstop version                       print the version
 
 `ripstop run --help` and `ripstop coordinator --help` say more.
@@ -21,6 +23,9 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code."""
+    if argv is None:
+        _open_missing_streams()
+        _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = name in ("run", "coordinator")  # a wrong name is in the message already
     try:
@@ -29,8 +34,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = " ".join(str(error).splitlines())
         print(f"ripstop {name}: error: {line}" if known else f"ripstop: error: {line}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # before there was anything to stop, or after all of it was
+    except KeyboardInterrupt:  # after all was stopped
         return 130
+
+
+def _open_missing_streams() -> None:
+    """Whoever started us may have closed 0, 1 or 2: make them silent, or files of ours would get these numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+def _end_at_once_if_interrupted() -> None:
+    """Until the agent takes signals itself there is nothing to stop, and Python may lose a KeyboardInterrupt."""
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _dispatch(name: str, rest: Sequence[str]) -> int:
@@ -45,6 +66,10 @@ def _dispatch(name: str, rest: Sequence[str]) -> int:
             from ripstop.cli import coordinator
 
             return coordinator.main(rest)
+        case "completion":
+            from ripstop.cli import completion
+
+            return completion.main(rest)
         case "version" | "--version":
             from ripstop.cli import version
 
@@ -52,5 +77,5 @@ def _dispatch(name: str, rest: Sequence[str]) -> int:
         case "--help" | "-h" | "help":
             print(USAGE, end="")
             return 0
-    remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run, ripstop coordinator or ripstop version"
+    remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run …; ripstop --help lists the commands"
     raise UsageError(f"{name}: there is no such command; write {remedy}")

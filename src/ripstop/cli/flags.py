@@ -17,11 +17,15 @@ from ripstop.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag; `metavar` is what its value is called in the help, "" for a switch."""
+    """One flag; `metavar` is what its value is called in the help, "" for a switch.
+
+    `choices` are the values that a shell should offer: all there are, or the most common ones.
+    """
 
     name: str
     metavar: str = ""
     short: str = ""
+    choices: tuple[str, ...] = ()
     from_environment: bool = True
 
     @property
@@ -46,6 +50,12 @@ class Given:
     def label(self, name: str) -> str:
         """The flag as an error should name it: the variable, where the value came from one."""
         return self.written.get(name, name)
+
+    def behind(self, texts: Mapping[str, str], source: str, program: tuple[str, ...]) -> "Given":
+        """The same, with these values for what was not given, from a source that errors should name."""
+        added = {name: text for name, text in texts.items() if name not in self.texts}
+        labels = {name: f"{source} {name.removeprefix('--')}" for name in added}
+        return Given({**self.texts, **added}, {**self.written, **labels}, self.program or program)
 
 
 def read(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> Given:

@@ -1,31 +1,28 @@
 """`ripstop run`: torchrun's words, and a few of our own, to a `RunConfig`.
 
-Rules: a wrong word is refused before anything is started; a word that changes nothing is named in the notes; a word of
-torchrun's that we do not have is refused, unless it only says what torchrun does anyway.
+Rules: a wrong word is refused before anything is started; a word that changes nothing is named in the notes.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.job import JOB_FLAGS, budget, open_door
 from ripstop.cli.meeting import meeting
+from ripstop.cli.output import HANDLERS, event_handler, logs
+from ripstop.cli.program import entry, preload, start
 from ripstop.config import (
+    LEAVING,
     MOST_SLOTS,
     Backend,
-    Command,
-    Entry,
-    Logs,
-    Module,
+    Binding,
+    Numa,
     RunConfig,
-    Script,
-    Start,
     duration,
     nodes,
     pairs,
     secret,
-    streams,
+    signals,
     timing,
     whole,
     word,
@@ -39,16 +36,22 @@ usage: ripstop run [FLAGS] SCRIPT [ARGS]
   ripstop run --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-id=job7 \\
       --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py          on every machine, one to four of them
   ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py     fixed ranks; --node-rank=1 on the other
+  ripstop run --config=job.toml --dry-run                               from a file; say what it would do
 
 what to run
   SCRIPT [ARGS]               run `python -u SCRIPT ARGS`; everything after SCRIPT is the script's
   -m, --module                SCRIPT is a module: `python -u -m SCRIPT ARGS`
   --no-python                 SCRIPT is any program
+  --run-path                  SCRIPT is a script, whatever --module and --no-python say
   --nproc-per-node N          workers on this node: a number, auto, gpu or cpu (1)
   --start-method HOW          zygote: fork workers from a process that has imported what they need;
                               exec: start each anew (zygote).  torch's fork, forkserver, spawn are understood
   --preload MODULE,…          what the zygote imports (what the script imports); none for nothing
   --role NAME                 the workers' role (default)
+  --numa-binding MODE         bind each worker to processors near its GPU: node, socket, exclusive or core-complex
+  --virtual-local-rank        each worker sees its GPU alone, and LOCAL_RANK is 0 for all
+  --config FILE               read flags from a TOML file; those on the command line and in variables win
+  --dry-run                   say what would be run, and each worker's environment; start nothing
 
 where nodes meet
   --standalone                here, on one node
@@ -66,21 +69,28 @@ when a worker fails
   --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
   --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
+  --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
 
 output
   --log-dir DIR               where logs go (a new directory below the temporary one)
   -r, --redirects WHICH       to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2
   -t, --tee WHICH             to files and to the console
+  --local-ranks-filter RANK,…            show only these workers on the console
+  --duplicate-stdout-filters WORD,…      what is teed and holds a word also goes to filtered_stdout.log
+  --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
+  --logs-specs NAME           have a plugin (entry point torchrun.logs_specs) say where output goes
+  --event-log-handler NAME    taken for torchrun's sake: null, console
 
 Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
+`ripstop completion bash|zsh|fish` prints what makes a shell complete these.
 """
 
 FLAGS = (
     *JOB_FLAGS,
-    Flag("--nproc-per-node", "N"),
-    Flag("--rdzv-backend", "NAME"),
+    Flag("--nproc-per-node", "N", choices=("auto", "gpu", "cpu")),
+    Flag("--rdzv-backend", "NAME", choices=("c10d", "static")),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
     Flag("--master-addr", "HOST"),
@@ -88,33 +98,38 @@ FLAGS = (
     Flag("--local-addr", "HOST"),
     Flag("--module", short="-m"),
     Flag("--no-python"),
-    Flag("--start-method", "HOW"),
+    Flag("--run-path"),
+    Flag("--start-method", "HOW", choices=("zygote", "exec")),
     Flag("--preload", "MODULE,…"),
     Flag("--role", "NAME"),
+    Flag("--numa-binding", "MODE", choices=tuple(mode.value for mode in Numa)),
+    Flag("--virtual-local-rank"),
+    Flag("--config", "FILE"),
+    Flag("--dry-run"),
     Flag("--shutdown-timeout", "SECONDS"),
+    Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
     Flag("--log-dir", "DIR"),
-    Flag("--redirects", "WHICH", short="-r"),
-    Flag("--tee", "WHICH", short="-t"),
+    Flag("--redirects", "WHICH", short="-r", choices=("0", "1", "2", "3")),
+    Flag("--tee", "WHICH", short="-t", choices=("0", "1", "2", "3")),
+    Flag("--local-ranks-filter", "RANK,…"),
+    Flag("--duplicate-stdout-filters", "WORD,…"),
+    Flag("--duplicate-stderr-filters", "WORD,…"),
+    Flag("--logs-specs", "NAME"),
+    Flag("--event-log-handler", "NAME", choices=HANDLERS),
 )
-
-# torchrun's flags that we do not have, and the value of each that asks for nothing (None: there is none).
-NOT_YET: Mapping[Flag, str | None] = {
-    Flag("--duplicate-stderr-filters", "WORD,…"): None,
-    Flag("--duplicate-stdout-filters", "WORD,…"): None,
-    Flag("--event-log-handler", "NAME"): "null",
-    Flag("--local-ranks-filter", "RANK,…"): None,
-    Flag("--logs-specs", "NAME", from_environment=False): None,
-    Flag("--numa-binding", "MODE", from_environment=False): None,
-    Flag("--run-path"): None,
-    Flag("--signals-to-handle", "NAME,…"): "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    Flag("--virtual-local-rank"): None,
-}
 
 
 def main(argv: Sequence[str]) -> int:
-    if (config := configure(argv, os.environ)) is None:
+    given = _read(argv, os.environ)
+    if "--help" in given:
         print(HELP, end="")
+        return 0
+    config = _configuration(given, os.environ)
+    if "--dry-run" in given:
+        from ripstop.cli.dry_run import describe
+
+        print(describe(config, os.environ), end="")
         return 0
     from ripstop import launch
 
@@ -123,14 +138,26 @@ def main(argv: Sequence[str]) -> int:
 
 def configure(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig | None:
     """The configuration that these words mean, None when they ask for help."""
-    given = read((*FLAGS, *NOT_YET), argv, environ)
-    if "--help" in given:
-        return None
-    _refuse_what_we_do_not_have(given)
-    notes = _notes_on_idle_words(given, environ)
-    entry = _entry(given, environ)
-    start = _start(given, entry, notes)
+    given = _read(argv, environ)
+    return None if "--help" in given else _configuration(given, environ)
+
+
+def _read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
+    given = read(FLAGS, argv, environ)
+    if "--config" not in given or "--help" in given:
+        return given
+    from ripstop.cli.job_file import behind  # most jobs have none
+
+    return behind(given, FLAGS)
+
+
+def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
+    notes: list[str] = []
+    _idle_words(given, notes)
+    program = entry(given, environ, notes)
+    how = start(given, program, notes)
     slots = _slots(given, environ)
+    _threads(environ, slots, notes)
     conf_name = given.label("--rdzv-conf")
     conf = pairs(conf_name, given.text("--rdzv-conf", ""))
     waits, about_waits = timing(conf_name, conf, _shutdown(given, environ))
@@ -140,7 +167,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig | No
     if not token and place.endpoint is not None:
         about_token = [open_door(place.endpoint)]
     return RunConfig(
-        entry=entry,
+        entry=program,
         run_id=_run_id(given, local=place.backend is Backend.LOCAL),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -154,84 +181,28 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig | No
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
-        start=start,
-        preload=_preload(given, start, notes),
-        logs=_logs(given, slots),
+        start=how,
+        preload=preload(given, how, notes),
+        logs=logs(given, environ, slots, notes),
+        bindings=_bindings(given, environ, slots, notes),
+        virtual_local_rank=_virtual(given, environ, slots),
+        signals=_signals(given),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         notes=(*notes, *about_waits, *about_token),
     )
 
 
-def _refuse_what_we_do_not_have(given: Given) -> None:
-    for flag, harmless in NOT_YET.items():
-        if flag.name in given and given.text(flag.name, "") != harmless:
-            raise UsageError(f"{given.label(flag.name)}: torchrun has it, ripstop not in this version; leave it out")
-
-
-def _notes_on_idle_words(given: Given, environ: Mapping[str, str]) -> list[str]:
-    notes = []
+def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
-    if "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" in environ:
-        notes.append("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE has no effect in this version")
-    return notes
+    event_handler(given, notes)
 
 
-def _entry(given: Given, environ: Mapping[str, str]) -> Entry:
-    if not given.program or not given.program[0]:
-        raise UsageError("nothing to run; name the script after the flags: ripstop run … train.py")
-    name, *args = given.program
-    if "--no-python" in given:
-        if "--module" in given:
-            raise UsageError("-m and --no-python: a module needs python; leave one of them out")
-        return Command((_program("--no-python", name, environ), *args))
-    if "--module" not in given and not os.path.exists(name):  # noqa: PTH110 - does not raise on a name too long
-        remedy = "give the script's path, -m for a module, or --no-python for another program"
-        raise UsageError(f"{name}: no such file in {Path.cwd()}; {remedy}")
-    if python := environ.get("PYTHON_EXEC"):
-        module = ("-m",) if "--module" in given else ()
-        return Command((_program("PYTHON_EXEC", python, environ), "-u", *module, name, *args))
-    return Module(name, tuple(args)) if "--module" in given else Script(name, tuple(args))
-
-
-def _program(source: str, name: str, environ: Mapping[str, str]) -> str:
-    from shutil import which  # not needed to run a Python script, and slow to import
-
-    if which(name, path=environ.get("PATH")) is None:
-        raise UsageError(f"{source} {name}: no such program, here or on PATH; give the path of an executable file")
-    return name
-
-
-def _start(given: Given, entry: Entry, notes: list[str]) -> Start:
-    match given.text("--start-method", "zygote"):
-        case "zygote" | "fork" | "forkserver":
-            start = Start.ZYGOTE
-        case "exec" | "spawn":
-            start = Start.EXEC
-        case other:
-            name = given.label("--start-method")
-            raise UsageError(f"{name}={other}: there is no such way to start workers; write zygote or exec")
-    if isinstance(entry, Command) and start is Start.ZYGOTE:
-        if "--start-method" in given:
-            notes.append(f"{given.label('--start-method')} has no effect: {entry.argv[0]} can only be started by exec")
-        return Start.EXEC
-    return start
-
-
-def _preload(given: Given, start: Start, notes: list[str]) -> tuple[str, ...] | None:
-    if "--preload" not in given:
-        return None
-    name, text = given.label("--preload"), given.text("--preload", "")
-    if start is Start.EXEC:
-        notes.append(f"{name} has no effect: workers are started by exec, nothing is imported for them")
-    if text == "none":
-        return ()
-    modules = tuple(module.strip() for module in text.split(","))
-    for module in modules:
-        if not all(part.isidentifier() for part in module.split(".")):
-            raise UsageError(f"{name}={text}: {module!r} is no module's name; write {name}=torch,numpy or {name}=none")
-    return modules
+def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
+    """The rule itself is in `workers/environment.py`."""
+    if slots > 1 and "OMP_NUM_THREADS" not in environ:
+        notes.append(f"OMP_NUM_THREADS is not set: 1 for each of the {slots} workers, or they would crowd the node")
 
 
 def _slots(given: Given, environ: Mapping[str, str]) -> int:
@@ -250,6 +221,47 @@ def _slots(given: Given, environ: Mapping[str, str]) -> int:
     return found or cpus()
 
 
+def _bindings(given: Given, environ: Mapping[str, str], slots: int, notes: list[str]) -> tuple[Binding, ...]:
+    if "--numa-binding" not in given:
+        return ()
+    name, text = given.label("--numa-binding"), given.text("--numa-binding", "")
+    modes = {mode.value: mode for mode in Numa}
+    if text not in modes:
+        raise UsageError(f"{name}={text}: there is no such way to bind; write {', '.join(modes)}")
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"{name}={text}: this system cannot bind a process to processors; leave {name} out")
+    from ripstop.workers.linux import memory_policy_call
+    from ripstop.workers.numa import bindings
+    from ripstop.workers.topology import read_topology, visible_gpus
+
+    gpus = visible_gpus(environ)
+    found = bindings(name, modes[text], read_topology(), gpus.nodes, slots)
+    if gpus.note:
+        notes.append(f"{name}={text}: {gpus.note}")
+    if memory_policy_call() is None:
+        notes.append(f"{name}={text}: memory comes from wherever it does: the kernel or container allows no policy")
+    return found
+
+
+def _virtual(given: Given, environ: Mapping[str, str], slots: int) -> bool:
+    if "--virtual-local-rank" not in given:
+        return False
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and len(visible.split(",")) < slots:
+        name = given.label("--virtual-local-rank")
+        raise UsageError(
+            f"{name}: {slots} workers need a GPU each, and CUDA_VISIBLE_DEVICES={visible} has fewer; "
+            f"name more there, or leave {name} out"
+        )
+    return True
+
+
+def _signals(given: Given) -> tuple[str, ...]:
+    if "--signals-to-handle" not in given:
+        return LEAVING
+    return signals(given.label("--signals-to-handle"), given.text("--signals-to-handle", ""))
+
+
 def _run_id(given: Given, *, local: bool) -> str:
     if local and "--rdzv-id" not in given:
         return _made_up()
@@ -265,14 +277,3 @@ def _shutdown(given: Given, environ: Mapping[str, str]) -> float:
     if name not in given and environ.get(variable):
         return duration(variable, environ[variable])
     return duration(given.label(name), given.text(name, "30"))
-
-
-def _logs(given: Given, slots: int) -> Logs:
-    directory = Path(given.text("--log-dir", "")) if given.text("--log-dir", "") else None
-    if directory is not None and directory.exists() and not directory.is_dir():
-        raise UsageError(f"{given.label('--log-dir')}={directory}: is there and no directory; name another")
-    return Logs(
-        directory=directory,
-        redirects=streams(given.label("--redirects"), given.text("--redirects", "0"), slots),
-        tee=streams(given.label("--tee"), given.text("--tee", "0"), slots),
-    )

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable
 
 from ripstop.observe.failure import Report
-from ripstop.rendezvous.machine import Close, Drop, End, Event, Gone, Heard, Job, Log, Scale, Send, Settings, Tick
+from ripstop.rendezvous.events import Close, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
+from ripstop.rendezvous.machine import Job, Settings
 from ripstop.rendezvous.messages import Beat, FromAgent, FromCoordinator
 
 TURN = 0.01  # seconds in which the event loop reads what has arrived
@@ -96,6 +97,15 @@ class Coordinator:
         self._sessions.clear()
 
     def _feed(self, event: Event) -> None:
+        """A machine that breaks ends the coordinator: nobody may wait for one that decides nothing any more."""
+        try:
+            self._decide(event)
+        except Exception as defect:
+            if self.ended.done():
+                raise
+            self.ended.set_exception(defect)
+
+    def _decide(self, event: Event) -> None:
         commands = self._job.on(event, self._now())
         for command in commands:
             match command:

@@ -29,13 +29,13 @@ from ripstop.config import Budget, Timing
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import looks_like_victim, order, trim
 from ripstop.rendezvous import ranks
+from ripstop.rendezvous.events import Close, Command, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
 from ripstop.rendezvous.messages import (
     Assign,
     Closed,
     Closing,
     Failed,
     FromAgent,
-    FromCoordinator,
     Hold,
     Join,
     Leave,
@@ -67,81 +67,6 @@ class Settings:
     budget: Budget = field(default_factory=Budget)
     fixed_ranks: bool = False
     own: str = ""
-
-
-# events ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """An authenticated node said something."""
-
-    node: str
-    message: FromAgent
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A node's connection closed."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A deadline has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """An operator wants the job to use so many nodes, if it can."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """An operator wants the job to end."""
-
-    why: str
-
-
-Event = Heard | Gone | Tick | Scale | Close
-
-
-# commands -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Tell a node."""
-
-    node: str
-    message: FromCoordinator
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Close a node's connection, after what was sent to it."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A line for operators."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The job is over and everybody who can know it does."""
-
-    report: Report
-
-
-Command = Send | Drop | Log | End
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -193,6 +118,7 @@ class Job:
         self._warming: set[str] = set()  # outside the round, and not ready
         self._leaving: set[str] = set()
         self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
+        self._forgiven: set[str] = set()  # not heard since this coordinator was away
         self._absent: dict[str, float] = {}  # connections closed, and since when, the oldest first
         self._done: set[str] = set()  # nodes of the live round whose workers all exited 0
         self._broken = False  # a worker of the live or last round failed
@@ -266,9 +192,7 @@ class Job:
             return self._join(node, message, now)
         if node not in self.members:
             return []  # lost meanwhile, or never joined: it will learn from its next Join
-        if node != self.settings.own:
-            self._heard.pop(node, None)
-            self._heard[node] = now  # to the end: the dictionary stays in the order of time
+        self._note_word(node, now)
         match message:
             case Ready():
                 self._ready(node, message, now)
@@ -286,6 +210,12 @@ class Job:
             case _:
                 pass
         return []
+
+    def _note_word(self, node: str, now: float) -> None:
+        self._forgiven.discard(node)
+        if node != self.settings.own:
+            self._heard.pop(node, None)
+            self._heard[node] = now  # to the end: the dictionary stays in the order of time
 
     def _hear_after_the_end(self, node: str, message: FromAgent) -> list[Command]:
         assert self.report is not None
@@ -312,9 +242,7 @@ class Job:
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
         self._absent.pop(node, None)
         self._leaving.discard(node)
-        if node != self.settings.own:
-            self._heard.pop(node, None)
-            self._heard[node] = now
+        self._note_word(node, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
             self.restarts = Restarts(self.settings.budget, join.restarts, now)
@@ -429,11 +357,8 @@ class Job:
     # who is gone ------------------------------------------------------------------------------------------------------
 
     def _gone(self, node: str, now: float) -> list[Command]:
-        if self.phase is Phase.CLOSED:
-            self.members.pop(node, None)
-            return []
-        if node not in self.members:
-            return []
+        if node not in self.members or self.phase is Phase.CLOSED:
+            return []  # at the end, who breaks off without a `Leave` may come back for the last word
         self._heard.pop(node, None)
         if node not in self.round or node in self._leaving or self._verdict or self.phase is Phase.CLOSING:
             return self._lose(node, "gone: its connection closed", now)
@@ -468,8 +393,13 @@ class Job:
         return out
 
     def _forgive(self, now: float, late: float) -> None:
-        """This coordinator was away, and nobody could be heard meanwhile: all waiting starts anew (rule 5)."""
-        self._heard = dict.fromkeys(self._heard, now)
+        """This coordinator was away, and nobody could be heard meanwhile: all waiting starts anew (rule 5).
+
+        But once only for a node that stays silent, lest a starved coordinator never lose anybody.
+        """
+        again = {n: heard for n, heard in self._heard.items() if n in self._forgiven}
+        self._forgiven = set(self._heard)
+        self._heard = again | dict.fromkeys(self._forgiven - again.keys(), now)
         self._absent = dict.fromkeys(self._absent, now)
         self._since += late
         if self._verdict:

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +37,12 @@ class Console:
         self._copiers: dict[int, _Copier] = {}
         self._followed: dict[Path, int] = {}
 
-    def follow(self, path: Path, fd: int, prefix: bytes = b"") -> None:
+    def follow(self, path: Path, fd: int, prefix: bytes = b"", kept: "Kept | None" = None) -> None:
         """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come."""
         if fd not in self._copiers:
             self._copiers[fd] = _Copier(fd)
         self._followed[path] = fd
-        self._copiers[fd].follow(_Stream(path, prefix))
+        self._copiers[fd].follow(_Stream(path, prefix, kept))
 
     async def finish(self, paths: Iterable[Path]) -> None:
         """Their writers are gone: returns when all they wrote is on the console.  Others' paths are ignored.
@@ -87,11 +88,20 @@ def _answer(ask: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]"
     return future
 
 
-class Prefixer:
-    """Turns pieces of a stream into whole lines with a prefix each."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Lines that hold one of these words also go to the end of this file."""
 
-    def __init__(self, prefix: bytes) -> None:
+    path: Path
+    words: tuple[bytes, ...]
+
+
+class Prefixer:
+    """Turns pieces of a stream into whole lines with a prefix each: all, or those that hold one of the `words`."""
+
+    def __init__(self, prefix: bytes, words: tuple[bytes, ...] = ()) -> None:
         self._prefix = prefix
+        self._words = words
         self._rest = b""
         self._after_return = False
 
@@ -117,26 +127,41 @@ class Prefixer:
         return self._prefixed(line) if line else b""
 
     def _prefixed(self, lines: bytes) -> bytes:
+        if self._words:
+            kept = [line for line in lines.split(b"\n") if any(word in line for word in self._words)]
+            if not kept:
+                return b""
+            lines = b"\n".join(kept)
         return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
 
 
 class _Stream:
     """One file and how far it has been copied."""
 
-    def __init__(self, path: Path, prefix: bytes) -> None:
+    def __init__(self, path: Path, prefix: bytes, kept: Kept | None) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._position = os.fstat(self.fd).st_size
         self._lines = Prefixer(prefix) if prefix else None
+        self._keeper = _Keeper(kept, prefix) if kept else None
 
     def read(self) -> tuple[bytes, bool]:
         """What to write next, and whether there was anything to read."""
         data = self._next()
         self._position += len(data)
+        if self._keeper:
+            self._keeper.feed(data)
         return (self._lines.feed(data) if self._lines else data), bool(data)
 
     def end(self) -> bytes:
+        if self._keeper:
+            self._keeper.end()
         return self._lines.end() if self._lines else b""
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self._keeper:
+            self._keeper.close()
 
     def left(self) -> int:
         """How much there is to read now."""
@@ -153,6 +178,28 @@ class _Stream:
             return os.pread(self.fd, _READ, self._position) or os.pread(self.fd, self.left(), self._position)
         except OSError:
             return b""
+
+
+class _Keeper:
+    """Writes one stream's share of a file that several streams append to, whole lines at a time."""
+
+    def __init__(self, kept: Kept, prefix: bytes) -> None:
+        self._fd = os.open(kept.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._lines = Prefixer(prefix, kept.words)
+
+    def feed(self, data: bytes) -> None:
+        self._write(self._lines.feed(data))
+
+    def end(self) -> None:
+        self._write(self._lines.end())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write(self, lines: bytes) -> None:
+        with suppress(OSError):  # a full disk: the worker's own file has them, as far as it could
+            while lines:
+                lines = lines[os.write(self._fd, lines) :]
 
 
 class _Copier:
@@ -247,8 +294,7 @@ class _Copier:
             self._watch.disarm(fd)
         self._unread.discard(fd)
         self._unwatched.discard(fd)
-        del self._streams[fd]
-        os.close(fd)
+        self._streams.pop(fd).close()
 
     def _visit(self) -> None:
         changed = self._unread | self._unwatched | (self._watch.changed() if self._watch else set())

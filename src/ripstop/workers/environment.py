@@ -31,23 +31,37 @@ def worker_environment(
     role: str,
     max_restarts: int,
     error_file: Path,
+    virtual_local_rank: bool = False,
 ) -> dict[str, str]:
-    """The complete environment of one worker."""
-    return shared_environment(base, place.slots) | {
-        "RANK": str(place.first_rank + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.slots),
-        "GROUP_RANK": str(place.group_rank),
-        "GROUP_WORLD_SIZE": str(place.group_size),
-        "ROLE_RANK": str(place.role_first_rank + local_rank),
-        "ROLE_WORLD_SIZE": str(place.role_size),
-        "ROLE_NAME": role,
-        "MASTER_ADDR": place.store.host,
-        "MASTER_PORT": str(place.store.port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's to host: every worker is a client
-    }
+    """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own."""
+    alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    return (
+        shared_environment(base, place.slots)
+        | {
+            "RANK": str(place.first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_WORLD_SIZE": str(place.slots),
+            "GROUP_RANK": str(place.group_rank),
+            "GROUP_WORLD_SIZE": str(place.group_size),
+            "ROLE_RANK": str(place.role_first_rank + local_rank),
+            "ROLE_WORLD_SIZE": str(place.role_size),
+            "ROLE_NAME": role,
+            "MASTER_ADDR": place.store.host,
+            "MASTER_PORT": str(place.store.port),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's to host: every worker is a client
+        }
+        | alone
+    )
+
+
+def _gpu(base: Mapping[str, str], local_rank: int) -> str:
+    """The name of this worker's GPU among those that the node's workers see."""
+    if "CUDA_VISIBLE_DEVICES" not in base:
+        return str(local_rank)
+    names = base["CUDA_VISIBLE_DEVICES"].split(",")
+    return names[local_rank].strip() if local_rank < len(names) else ""

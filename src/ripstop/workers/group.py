@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGTERM
 
-from ripstop.workers.process import Children, End
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.errors import StartError
+from ripstop.workers.process import UNKILLABLE, Children, End, reap
+from ripstop.workers.spawner import Birth, Starter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Group:
     """Births in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
 
     def __init__(
-        self, children: Children, spawner: Spawner, births: Sequence[Birth], on_exit: Callable[[Exit], None]
+        self, children: Children, spawner: Starter, births: Sequence[Birth], on_exit: Callable[[Exit], None]
     ) -> None:
         self._children = children
         self._spawner = spawner
@@ -65,10 +66,22 @@ class Group:
 
     async def _begin(self) -> None:
         self._pids = tuple(await self._spawner.spawn(self._births))
-        self._live = set(self._pids)
-        self._all_ended.clear()
         for pid in self._pids:
-            self._children.watch(pid, self._ended)
+            try:
+                self._children.watch(pid, self._ended)
+            except OSError as error:
+                self._abandon(self._pids[len(self._live) :])
+                raise StartError(
+                    f"every worker needs a file descriptor of the agent's: {error.strerror}; raise `ulimit -n`."
+                ) from error
+            self._live.add(pid)
+            self._all_ended.clear()
+
+    def _abandon(self, unwatched: Sequence[int]) -> None:
+        """Nobody would hear of the end of these."""
+        for pid in unwatched:
+            os.kill(pid, SIGKILL)
+            reap(pid)
 
     def _ended(self, end: End) -> None:
         self._live.discard(end.pid)
@@ -81,7 +94,10 @@ class Group:
     def signal(self, signum: int) -> None:
         """To the process group of every live worker."""
         for pid in self._live:  # not reaped yet, so the numbers are still theirs
-            os.killpg(pid, signum)
+            try:
+                os.killpg(pid, signum)
+            except ProcessLookupError:  # born by multiprocessing a moment ago: it leads no group yet
+                os.kill(pid, signum)
 
     async def stop(self, grace: float, signum: int = SIGTERM) -> None:
         """Ends all workers and all that descends from them.  May be called again, also meanwhile with less patience."""
@@ -102,6 +118,13 @@ class Group:
             except TimeoutError:
                 pass
         self.signal(SIGKILL)
-        await self._all_ended.wait()
+        try:
+            async with asyncio.timeout(UNKILLABLE):
+                await self._all_ended.wait()
+        except TimeoutError:
+            raise StartError(
+                f"workers must be gone before others take their place: {sorted(self._live)} are there "
+                f"{UNKILLABLE:g} s after SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this machine."
+            ) from None
         patience = began + grace - time.monotonic() if succeeded else 0.0
         await self._children.end_trees(self._pids, patience)

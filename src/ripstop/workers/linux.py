@@ -1,4 +1,4 @@
-"""The few things Linux offers and Python does not: prctl, and what /proc says of a process.
+"""The few things Linux offers and Python does not: prctl, memory policies, and what /proc says of a process.
 
 Reading only `/proc/PID/stat` keeps a look at every process of a large host cheap.
 """
@@ -7,13 +7,17 @@ Reading only `/proc/PID/stat` keeps a look at every process of a large host chea
 # ruff: noqa: PTH123, PTH208
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ripstop.errors import StartError
 
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no function
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,43 @@ def become_subreaper() -> None:
             f"the agent must adopt its workers' orphans, and the kernel refused: {os.strerror(ctypes.get_errno())}; "
             "allow prctl(PR_SET_CHILD_SUBREAPER)."
         )
+
+
+def is_subreaper() -> bool:
+    import ctypes
+
+    answer = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    return bool(answer.value)
+
+
+def stop_being_subreaper() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def parent_death_signal(signum: int) -> Callable[[], None]:
+    """For a new child to call: the kernel sends it this signal when the thread that started it is gone.
+
+    Everything it needs is loaded now, so that it may be called between fork and exec.
+    """
+    import ctypes
+
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+
+
+def memory_policy_call() -> int | None:
+    """The number of the system call that sets a memory policy; None where it may not be made (most containers)."""
+    import ctypes
+    import errno
+
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        return None
+    no_such_policy = ctypes.c_long(0x7FFF)  # whoever may call is told that it is invalid, and nothing changes
+    ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), no_such_policy, None, ctypes.c_long(0))
+    return number if ctypes.get_errno() == errno.EINVAL else None
 
 
 def look(pid: int) -> Process | None:

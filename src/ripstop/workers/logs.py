@@ -4,11 +4,13 @@ Rules: (1) workers write their files themselves, appending, so that what they wr
 ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
 directory that we made up ourselves goes again after a success, and only if it holds no byte; (3) without a word from
 the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
-console as it is, unless the console is a terminal: that is the worker's own then, too.
+console as it is, unless the console is a terminal: that is the worker's own then, too; (4) a worker that is not to be
+shown writes what it would have written to the console to its stderr's file, and to nowhere for stdout.
 """
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -16,17 +18,18 @@ from pathlib import Path
 from ripstop.config import Logs, Streams
 from ripstop.errors import StartError, UsageError
 from ripstop.round import Place
-from ripstop.workers.console import Console
+from ripstop.workers.console import Console, Kept
 
 
 class LogDirectory:
-    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`."""
+    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`.  `made_up`: nobody has asked for this LOG_DIR."""
 
-    def __init__(self, logs: Logs, run_id: str) -> None:
-        self._made_up = logs.directory is None
-        self._top = _temporary_directory() if logs.directory is None else logs.directory.absolute()
-        self.path = self._top / file_name(run_id)
+    def __init__(self, logs: Logs, run_id: str, *, made_up: bool = False) -> None:
+        self._made_up = made_up or logs.directory is None
+        self._top = logs.directory or _temporary_directory()
         try:
+            self._top = self._top.absolute()
+            self.path = self._top / file_name(run_id)
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(_unusable(self._top, error.strerror)) from error
@@ -47,13 +50,14 @@ class LogDirectory:
                 Path(directory).rmdir()
 
 
-class _Route(Enum):
+class Route(Enum):
     """Where one stream of one worker goes."""
 
     CONSOLE = auto()  # the worker has the agent's own
     FILE = auto()
     TEE = auto()  # the file, and line by line with a prefix to the console
     COPY = auto()  # the file, and byte by byte to the console
+    NOWHERE = auto()
 
 
 class RoundLogs:
@@ -69,6 +73,10 @@ class RoundLogs:
         self._place = place
         self._role = role
         self._terminal = terminal  # whether the agent's stderr is one
+
+    def environment(self, local_rank: int) -> Mapping[str, str]:
+        """What the worker's environment is to have besides."""
+        return {}
 
     def directory(self, local_rank: int) -> Path:
         return self._round / str(self._place.first_rank + local_rank)
@@ -109,22 +117,40 @@ class RoundLogs:
     def _follow(self, console: Console, local_rank: int, stream: Streams, fd: int) -> None:
         path = self._file(local_rank, stream)
         match self._route(local_rank, stream):
-            case _Route.TEE if path:
-                console.follow(path, fd, os.fsencode(f"[{self._role}{local_rank}]:"))
-            case _Route.COPY if path:
+            case Route.TEE if path:
+                console.follow(path, fd, self._prefix(local_rank), self._kept(stream))
+            case Route.COPY if path:
                 console.follow(path, fd)
 
+    def _prefix(self, local_rank: int) -> bytes:
+        from string import Template  # not needed where nothing is teed
+
+        names = {"role_name": self._role, "rank": self._place.first_rank + local_rank, "local_rank": local_rank}
+        return os.fsencode(Template(self._logs.prefix).safe_substitute(names))
+
+    def _kept(self, stream: Streams) -> Kept | None:
+        """The file of the round for lines of this stream that the user wants to have together."""
+        name, words = (
+            ("stdout", self._logs.stdout_filters) if stream is Streams.OUT else ("stderr", self._logs.stderr_filters)
+        )
+        return Kept(self._round / f"filtered_{name}.log", tuple(map(os.fsencode, words))) if words else None
+
     def _file(self, local_rank: int, stream: Streams) -> Path | None:
-        if self._route(local_rank, stream) is _Route.CONSOLE:
-            return None
+        match self._route(local_rank, stream):
+            case Route.CONSOLE:
+                return None
+            case Route.NOWHERE:
+                return Path(os.devnull)
         return self.directory(local_rank) / ("stdout.log" if stream is Streams.OUT else "stderr.log")
 
-    def _route(self, local_rank: int, stream: Streams) -> _Route:
-        if stream in self._logs.tee.of(local_rank):
-            return _Route.TEE
-        if stream in self._logs.redirects.of(local_rank):
-            return _Route.FILE
-        return _Route.COPY if stream is Streams.ERR and not self._terminal else _Route.CONSOLE
+    def _route(self, local_rank: int, stream: Streams) -> Route:
+        teed = stream in self._logs.tee.of(local_rank)
+        to_file = teed or stream in self._logs.redirects.of(local_rank)
+        if self._logs.shown is not None and local_rank not in self._logs.shown:
+            return Route.FILE if to_file or stream is Streams.ERR else Route.NOWHERE
+        if to_file:
+            return Route.TEE if teed else Route.FILE
+        return Route.COPY if stream is Streams.ERR and not self._terminal else Route.CONSOLE
 
 
 def file_name(run_id: str) -> str:

@@ -14,6 +14,7 @@ asyncio is imported late: the spawner needs the registry before it needs a loop.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -27,13 +28,28 @@ from ripstop.workers import linux
 if TYPE_CHECKING:
     import asyncio
 
+log = logging.getLogger("ripstop.workers")
+
+UNKILLABLE = 60.0  # seconds after SIGKILL until a process is given up: it hangs in the kernel
+
 _claimed: set[int] = set()
+_endings: dict[int, Callable[[], int]] = {}
 _expected = 0
 
 
-def claim(pid: int) -> None:
-    """This child has an owner, who will reap it."""
+def claim(pid: int, ending: Callable[[], int] | None = None) -> None:
+    """This child has an owner, who will reap it.
+
+    `ending` is for a process that is another's child: it waits for the end and gives a return code as subprocess does.
+    """
     _claimed.add(pid)
+    if ending is not None:
+        _endings[pid] = ending
+
+
+def disclaim(pid: int) -> None:
+    """Its owner is no longer interested."""
+    _claimed.discard(pid)
 
 
 @contextmanager
@@ -49,6 +65,10 @@ def births_expected() -> Iterator[None]:
 
 def reap(pid: int) -> tuple[int | None, int | None, int]:
     """Waits for a child of ours that has ended, or is about to: (exit code, signal, peak memory in bytes)."""
+    if ending := _endings.pop(pid, None):
+        _claimed.discard(pid)
+        returncode = ending()
+        return (returncode, None, 0) if returncode >= 0 else (None, -returncode, 0)
     try:
         _, status, usage = os.wait4(pid, 0)
     except ChildProcessError:  # reaped behind our back, so how it ended cannot be known
@@ -83,6 +103,7 @@ class Children:
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, int] = {}
         self._session = os.getsid(0)
+        self._spared: set[int] = set()  # that cannot be ended
         self._handles_sigchld = threading.current_thread() is threading.main_thread()
         if self._handles_sigchld:
             self._loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
@@ -90,12 +111,19 @@ class Children:
     def watch(self, pid: int, on_end: Callable[[End], None]) -> None:
         """Calls `on_end` once, when this claimed child has ended and was reaped."""
         claim(pid)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # another's child, reaped already
+            self._loop.call_soon(self._tell, pid, on_end)
+            return
         self._pidfds[pid] = pidfd
         self._loop.add_reader(pidfd, self._ended, pid, on_end)
 
     def _ended(self, pid: int, on_end: Callable[[End], None]) -> None:
         self._forget(pid)
+        self._tell(pid, on_end)
+
+    def _tell(self, pid: int, on_end: Callable[[End], None]) -> None:
         at = time.time()
         exitcode, signum, memory = reap(pid)
         on_end(End(pid, exitcode, signum, at, memory))
@@ -113,7 +141,7 @@ class Children:
         wanted = frozenset(sessions)
         if grace > 0 and await self._end(wanted, signal.SIGTERM, grace):
             return
-        while not await self._end(wanted, signal.SIGKILL, None):
+        while not await self._end(wanted, signal.SIGKILL, UNKILLABLE):
             pass
 
     async def _end(self, sessions: frozenset[int], signum: signal.Signals, patience: float | None) -> bool:
@@ -121,24 +149,34 @@ class Children:
         import asyncio
 
         victims = self._leftovers(sessions)
-        pidfds = [pidfd for pid in victims if (pidfd := _open(pid)) is not None]
+        pidfds = {pid: pidfd for pid in victims if (pidfd := _open(pid)) is not None}
         try:
-            for pidfd in pidfds:
-                _send(pidfd, signum)
+            for pid, pidfd in pidfds.items():
+                if not _send(pidfd, signum):
+                    self._spare(pid, "it runs as another user")
             async with asyncio.timeout(patience):
-                for pidfd in pidfds:
-                    await self._readable(pidfd)
+                for pid, pidfd in pidfds.items():
+                    if pid not in self._spared:
+                        await self._readable(pidfd)
         except TimeoutError:
-            pass
+            if signum == signal.SIGKILL:
+                for pid in set(self._leftovers(sessions)) & pidfds.keys():
+                    self._spare(pid, f"it is there {patience:g} s after SIGKILL")
         finally:
-            for pidfd in pidfds:
+            for pidfd in pidfds.values():
                 os.close(pidfd)
         self._reap_adopted()
         return not victims
 
+    def _spare(self, pid: int, why: str) -> None:
+        """Nothing more can be done about this process; the job goes on all the same."""
+        self._spared.add(pid)
+        log.warning("pid=%d cannot be ended: %s", pid, why)
+
     def _leftovers(self, sessions: frozenset[int]) -> list[int]:
         """What lives in these sessions, or is adopted, or descends from an adopted child."""
         alive = {process.pid: process for process in linux.processes() if not process.dead}
+        sessions -= alive.keys()  # their leaders are gone: who has the number now is a stranger
         adopted = {process.pid for process in alive.values() if self._is_adopted(process)}
         found: set[int] = set()
         for process in alive.values():
@@ -153,7 +191,7 @@ class Children:
             else:
                 if above is not None:
                     found.update(line)
-        return sorted(found)
+        return sorted(found - self._spared)
 
     def _is_adopted(self, process: linux.Process) -> bool:
         return (
@@ -196,10 +234,14 @@ def _open(pid: int) -> int | None:
         return None
 
 
-def _send(pidfd: int, signum: signal.Signals) -> None:
+def _send(pidfd: int, signum: signal.Signals) -> bool:
+    """Whether it may be signalled."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
         if signum != signal.SIGKILL:
             signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped process takes no signal until it goes on
     except ProcessLookupError:
         pass
+    except PermissionError:
+        return False
+    return True

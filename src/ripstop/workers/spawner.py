@@ -19,9 +19,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ripstop.config import Command, Entry, Function, Module, Script, Start
+from ripstop.config import Binding, Command, Entry, Function, Module, Script, Start
 from ripstop.errors import StartError
 from ripstop.workers import process
 
@@ -57,12 +57,27 @@ class ServeStore:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """One process to start: its complete environment, what it runs, and files for its output (None: the agent's)."""
+    """One process to start: its complete environment, what it runs, files for its output (None: the agent's), and
+    where it is to run (None: anywhere)."""
 
     env: Mapping[str, str]
     entry: Entry | ServeStore
     stdout: Path | None = None
     stderr: Path | None = None
+    binding: Binding | None = None
+
+
+class Starter(Protocol):
+    """Whoever starts workers: the agent needs no more of it than this."""
+
+    async def warm(self) -> Warm:
+        """Waits until workers can be born."""
+
+    async def spawn(self, births: Sequence[Birth]) -> list[int]:
+        """Starts these processes, each to lead a session of its own; their pids come in order, claimed."""
+
+    def close(self) -> None:
+        """Ends what was kept for the sake of starting."""
 
 
 class Spawner:
@@ -83,10 +98,19 @@ class Spawner:
         self._lock: asyncio.Lock | None = None
         self._warm: Warm | None = None
         self._pid = 0
+        self._death = ""  # how the last zygote ended
+        self._warming: asyncio.Task[Warm] | None = None
         self._launch()
 
     async def warm(self) -> Warm:
-        """Waits until workers can be born."""
+        """Waits until workers can be born.  Who gives up waiting disturbs nobody."""
+        import asyncio
+
+        if self._warming is None or self._warming.done():
+            self._warming = asyncio.ensure_future(self._warm_up())
+        return await asyncio.shield(self._warming)
+
+    async def _warm_up(self) -> Warm:
         async with self._exchange():
             return await self._warmed()
 
@@ -103,9 +127,16 @@ class Spawner:
 
         May be cancelled until the zygote is warm; from then on the births happen, and cancelling waits for them.
         """
+        for _ in range(2):
+            await self.warm()
+            if (pids := await self._uninterrupted(births)) is not None:
+                return pids
+        raise StartError(f"no worker can be started: the zygote {self._death} twice; see the kernel's log.")
+
+    async def _uninterrupted(self, births: Sequence[Birth]) -> list[int] | None:
+        """A birth that was begun is finished, also for a caller who no longer wants it."""
         import asyncio
 
-        await self.warm()
         task = asyncio.ensure_future(self._spawn(births))
         try:
             return await asyncio.shield(task)
@@ -114,7 +145,7 @@ class Spawner:
                 with suppress(asyncio.CancelledError):  # who is impatient cancels twice; it still takes this long
                     await asyncio.wait([task])
             if not task.cancelled() and task.exception() is None:
-                _kill(task.result())
+                _kill(task.result() or [])
             raise
 
     def close(self) -> None:
@@ -163,6 +194,8 @@ class Spawner:
         return command_line(self._entry)
 
     async def _warmed(self) -> Warm:
+        if not self._pid:
+            self._launch()
         while self._warm is None:
             message = await self._receive()
             match message:
@@ -187,26 +220,22 @@ class Spawner:
     def _reap(self) -> str:
         """Waits for the zygote's end; how it ended, in words."""
         exitcode, signum, _ = process.reap(self._pid)
-        self._pid = 0
+        self._pid, self._warm = 0, None
         return f"exited with code {exitcode}" if signum is None else f"died of {signal.Signals(signum).name}"
 
     # births ---------------------------------------------------------------------------------------------------------
 
-    async def _spawn(self, births: Sequence[Birth]) -> list[int]:
+    async def _spawn(self, births: Sequence[Birth]) -> list[int] | None:
+        """None if the zygote has died since it was warm; nothing of this request came to life then."""
         async with self._exchange():
-            for last_try in (False, True):
-                await self._warmed()
-                with process.births_expected():
-                    pids = await self._ask(births)
-                if pids is not None:
-                    return pids
-                # The zygote has died since it was warm, and nothing of this request came to life.
-                how = self._reap()
+            if self._warm is None:
+                return None  # another request has seen it die
+            with process.births_expected():
+                pids = await self._ask(births)
+            if pids is None:
+                self._death = self._reap()
                 self._socket.close()
-                if last_try:
-                    raise StartError(f"no worker can be started: the zygote {how} twice; see the kernel's log.")
-                self._launch()
-        raise AssertionError("unreachable")
+            return pids
 
     async def _ask(self, births: Sequence[Birth]) -> list[int] | None:
         """One exchange with the zygote; None if it is dead, and these births with it."""
@@ -243,6 +272,8 @@ class Spawner:
             "env": dict(birth.env),
             "stdout": birth.stdout and os.fspath(birth.stdout),
             "stderr": birth.stderr and os.fspath(birth.stderr),
+            "cpus": birth.binding and birth.binding.cpus,
+            "memory": _memory(birth.binding),
         }
         match birth.entry:
             case ServeStore(host=host, port=port):
@@ -319,6 +350,16 @@ def _args(entry: Entry) -> list[str]:
             return [os.fspath(call), os.fspath(result)]
         case Command():
             return []
+
+
+def _memory(binding: Binding | None) -> tuple[int, int] | None:
+    """The system call and the NUMA node of a worker's memory policy, if it is to have one."""
+    if binding is None or binding.memory is None:
+        return None
+    from ripstop.workers.linux import memory_policy_call
+
+    call = memory_policy_call()
+    return None if call is None else (call, binding.memory)
 
 
 def _kill(pids: Sequence[int]) -> None:

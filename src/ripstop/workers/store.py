@@ -7,15 +7,17 @@ Clients that knock before the store is up wait in the listening socket's queue.
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 
 from ripstop.errors import StartError
-from ripstop.workers.process import Children, End
-from ripstop.workers.spawner import Birth, ServeStore, Spawner
+from ripstop.workers.process import Children, End, reap
+from ripstop.workers.spawner import Birth, ServeStore, Starter
+
+log = logging.getLogger("ripstop.workers")
 
 _BACKLOG = 4096  # a whole job may knock before the store is up; the kernel has its own limit
 
@@ -30,38 +32,53 @@ class StorePort:
         self._start: asyncio.Task[None] | None = None
         self._watched: asyncio.AbstractEventLoop | None = None
         self._pid: int | None = None
+        self._closing = False
         self._gone = asyncio.Event()
         self._gone.set()
 
-    def serve(self, spawner: Spawner, env: Mapping[str, str], children: Children) -> None:
+    def serve(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
         """Starts the store process when the first connection comes."""
         if self._socket is None or self._watched is not None:
             return
         self._watched = asyncio.get_running_loop()
         self._watched.add_reader(self._socket.fileno(), self._knocked, spawner, env, children)
 
-    def _knocked(self, spawner: Spawner, env: Mapping[str, str], children: Children) -> None:
+    def _knocked(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
         self._unwatch()
         self._start = asyncio.ensure_future(self._hand_over(spawner, env, children))
 
-    async def _hand_over(self, spawner: Spawner, env: Mapping[str, str], children: Children) -> None:
+    async def _hand_over(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
         assert self._socket is not None
         birth = Birth(env, ServeStore(self._socket.fileno(), self._host, self.port))
         try:
-            (self._pid,) = await spawner.spawn([birth])
-            self._gone.clear()
-            children.watch(self._pid, self._ended)
+            (pid,) = await spawner.spawn([birth])
+            self._watch(pid, children)
         except StartError as error:
-            sys.stderr.write(f"ripstop: the job's store on port {self.port} has no process: {error}\n")
+            log.error("store port=%d has no process: %s", self.port, error)
         finally:
             self._close_socket()  # the store's copy is the only one: when it dies, clients are refused and do not hang
 
+    def _watch(self, pid: int, children: Children) -> None:
+        try:
+            children.watch(pid, self._ended)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            reap(pid)
+            word = f"a store needs a file descriptor of the agent's: {error.strerror}; raise `ulimit -n`."
+            raise StartError(word) from error
+        self._pid = pid
+        self._gone.clear()
+
     def _ended(self, end: End) -> None:
+        if not self._closing:
+            how = f"signal {end.signal}" if end.signal else f"exit code {end.exitcode}"
+            log.warning("store port=%d pid=%d died: %s; workers that need it will fail", self.port, end.pid, how)
         self._pid = None
         self._gone.set()
 
     async def close(self) -> None:
         """Ends the store and frees the port."""
+        self._closing = True
         self._unwatch()
         if self._start is not None and not self._start.done():
             self._start.cancel()

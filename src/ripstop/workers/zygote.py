@@ -13,6 +13,8 @@ Rules
 4.  A worker dies with the agent (parent-death signal).  What it leaves behind in its session, the zygote kills.
 5.  Nothing of ours stays in a worker: no file descriptor, no entry in sys.path or sys.modules, no variable.
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
+7.  A worker that dies of an exception is not taken apart object by object, which takes torch a fifth of a second and
+    the whole job waits for: when threads have ended, exit handlers have run and files are flushed, it is gone.
 
 This file is not imported but executed in the new interpreter, hence its few and low-level imports: whatever is imported
 here is imported in every worker, and the script's own modules may bear any name.  A message is a length and a
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _socket
+import atexit
 import gc
 import marshal
 import os
@@ -41,6 +44,7 @@ NEWBORN = b"ripstop-newborn"
 ZYGOTE = b"ripstop-zygote"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MADV_DONTNEED = 4
+MPOL_PREFERRED = 1
 GO = b"g"
 NOT_FOUND, NOT_EXECUTABLE, BROKEN = 127, 126, 70  # exit codes: the shell's two, and EX_SOFTWARE
 
@@ -115,6 +119,7 @@ class Zygote:
         self.home = home
         self.channel = Channel(int(os.environ.pop(CHANNEL)))
         self.loaded = False
+        atexit.register(leave)  # before anybody else, so that it comes last
         self.born: dict[int, bytes] = {}  # our workers' pids and start times: their sessions are ours to kill
         orders, _ = self.channel.receive()
         self.agent: int = orders["agent"]
@@ -393,6 +398,7 @@ class Worker:
         for number, fd in self.streams.items():
             os.dup2(fd, number)
             os.close(fd)
+        self._bind()
         self._pass_gate()
         self.zygote.title.show()
         match self.birth["what"]:
@@ -410,6 +416,25 @@ class Worker:
         for name, value in env.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+
+    def _bind(self) -> None:
+        """Takes up the processors and the memory near the worker's GPU."""
+        if self.birth["cpus"]:
+            try:
+                os.sched_setaffinity(0, self.birth["cpus"])
+            except OSError as error:
+                sys.stderr.write(f"ripstop: cannot run on processors {self.birth['cpus']}: {error.strerror}; ")
+                sys.stderr.write("they were allowed when the job started: see who has taken them away.\n")
+                os._exit(BROKEN)
+        if self.birth["memory"]:
+            import ctypes
+
+            call, node = self.birth["memory"]
+            mask = (ctypes.c_uint64 * (node // 64 + 1))()
+            mask[node // 64] = 1 << node % 64
+            word = ctypes.c_long
+            if ctypes.CDLL(None).syscall(word(call), word(MPOL_PREFERRED), mask, word(len(mask) * 64 + 1)):
+                sys.stderr.write(f"ripstop: memory of NUMA node {node} is not preferred: the kernel refused it.\n")
 
     def _pass_gate(self) -> None:
         """Waits until the agent is our parent and knows us (rule 3)."""
@@ -490,9 +515,37 @@ def tell_exceptions(path: str | None) -> None:
         if isinstance(error, Exception) and not os.path.exists(path):
             write_error(path, kind, error, trace)
         show(kind, error, trace)
+        caller = sys._getframe()
+        while caller.f_back is not None:
+            caller = caller.f_back
+        # Called by Python itself, perhaps through torch's hook, and not by code that goes on or sets an exit code.
+        final = caller.f_code is excepthook.__code__ or caller.f_globals.get("__name__") == _TORCHS_HOOK
+        if final and isinstance(error, Exception):  # an interrupt ends otherwise
+            doomed.append(os.getpid())
 
     # Both, so that code which puts the original back, or looks whether it is still in place, sees no difference.
     sys.excepthook = sys.__excepthook__ = excepthook
+
+
+_TORCHS_HOOK = "torch.distributed.distributed_c10d"
+doomed: list[int] = []  # the process, once an exception has ended its script
+
+
+def leave() -> None:
+    """The last exit handler: spares a worker that failed the rest of its interpreter's end (rule 7)."""
+    if os.getpid() not in doomed:
+        return
+    import ctypes
+    import io
+
+    for thing in gc.get_objects():
+        try:
+            if isinstance(thing, io.IOBase) and not thing.closed:
+                thing.flush()
+        except Exception:  # a file that cannot be flushed would not have been by Python either
+            continue
+    ctypes.CDLL(None).fflush(None)
+    os._exit(1)
 
 
 def write_error(path: str, kind: type[BaseException], error: BaseException, trace: Any) -> None:

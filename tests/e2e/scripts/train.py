@@ -1,6 +1,6 @@
 """A tiny elastic training script: gloo all_reduce in every step, the step number kept on disk by rank 0.
 
-Appends JSON lines to $TRAIN_LOG.  $TRAIN_FAULT="kind:rank:step[:restart],…" asks for faults, $TRAIN_STEPS says how long.
+Appends JSON lines to $TRAIN_LOG.  $TRAIN_FAULT="kind:rank:step[:restart],…" asks for faults, $TRAIN_STEPS for steps.
 """
 
 import json
@@ -17,7 +17,11 @@ LOG = os.environ["TRAIN_LOG"]
 def say(event: str, **more: object) -> None:
     head = {"t": time.time(), "event": event, "rank": RANK, "world": WORLD, "pid": os.getpid(), "restart": RESTART}
     with open(LOG, "a") as f:
-        place = {"node": int(os.environ["GROUP_RANK"]), "host": os.uname().nodename, "master": os.environ["MASTER_ADDR"]}
+        place = {
+            "node": int(os.environ["GROUP_RANK"]),
+            "host": os.uname().nodename,
+            "master": os.environ["MASTER_ADDR"],
+        }
         f.write(json.dumps({**head, **place, **more}) + "\n")
 
 

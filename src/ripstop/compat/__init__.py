@@ -1,0 +1,123 @@
+"""torch.distributed.elastic's names on ripstop, and the way for other tools to find them.
+
+`install()` makes the names of torch in `MODULES` resolve to our modules, in this process: imports that come later get
+ours, and modules of torch's that were imported before are replaced.  Nothing is imported by it: a module of ours is
+loaded when its torch name is asked for.  Names that a program has copied already (`from torch.distributed.run import
+main`) stay what they are, so install first.
+
+Nothing below imports this package, and importing it imports neither torch nor any other part of it.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+__all__ = ["MODULES", "install", "installed", "uninstall"]
+
+_ELASTIC = "torch.distributed.elastic"
+_SERVER = f"{_ELASTIC}.agent.server"
+_MULTIPROCESSING = f"{_ELASTIC}.multiprocessing"
+
+# torch's module → ours, below `ripstop.compat`
+MODULES = {
+    "torch.distributed.run": "run",
+    "torch.distributed.launch": "launch",
+    "torch.distributed.launcher": "launcher",
+    "torch.distributed.launcher.api": "launcher",
+    _SERVER: "agent",
+    f"{_SERVER}.api": "agent",
+    f"{_SERVER}.local_elastic_agent": "agent",
+    f"{_SERVER}.health_check_server": "health_check",
+    _MULTIPROCESSING: "multiprocessing",
+    f"{_MULTIPROCESSING}.api": "multiprocessing",
+    f"{_MULTIPROCESSING}.errors": "errors",
+    f"{_MULTIPROCESSING}.errors.error_handler": "errors",
+    f"{_MULTIPROCESSING}.errors.handlers": "errors",
+    f"{_MULTIPROCESSING}.redirects": "redirects",
+    f"{_MULTIPROCESSING}.subprocess_handler": "subprocess_handler",
+    f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
+    f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
+    f"{_MULTIPROCESSING}.tail_log": "tail_log",
+}
+
+
+class _Loader:
+    """Gives our module under torch's name."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put torch's there
+        if not hasattr(module, "__path__"):
+            module.__path__ = []  # torch has packages where we have modules; what is below them is in MODULES too
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m torch.distributed.run`."""
+        from importlib.util import find_spec
+
+        spec = find_spec(self._ours)
+        assert spec is not None and spec.loader is not None, f"{self._ours} is ours"
+        loader: Any = spec.loader
+        code: CodeType | None = loader.get_code(self._ours)
+        return code
+
+
+class _Finder:
+    """First in `sys.meta_path` while installed; `replaced` are the modules of torch's that were there before."""
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, ModuleType] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        loader: Any = _Loader(f"{__name__}.{MODULES[fullname]}")
+        return ModuleSpec(fullname, loader)
+
+
+def install() -> None:
+    """From now on torch's names are ours.  Calling it again changes nothing."""
+    if installed():
+        return
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    for name in MODULES:
+        if (module := sys.modules.pop(name, None)) is not None:
+            finder.replaced[name] = module
+    for name in finder.replaced:
+        import_module(name)
+
+
+def installed() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def uninstall() -> None:
+    """Torch's names are torch's again, as they were before `install()`."""
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
+        sys.meta_path.remove(finder)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+            parent, _, child = name.rpartition(".")
+            holder = sys.modules.get(parent)
+            original = finder.replaced.get(name)
+            if original is not None:
+                sys.modules[name] = original
+            if holder is None:
+                continue
+            if original is not None:
+                setattr(holder, child, original)
+            elif child in vars(holder) and not holder.__name__.startswith(__name__):
+                delattr(holder, child)

@@ -1,0 +1,81 @@
+"""`python -m ripstop.compat PROGRAM …`: run a program with torch's launcher names resolving to ours.
+
+PROGRAM is a Python script, `-m` and a module, or a Python program on PATH.  The Python processes that it starts have
+the names too.
+"""
+
+import os
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from ripstop.compat import install
+
+USAGE = """\
+usage: python -m ripstop.compat PROGRAM [ARGS]     a script, or a Python program on PATH, such as accelerate
+       python -m ripstop.compat -m MODULE [ARGS]
+       python -m ripstop.compat --environment      print the variables that do it for all Python processes of a shell:
+                                                   eval "$(python -m ripstop.compat --environment)"
+"""
+SITE = Path(__file__).with_name("site")
+
+
+def main(argv: list[str]) -> int:
+    match argv:
+        case [] | ["-h" | "--help", *_]:
+            print(USAGE, end="")
+            return 0 if argv else 2
+        case ["--environment"]:
+            for name, value in _environment().items():
+                print(f"export {name}={shlex.quote(value)}")
+            return 0
+        case ["-m"]:
+            return _wrong("-m needs a module's name; write -m MODULE")
+        case ["-m", module, *args]:
+            _prepare()
+            sys.argv = [module, *args]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            return 0
+        case [flag, *_] if flag.startswith("-"):
+            return _wrong(f"{flag}: there is no such flag; the program comes first, then its own flags")
+    name, *args = argv
+    path = name if Path(name).is_file() else shutil.which(name)
+    if path is None:
+        return _wrong(f"{name}: no such file here, and no such program on PATH; give the path of a Python script")
+    if not _is_python(Path(path)):
+        return _wrong(f"{path}: not a Python program; set the variables of --environment and run it as it is")
+    _prepare()
+    sys.argv = [path, *args]
+    sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")
+    return 0
+
+
+def _prepare() -> None:
+    os.environ.update(_environment())
+    install()
+
+
+def _environment() -> dict[str, str]:
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(SITE)]
+    return {"RIPSTOP_COMPAT": "1", "PYTHONPATH": os.pathsep.join([str(SITE), *others])}
+
+
+def _is_python(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(256)
+        if first.startswith(b"#!/bin/sh"):  # pip's way with long paths: a shell line, then Python's
+            first = file.readline(512)
+    return path.suffix == ".py" or b"python" in first
+
+
+def _wrong(why: str) -> int:
+    print(f"python -m ripstop.compat: error: {why}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

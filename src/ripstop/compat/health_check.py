@@ -1,0 +1,118 @@
+"""`torch.distributed.elastic.agent.server.health_check_server`, with a server behind it.
+
+HTTP on the given port, for probes such as Kubernetes': `/live` (also `/` and `/healthz`) answers 200 while the agent's
+last sign of life is younger than the timeout, else 503; `/ready` the same, and only while workers run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+__all__ = ["HealthCheckServer", "create_healthcheck_server"]
+
+log = logging.getLogger("ripstop.compat")
+
+TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+TIMEOUT = 60
+
+
+class HealthCheckServer:
+    """`alive_callback` gives the wall-clock time of the last sign of life; port 0 takes a free one, then in `port`."""
+
+    def __init__(self, alive_callback: Callable[[], float], port: int, timeout: int) -> None:
+        self._alive_callback = alive_callback
+        self._port = port
+        self._timeout = timeout
+        self._server: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+        self.ready_callback: Callable[[], bool] = lambda: True
+
+    @property
+    def alive_callback(self) -> Callable[[], float]:
+        return self._alive_callback
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1]) if self._server else self._port
+
+    def start(self) -> None:
+        """Answer from now on, in a thread; a port that is taken is said and leaves the job as it is."""
+        if self._server is not None:
+            return
+        try:
+            self._server = ThreadingHTTPServer(("", self._port), self._handler())
+        except OSError as error:
+            log.warning("no health check: port %d cannot be listened on: %s", self._port, error.strerror)
+            return
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._serve, args=(self._server,), name="ripstop-health", daemon=True)
+        self._thread.start()
+        log.info("health check at port %d", self.port)
+
+    def stop(self) -> None:
+        """Free the port.  May be called again."""
+        if self._server is None or self._thread is None:
+            return
+        server, self._server = self._server, None
+        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        server.server_close()
+
+    def _serve(self, server: ThreadingHTTPServer) -> None:
+        while self._server is server:
+            server.handle_request()
+
+    def answer(self, path: str) -> tuple[int, str]:
+        """Status and text for a request."""
+        if path not in ("/", "/live", "/healthz", "/ready"):
+            return 404, "there are /live and /ready"
+        silent = time.time() - self._alive_callback()
+        if silent >= self._timeout:
+            return 503, f"no sign of life for {silent:.0f} s"
+        if path == "/ready" and not self.ready_callback():
+            return 503, "no workers are running"
+        return 200, "ok"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        answer = self.answer
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # seconds for a client to send its request
+
+            def do_GET(self) -> None:
+                status, text = answer(self.path.partition("?")[0])
+                body = f"{text}\n".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Probes come every few seconds."""
+
+        return Handler
+
+
+def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: int) -> HealthCheckServer:
+    """A server that is not started yet."""
+    return HealthCheckServer(alive_callback, port, timeout)
+
+
+def from_environment(alive_callback: Callable[[], float] = time.time) -> HealthCheckServer | None:
+    """The server that `TORCHELASTIC_HEALTH_CHECK_PORT` asks for, started."""
+    text = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        log.warning("%s=%s: not a port; no health check is started", TORCHELASTIC_HEALTH_CHECK_PORT, text)
+        return None
+    server = create_healthcheck_server(alive_callback, int(text), TIMEOUT)
+    server.start()
+    return server

@@ -1,0 +1,444 @@
+"""`torch.distributed.launcher`: functions or commands as a job of this node, from inside a program.
+
+A `LaunchConfig` is turned into the words of `ripstop run` and read by the same reader, so that there is one meaning of
+every setting; what is launched then runs on the same engine.  Quirks kept from torch: the defaults (three restarts,
+`spawn`, a backend that must be named), a run id that is made up when there is none, `ChildFailedError`.
+
+The engine runs in the calling thread, or in one of its own where the calling thread is inside an event loop already.
+Signals are handled only in the main thread, and are the program's again afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ripstop import launch
+from ripstop.agent.machine import Quit
+from ripstop.cli.run import configure
+from ripstop.compat import health_check, watchdog
+from ripstop.compat.errors import ChildFailedError, ProcessFailure
+from ripstop.compat.functions import METHODS, FunctionSpawner
+from ripstop.compat.health_check import HealthCheckServer
+from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from ripstop.compat.utils import macros
+from ripstop.config import Command, Entry, Module, RunConfig, Script, Start
+from ripstop.errors import UsageError
+from ripstop.observe.failure import Failure
+from ripstop.round import Outcome
+from ripstop.workers import linux, process
+from ripstop.workers.environment import shared_environment
+from ripstop.workers.logs import LogDirectory
+from ripstop.workers.spawner import Birth, ServeStore, Spawner
+
+__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+log = logging.getLogger("ripstop.compat")
+
+DEFAULT_TIMEOUT = 900
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+
+
+@dataclass
+class LaunchConfig:
+    """How to launch; the names, their order and their defaults are torch's."""
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        else:
+            self.rdzv_configs.setdefault("timeout", DEFAULT_TIMEOUT)
+        if self.logs_specs is None:
+            self.logs_specs = DefaultLogsSpecs()
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        elif self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: a time is 0 or more; give seconds")
+
+
+class elastic_launch:  # noqa: N801 - torch's name
+    """`elastic_launch(config, entrypoint)(*args)`: what each worker returned, by global rank.
+
+    The entrypoint is a function, or a command whose words are the entrypoint and the arguments.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | None,
+        health_check_server: HealthCheckServer | None = None,
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+
+
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str | None,
+    args: list[Any],
+    health_check_server: HealthCheckServer | None = None,
+) -> dict[int, Any]:
+    """Run this node's part of the job and return its workers' values by global rank.
+
+    Raises `ChildFailedError` when the job failed, `SignalException` when a signal stopped it, `ValueError` for a
+    configuration that cannot be right.
+    """
+    if not config.run_id:
+        config.run_id = str(uuid.uuid4().int)
+        log.warning("config has no run_id, generated a random run_id: %s", config.run_id)
+    if entrypoint is None:
+        raise ValueError("there is nothing to launch: the entrypoint is None; give a function, or a command's name")
+    run = _read(config, entrypoint, args)
+    for note in run.notes:
+        log.warning("%s", note)
+    _say_what_has_no_effect(config)
+    server = health_check_server or health_check.from_environment()
+    try:
+        with watchdog.from_environment(run.run_id) as variables:
+            end, values = _launch(run, config, entrypoint, args, dict(os.environ) | variables)
+    finally:
+        if server is not None:
+            server.stop()
+    _raise_unless_it_succeeded(end, _name(entrypoint, args))
+    return values
+
+
+# the configuration ----------------------------------------------------------------------------------------------------
+
+
+def _read(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> RunConfig:
+    """The same settings as `ripstop run` would have read them."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    if config.log_line_prefix_template is not None:
+        environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
+    if callable(entrypoint) and config.start_method not in METHODS:
+        raise ValueError(f"start_method={config.start_method}: there are {', '.join(METHODS)}; choose one of them")
+    try:
+        run = configure([*_words(config), "--no-python", sys.executable], environ)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    assert run is not None, "nobody asked for help"
+    entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
+    return replace(run, entry=entry, start=Start.EXEC if isinstance(entry, Command) else Start.ZYGOTE)
+
+
+def _words(config: LaunchConfig) -> Iterator[str]:
+    conf = dict(config.rdzv_configs)
+    rank = conf.pop("rank", None)
+    if "join_timeout" in conf:
+        del conf["timeout"]  # put there by the default
+    if config.rdzv_backend not in ("c10d", "static"):
+        raise ValueError(
+            f"rdzv_backend={config.rdzv_backend!r}: there are c10d, and static for fixed ranks; write "
+            "rdzv_backend='c10d', or give a WorkerSpec with a rendezvous handler of your own to LocalElasticAgent"
+        )
+    yield f"--nnodes={config.min_nodes}:{config.max_nodes}"
+    yield f"--nproc-per-node={config.nproc_per_node}"
+    yield f"--rdzv-backend={config.rdzv_backend}"
+    yield f"--rdzv-id={config.run_id}"
+    yield f"--role={config.role}"
+    yield f"--max-restarts={config.max_restarts}"
+    yield f"--shutdown-timeout={config.shutdown_timeout}"
+    yield f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"
+    if config.rdzv_endpoint:
+        yield f"--rdzv-endpoint={config.rdzv_endpoint}"
+    if rank is not None and config.rdzv_backend == "static":
+        yield f"--node-rank={rank}"
+    if config.local_addr:
+        yield f"--local-addr={config.local_addr}"
+    yield from _words_of_logs(config)
+    yield from _words_of_workers(config)
+
+
+def _words_of_logs(config: LaunchConfig) -> Iterator[str]:
+    specs = config.logs_specs
+    assert specs is not None, "made by __post_init__"
+    if specs._root_log_dir != os.devnull:  # torch's way to ask for no files
+        if specs._root_log_dir:
+            yield f"--log-dir={specs._root_log_dir}"
+        yield f"--redirects={_streams(specs._redirects)}"
+        yield f"--tee={_streams(specs._tee)}"
+    if specs._local_ranks_filter:
+        yield f"--local-ranks-filter={','.join(map(str, sorted(specs._local_ranks_filter)))}"
+    for name, filters in (("stdout", config.duplicate_stdout_filters), ("stderr", config.duplicate_stderr_filters)):
+        if filters:
+            yield f"--duplicate-{name}-filters={','.join(word.replace(',', ',,') for word in filters)}"
+
+
+def _words_of_workers(config: LaunchConfig) -> Iterator[str]:
+    default = LaunchConfig.__dataclass_fields__
+    if config.signals_to_handle != default["signals_to_handle"].default:
+        yield f"--signals-to-handle={config.signals_to_handle}"
+    if config.event_log_handler != default["event_log_handler"].default:
+        yield f"--event-log-handler={config.event_log_handler}"
+    if config.monitor_interval != default["monitor_interval"].default:
+        yield f"--monitor-interval={config.monitor_interval}"
+    if config.numa_options is not None:
+        yield f"--numa-binding={config.numa_options.affinity_mode.value}"
+    if config.virtual_local_rank:
+        yield "--virtual-local-rank"
+
+
+def _made_up(directory: Path | None) -> bool:
+    """Whether `DefaultLogsSpecs` made this one because none was named."""
+    return (
+        directory is not None
+        and directory.name.startswith("torchelastic_")
+        and directory.parent == Path(tempfile.gettempdir())
+    )
+
+
+def _streams(choice: Any) -> str:
+    if isinstance(choice, Mapping):
+        return ",".join(f"{rank}:{int(one)}" for rank, one in choice.items()) or "0"
+    return str(int(choice))
+
+
+def _entry(entrypoint: str, args: Sequence[Any]) -> Entry:
+    """A command; one that is this interpreter and a script or module, as torchrun makes it, is started as such."""
+    words = [str(arg) for arg in args]
+    match [entrypoint, *words]:
+        case [sys.executable, "-u", "-m", name, *rest]:
+            return Module(name, tuple(rest))
+        case [sys.executable, "-u", path, *rest] if not path.startswith("-"):
+            return Script(path, tuple(rest))
+    return Command((entrypoint, *words))
+
+
+def _say_what_has_no_effect(config: LaunchConfig) -> None:
+    if config.metrics_cfg:
+        log.warning("metrics_cfg has no effect here: a launch publishes no torch metrics")
+    if os.environ.get("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
+        log.warning("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT has an effect with LocalElasticAgent only")
+
+
+def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
+    """What torch calls the job in its errors."""
+    if not isinstance(entrypoint, str):
+        return str(getattr(entrypoint, "__name__", entrypoint))
+    if entrypoint == sys.executable:
+        return next((str(arg) for arg in args if not str(arg).startswith("-")), "")
+    return entrypoint
+
+
+# the run --------------------------------------------------------------------------------------------------------------
+
+
+class CommandSpawner:
+    """A `Spawner` whose workers have arguments of their own: `${local_rank}` in them is a worker's local rank."""
+
+    def __init__(self, config: RunConfig, environ: Mapping[str, str]) -> None:
+        shared = shared_environment(environ, config.slots)
+        self._spawner = Spawner(config.entry, shared, config.start, config.preload)
+        self.warm = self._spawner.warm
+        self.close = self._spawner.close
+        self._ranks: tuple[int, ...] = ()
+
+    async def spawn(self, births: Sequence[Birth]) -> list[int]:
+        if not isinstance(births[0].entry, ServeStore):
+            self._ranks = tuple(int(birth.env["RANK"]) for birth in births)
+            births = [replace(birth, entry=_substituted(birth.entry, rank)) for rank, birth in enumerate(births)]
+        return await self._spawner.spawn(births)
+
+    def returned(self) -> dict[int, Any]:
+        """A command returns nothing."""
+        return dict.fromkeys(self._ranks)
+
+
+def _substituted(entry: Entry | ServeStore, local_rank: int) -> Entry | ServeStore:
+    def words(args: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(macros.substitute(list(args), str(local_rank)))
+
+    match entry:
+        case Command(argv):
+            return Command(words(argv))
+        case Script(args=args) | Module(args=args):
+            return replace(entry, args=words(args))
+    return entry
+
+
+def _launch(
+    run: RunConfig,
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    environ: dict[str, str],
+) -> tuple[Quit, dict[int, Any]]:
+    results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
+    spawner: FunctionSpawner | CommandSpawner
+    try:
+        directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
+        bound = launch.bind_endpoint(run)
+        if isinstance(entrypoint, str):
+            spawner = CommandSpawner(run, environ)
+        else:
+            by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
+            spawner = FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ)
+        try:
+            with _our_children_only():
+                end = _drive(lambda: launch.take_part(run, directory, spawner, environ, bound))
+        finally:
+            spawner.close()
+        if end.report is None or end.report.outcome is not Outcome.SUCCEEDED:
+            return end, {}
+        values = spawner.returned()
+        directory.tidy()
+        return end, values
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        shutil.rmtree(results, ignore_errors=True)
+
+
+@contextmanager
+def _our_children_only() -> Iterator[None]:
+    """The program's own children are not our orphans, and its orphans are not ours to adopt afterwards."""
+    own = [child.pid for child in linux.children()]
+    was_subreaper = linux.is_subreaper()
+    for pid in own:
+        process.claim(pid)
+    try:
+        yield
+    finally:
+        for pid in own:
+            process.disclaim(pid)
+        if not was_subreaper:
+            linux.stop_being_subreaper()
+
+
+def _drive(part: Callable[[], Any]) -> Quit:
+    """Run the engine in this thread, or beside the event loop that this thread is in."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with _signals_given_back():
+            end: Quit = asyncio.run(part())
+            return end
+    return _Beside(part).run()
+
+
+class _Beside:
+    """The engine in a thread of its own; an exception in the waiting thread, as Ctrl-C is, stops it first."""
+
+    def __init__(self, part: Callable[[], Any]) -> None:
+        self._part = part
+        self._task: asyncio.Task[Any] | None = None
+        self._end: Quit | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="ripstop")
+
+    def run(self) -> Quit:
+        self._thread.start()
+        try:
+            self._thread.join()
+        except BaseException:
+            if (task := self._task) is not None:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+            self._thread.join()
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._end is not None, "it ended one way or the other"
+        return self._end
+
+    def _main(self) -> None:
+        try:
+            self._end = asyncio.run(self._supervised())
+        except BaseException as error:
+            self._error = error
+
+    async def _supervised(self) -> Quit:
+        self._task = asyncio.current_task()
+        end: Quit = await self._part()
+        return end
+
+
+@contextmanager
+def _signals_given_back() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in HANDLED}
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for signum, handler in before.items():
+            if handler is not None:  # else it was not Python's to begin with
+                signal.signal(signum, handler)
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def _raise_unless_it_succeeded(end: Quit, name: str) -> None:
+    if end.code >= 128:
+        signum = signal.Signals(end.code - 128)
+        raise SignalException(f"Process {os.getpid()} got signal: {signum}", sigval=signum)
+    if end.report is not None and end.report.outcome is Outcome.SUCCEEDED:
+        return
+    failures = {failure.rank: _as_torch_has_it(failure) for failure in end.report.failures} if end.report else {}
+    if failures:
+        raise ChildFailedError(name, failures)
+    raise RuntimeError(f"{name} did not succeed: {end.why}")
+
+
+def _as_torch_has_it(failure: Failure) -> ProcessFailure:
+    exitcode = failure.exitcode if failure.exitcode is not None else 1
+    if failure.signal is not None:
+        exitcode = -_signal_number(failure.signal)
+    told = ProcessFailure(failure.local_rank, failure.pid or -1, exitcode, failure.error_file)
+    told._at, told.timestamp = failure.at, int(failure.at)
+    if not Path(failure.error_file or ".").is_file():  # it is on another node, or there was none: say what we know
+        extra = {"py_callstack": failure.traceback, "timestamp": str(int(failure.at))}
+        if failure.traceback:
+            told.message = {"message": failure.message, "extraInfo": extra}
+            told.error_file_data = {"message": told.message}
+        elif failure.signal is None or failure.oom:
+            told.message = failure.message
+    return told
+
+
+def _signal_number(name: str) -> int:
+    return int(signal.Signals[name]) if name in signal.Signals.__members__ else int(name.removeprefix("SIG"))

@@ -1,0 +1,44 @@
+"""torch.distributed.elastic.utils.data.elastic_distributed_sampler; imports torch, whose sampler it is one of."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["ElasticDistributedSampler"]
+
+
+class ElasticDistributedSampler(DistributedSampler[Any]):
+    """A `DistributedSampler` of the items from `start_index` on: for an epoch that goes on after a restart.
+
+    The order depends on the epoch and `start_index` alone, so all ranks of any world size agree on it.  Items are
+    repeated from the beginning, as often as needed, until every rank has the same number.
+    """
+
+    def __init__(
+        self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, start_index: int = 0
+    ) -> None:
+        super().__init__(dataset=dataset, num_replicas=num_replicas, rank=rank)
+        if not isinstance(dataset, Sized):
+            raise TypeError(f"a sampler needs a dataset with a length, and {type(dataset).__name__} has no __len__")
+        if start_index >= len(dataset):
+            raise ValueError(
+                f"start_index={start_index}: the dataset has {len(dataset)} items; "
+                "start below that, or at 0 of the next epoch"
+            )
+        self.start_index = start_index
+        left = len(dataset) - start_index
+        self.num_samples = -(-left // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(self.epoch)
+        left = len(self.dataset) - self.start_index  # type: ignore[arg-type]
+        order = (torch.randperm(left, generator=generator) + self.start_index).tolist()
+        padded = order * -(-self.total_size // left)
+        return iter(padded[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return int(self.num_samples)

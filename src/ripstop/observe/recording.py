@@ -1,0 +1,106 @@
+"""What a worker leaves behind when it fails: the error file, in the format of torch's `record`, without torch.
+
+The launcher names the file in TORCHELASTIC_ERROR_FILE and reads it when the worker is dead (`workers/failures.py`).
+Rules: (1) recording never hides the exception itself: what cannot be written is said on stderr, and that is all;
+(2) a file is there whole or not at all; (3) it is short enough for its reader, whatever the exception says.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_MESSAGE = 16_000  # characters; with the traceback's, below 1 MiB even if JSON needs twelve bytes for each
+_TRACEBACK = 64_000
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def record(function: Callable[P, R]) -> Callable[P, R]:
+    """Has an exception that leaves `function` written to the worker's error file; for the program's main function.
+
+    A crash of the interpreter itself (a segmentation fault) shows the Python stacks on stderr.
+    """
+
+    @wraps(function)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        show_crashes()
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if path := error_file():
+                write(path, describe(error, without=1))
+            raise
+
+    return recorded
+
+
+def error_file() -> str | None:
+    """Where this process is to write its failure; None when nobody asked."""
+    return os.environ.get(ERROR_FILE) or None
+
+
+def show_crashes() -> None:
+    """Print the Python stacks of all threads if the interpreter crashes."""
+    import faulthandler
+
+    try:
+        faulthandler.enable(all_threads=True)
+    except Exception as error:  # a stderr that is closed, or is no file
+        _say(f"crashes will not show Python's stacks: {type(error).__name__}: {error}")
+
+
+def describe(error: BaseException, *, without: int = 0) -> dict[str, Any]:
+    """The content of an error file; `without` is the number of outermost frames that are the recorder's own."""
+    import traceback
+
+    trace: TracebackType | None = error.__traceback__
+    for _ in range(without):
+        trace = trace.tb_next if trace is not None else None
+    return {
+        "message": {
+            "message": _shortened(f"{type(error).__name__}: {_text(error)}", _MESSAGE),
+            "extraInfo": {
+                "py_callstack": _shortened("".join(traceback.format_exception(type(error), error, trace)), _TRACEBACK),
+                "timestamp": str(int(time.time())),
+            },
+        }
+    }
+
+
+def write(path: str, content: Any) -> None:
+    """Write an error file, or say why not (rule 1)."""
+    import json
+
+    draft = f"{path}.{os.getpid()}"
+    try:
+        with open(draft, "w", encoding="utf-8") as file:  # noqa: PTH123
+            json.dump(content, file)
+        os.rename(draft, path)  # noqa: PTH104
+    except Exception as error:
+        with suppress(OSError):
+            os.unlink(draft)  # noqa: PTH108
+        _say(f"the error file cannot be written: {type(error).__name__}: {error}")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as flaw:
+        return f"<its text cannot be made: {type(flaw).__name__}>"
+
+
+def _shortened(text: str, size: int) -> str:
+    """The beginning and, twice as much, the end: of a traceback, where it started and where it broke."""
+    return text if len(text) <= size else f"{text[: size // 3]}\n  …\n{text[-size * 2 // 3 :]}"
+
+
+def _say(text: str) -> None:
+    with suppress(Exception):
+        sys.stderr.write(f"ripstop: {text}\n")

@@ -1,0 +1,80 @@
+"""What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
+
+from dataclasses import dataclass
+
+from ripstop.observe.failure import Report
+from ripstop.rendezvous.messages import FromAgent, FromCoordinator
+
+# events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """An authenticated node said something."""
+
+    node: str
+    message: FromAgent
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node's connection closed."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A deadline has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator wants the job to use so many nodes, if it can."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """An operator wants the job to end."""
+
+    why: str
+
+
+Event = Heard | Gone | Tick | Scale | Close
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell a node."""
+
+    node: str
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close a node's connection, after what was sent to it."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A line for operators."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over and everybody who can know it does."""
+
+    report: Report
+
+
+Command = Send | Drop | Log | End

@@ -1,0 +1,226 @@
+"""Flags of torchrun's with an effect on workers: real jobs, and torchrun itself beside them where it can be asked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+
+LINES = """
+import os, sys
+rank = os.environ["RANK"]
+for word in ("apple", "pear", "orange,red"):
+    print(f"out {rank} {word}")
+    print(f"err {rank} {word}", file=sys.stderr)
+"""
+TELL = "import os, sys; print(sys.orig_argv[1:], sys.argv, __name__)"
+PLUGIN = """
+import os
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+
+class Mine(LogsSpecs):
+    @property
+    def root_log_dir(self):
+        return self._root_log_dir
+
+    def reify(self, envs):
+        if os.environ.get("PLUGIN_FAULT"):
+            raise RuntimeError("the plugin's own words")
+        assert isinstance(self._tee, Std) and self._tee is Std.ALL
+        top = os.path.join(self._root_log_dir, "mine", envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        path = {(kind, rank): os.path.join(top, kind + envs[rank]["RANK"]) for kind in ("o", "e") for rank in envs}
+        for env in envs.values():
+            env["SAID_BY_PLUGIN"] = str(len(envs))
+            env["TORCHELASTIC_ERROR_FILE"] = os.path.join(top, "error" + env["RANK"])
+        return LogsDest(
+            stdouts={rank: path["o", rank] for rank in envs},
+            stderrs={rank: path["e", rank] for rank in envs},
+            tee_stdouts={0: path["o", 0]},
+            error_files={rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()},
+            filtered_stdout=os.path.join(top, "kept"),
+        )
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def script(job: Job, text: str, name: str = "script.py") -> str:
+    (job.folder / name).write_text(text)
+    return str(job.folder / name)
+
+
+def finished(agent: Agent) -> Agent:
+    assert agent.wait() == 0, agent.err
+    return agent
+
+
+def torchrun(job: Job, *words: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The same words to the installed torchrun, with a log directory of its own."""
+    pytest.importorskip("torch.distributed.run")
+    logs = job.folder / "torchs"
+    argv = [sys.executable, "-m", "torch.distributed.run", f"--log-dir={logs}", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False, env={**job.env, **env})
+    return done, logs
+
+
+def with_words(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if " apple" in line or " pear" in line or " orange" in line)
+
+
+# output ---------------------------------------------------------------------------------------------------------------
+
+
+def test_filters_ranks_and_prefixes_come_to_what_they_come_to_with_torchrun(job: Job) -> None:
+    words = [
+        "--standalone",
+        "--nproc-per-node=3",
+        "--tee=3",
+        "--local-ranks-filter=0,2",
+        "--duplicate-stdout-filters=apple,ge,,r",
+        "--duplicate-stderr-filters=pear",
+        script(job, LINES),
+    ]
+    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}/${local_rank} $other>"}
+    agent = finished(job.run(*words, env=env))
+    theirs, their_logs = torchrun(job, *words, **env)
+    if theirs.returncode == 2:
+        pytest.skip("this torchrun does not know these flags")
+    assert with_words(agent.out) == with_words(theirs.stdout)
+    assert with_words(agent.err) == with_words(theirs.stderr)
+    assert "<default 2/2 $other>out 2 pear" in agent.out.splitlines()
+    for name in ("filtered_stdout.log", "filtered_stderr.log"):
+        (mine,), (other,) = job.logs.rglob(name), their_logs.rglob(name)
+        assert sorted(mine.read_text().splitlines()) == sorted(other.read_text().splitlines()) != []
+    (hidden,) = job.logs.glob("*/round_*/1/stdout.log")
+    assert hidden.read_text() == "out 1 apple\nout 1 pear\nout 1 orange,red\n"
+
+
+def test_a_worker_that_is_not_to_be_shown_is_not_and_its_stderr_is_kept_for_the_evidence(job: Job) -> None:
+    agent = finished(job.run("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1", script(job, LINES)))
+    assert with_words(agent.out) == ["out 1 apple", "out 1 orange,red", "out 1 pear"]
+    assert with_words(agent.err) == ["err 1 apple", "err 1 orange,red", "err 1 pear"]
+    (kept,) = job.logs.glob("*/round_*/0/stderr.log")
+    assert with_words(kept.read_text()) == ["err 0 apple", "err 0 orange,red", "err 0 pear"]
+    assert list(job.logs.glob("*/round_*/0/stdout.log")) == []
+
+
+def test_filtered_lines_are_all_there_in_order_and_whole(job: Job) -> None:
+    count = 3000
+    flags = ["--standalone", "--nproc-per-node=2", "--tee=3", "--duplicate-stdout-filters=7,out 1"]
+    finished(job.run(*flags, str(SCRIPTS / "lines.py"), str(count)))
+    (path,) = job.logs.rglob("filtered_stdout.log")
+    lines = path.read_text().splitlines()
+    sevens = [f"[default0]:out 0 {i}" for i in range(count) if "7" in str(i)]
+    assert [line for line in lines if line.startswith("[default0]")] == sevens
+    assert [line for line in lines if line.startswith("[default1]")] == [f"[default1]:out 1 {i}" for i in range(count)]
+
+
+# plugins --------------------------------------------------------------------------------------------------------------
+
+
+def plugin(job: Job) -> dict[str, str]:
+    """An installed package with a plugin, as the environment that has it."""
+    site = job.folder / "site"
+    (site / "mylogs-1.0.dist-info").mkdir(parents=True)
+    (site / "mylogs.py").write_text(PLUGIN)
+    (site / "mylogs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mylogs\nVersion: 1.0\n")
+    (site / "mylogs-1.0.dist-info" / "entry_points.txt").write_text("[torchrun.logs_specs]\nmine = mylogs:Mine\n")
+    return {"PYTHONPATH": str(site)}
+
+
+def test_a_plugin_says_where_output_goes_and_may_add_to_the_environment(job: Job) -> None:
+    pytest.importorskip("torch")
+    fault = "import os\nassert os.environ['TORCHELASTIC_RESTART_COUNT'] != '0', 'fault ' + os.environ['SAID_BY_PLUGIN']"
+    agent = job.run(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--tee=3", "--logs-specs=mine",
+        "--duplicate-stdout-filters=apple", script(job, f"{LINES}\n{fault}"), env=plugin(job),
+    )  # fmt: skip
+    finished(agent)
+    assert with_words(agent.out) == [
+        f"[default0]:out 0 {word}" for word in ("apple", "apple", "orange,red", "orange,red", "pear", "pear")
+    ]
+    mine = job.logs / "mine"
+    assert {path.name for path in (mine / "1").iterdir()} == {"o0", "o1", "e0", "e1", "kept"}
+    assert (mine / "1" / "o1").read_text() == "out 1 apple\nout 1 pear\nout 1 orange,red\n"
+    assert (mine / "1" / "kept").read_text() == "[default0]:out 0 apple\n"
+    assert "fault 2" in json.loads((mine / "0" / "error0").read_text())["message"]["message"]
+
+
+def test_torchs_own_specs_are_a_plugin_too(job: Job) -> None:
+    pytest.importorskip("torch")
+    finished(job.run("--standalone", "--redirects=3", "--logs-specs=default", script(job, LINES)))
+    (path,) = job.logs.glob("*/attempt_0/0/stdout.log")
+    assert path.read_text() == "out 0 apple\nout 0 pear\nout 0 orange,red\n"
+
+
+def test_a_plugin_that_fails_fails_the_job_in_its_own_words(job: Job) -> None:
+    pytest.importorskip("torch")
+    agent = job.run("--standalone", "--logs-specs=mine", script(job, LINES), env={**plugin(job), "PLUGIN_FAULT": "1"})
+    assert agent.wait() == 1
+    assert "--logs-specs=mine: the plugin failed: RuntimeError: the plugin's own words" in agent.err
+
+
+# programs and ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--run-path"], ["--run-path", "--start-method=spawn"]])
+def test_a_script_is_main_with_its_own_words_however_it_is_named(job: Job, flags: list[str]) -> None:
+    path = script(job, TELL)
+    agent = finished(job.run("--standalone", *flags, path, "--x"))
+    assert agent.out == f"{['-u', path, '--x']} {[path, '--x']} __main__\n"
+
+
+def test_another_python_runs_the_script_where_torchs_variable_names_one(job: Job) -> None:
+    other = script(job, f'#!/bin/sh\necho "other python $*"\nexec {sys.executable} "$@"\n', "other")
+    os.chmod(other, 0o755)  # noqa: PTH101
+    path = script(job, TELL)
+    agent = finished(job.run("--standalone", path, env={"PYTHON_EXEC": other}))
+    assert agent.out.startswith(f"other python -u {path}\n")
+
+
+def test_with_a_virtual_local_rank_each_worker_is_0_and_sees_its_own_gpu(job: Job) -> None:
+    tell = (
+        "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'CUDA_VISIBLE_DEVICES')))"
+    )
+    words = ["--standalone", "--nproc-per-node=2", "--virtual-local-rank", script(job, tell)]
+    agent = finished(job.run(*words, env={"CUDA_VISIBLE_DEVICES": "5,GPU-aa"}))
+    assert sorted(agent.out.splitlines()) == ["0 0 2 5", "1 0 2 GPU-aa"]
+    theirs, _ = torchrun(job, *words, CUDA_VISIBLE_DEVICES="5,GPU-aa")
+    if theirs.returncode != 2:
+        assert sorted(theirs.stdout.splitlines()) == sorted(agent.out.splitlines())
+
+
+# signals --------------------------------------------------------------------------------------------------------------
+
+CATCH = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: (print("caught", flush=True), sys.exit(0)))
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_signal_that_was_named_ends_the_job_and_reaches_the_workers(job: Job) -> None:
+    agent = job.run("--standalone", "--signals-to-handle=SIGTERM,SIGUSR1", script(job, CATCH))
+    wait_until(lambda: "ready" in agent.out or None)
+    agent.signal(signal.SIGUSR1)
+    assert agent.wait() == 128 + signal.SIGUSR1
+    assert agent.out == "ready\ncaught\n"
+
+
+def test_a_signal_that_was_not_named_does_what_it_does_to_any_process_and_no_worker_outlives_it(job: Job) -> None:
+    agent = job.run("--standalone", "--signals-to-handle=SIGTERM", script(job, CATCH))
+    wait_until(lambda: "ready" in agent.out or None)
+    agent.signal(signal.SIGQUIT)
+    assert agent.wait() == -signal.SIGQUIT
+    wait_until(lambda: None if job.leftovers() else True)

@@ -1,0 +1,434 @@
+"""`LaunchConfig`, `elastic_launch`, `launch_agent`: programs that launch functions and commands, run for real."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ripstop.compat.errors import ChildFailedError
+from ripstop.compat.launcher import LaunchConfig, elastic_launch, launch_agent
+from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std
+
+METHODS = ("spawn", "fork", "forkserver")
+DEADLINE = 60.0
+TORCH, OURS = "torch.distributed.launcher", "ripstop.compat.launcher"
+
+PRELUDE = """\
+import json, os, signal, sys, time
+from LAUNCHER import LaunchConfig, elastic_launch
+from LAUNCHER import launch_agent
+
+def config(method="fork", workers=2, **more):
+    more = {"max_restarts": 0, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "r"} | more
+    return LaunchConfig(1, 1, workers, start_method=method, **more)
+
+def say(*what):
+    print(json.dumps(what), flush=True)
+"""
+
+Program = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    """Starts a program that launches; it and all it started are gone when the test is over."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str, *args: str, launcher: str = OURS, **env: str) -> "subprocess.Popen[str]":
+        path = tmp_path / f"program{len(started)}.py"
+        path.write_text(PRELUDE.replace("LAUNCHER", launcher) + textwrap.dedent(source))
+        process = subprocess.Popen(
+            [sys.executable, str(path), *args],
+            env=os.environ | {"TMPDIR": str(tmp_path)} | env,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def said(process: "subprocess.Popen[str]") -> list[Any]:
+    """What a program said until its end, which must be a good one."""
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def config(method: str = "fork", workers: int = 2, **more: Any) -> LaunchConfig:
+    settings = {"max_restarts": 0, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "r"} | more
+    return LaunchConfig(1, 1, workers, start_method=method, **settings)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# functions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_function_of_the_program_runs_in_every_worker_and_its_values_come_back_by_rank(
+    program: Program, method: str
+) -> None:
+    source = """
+    def work(word):
+        return [word, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.getpid()]
+
+    if __name__ == "__main__":
+        say(elastic_launch(config(sys.argv[1], workers=3), work)("hello"), os.getpid())
+    """
+    ((values, launcher),) = said(program(source, method))
+    assert {rank: value[:3] for rank, value in values.items()} == {
+        str(rank): ["hello", str(rank), "3"] for rank in range(3)
+    }
+    assert len({value[3] for value in values.values()} | {launcher}) == 4
+
+
+def test_closures_work_with_fork() -> None:
+    seen = {"word": "inside"}
+    assert elastic_launch(config(), lambda: (seen["word"], os.environ["RANK"]))() == {
+        0: ("inside", "0"),
+        1: ("inside", "1"),
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_queue_of_the_same_context_can_be_an_argument(program: Program, method: str) -> None:
+    source = """
+    import multiprocessing
+
+    def work(queue):
+        queue.put(int(os.environ["RANK"]))
+
+    if __name__ == "__main__":
+        queue = multiprocessing.get_context(sys.argv[1]).Queue()
+        elastic_launch(config(sys.argv[1]), work)(queue)
+        say(sorted([queue.get(), queue.get()]))
+    """
+    assert said(program(source, method)) == [[[0, 1]]]
+
+
+@pytest.mark.parametrize("method", ("spawn", "fork"))
+def test_functions_meet_in_a_process_group(program: Program, method: str) -> None:
+    source = """
+    import torch, torch.distributed as dist
+
+    def work():
+        dist.init_process_group("gloo")
+        tensor = torch.ones(1) + dist.get_rank()
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return tensor
+
+    if __name__ == "__main__":
+        say({rank: value.item() for rank, value in elastic_launch(config(sys.argv[1]), work)().items()})
+    """
+    assert said(program(source, method)) == [[{"0": 3.0, "1": 3.0}]]
+
+
+def test_a_large_return_value_comes_back_whole() -> None:
+    assert elastic_launch(config(workers=1), lambda: b"x" * (64 << 20))() == {0: b"x" * (64 << 20)}
+
+
+def test_a_function_that_fails_is_restarted_and_the_last_round_counts(tmp_path: Path) -> None:
+    def work() -> str:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and os.environ["RANK"] == "1":
+            raise ValueError("only once")
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    assert elastic_launch(config(max_restarts=2), work)() == {0: "1", 1: "1"}
+
+
+@pytest.mark.parametrize("launcher", (TORCH, OURS))
+def test_a_failure_has_torchs_fields(program: Program, launcher: str) -> None:
+    source = """
+    def work(word):
+        if os.environ["RANK"] == "1":
+            raise ValueError(word)
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        try:
+            elastic_launch(config("fork"), work)("broken")
+        except Exception as error:
+            rank, failure = error.get_first_failure()
+            say(type(error).__name__, error.name, rank, failure.local_rank, failure.exitcode, failure.pid > 0)
+            say(failure.message["message"], os.path.exists(failure.error_file), failure.signal_name())
+            say("broken" in str(error), list(error.failures))
+    """
+    assert said(program(source, launcher=launcher)) == [
+        ["ChildFailedError", "work", 1, 1, 1, True],
+        ["ValueError: broken", True, "<N/A>"],
+        [True, [1]],
+    ]
+
+
+@pytest.mark.parametrize("launcher", (TORCH, OURS))
+def test_a_killed_worker_is_a_failure_with_the_signals_negative_number(program: Program, launcher: str) -> None:
+    source = """
+    def work():
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        try:
+            elastic_launch(config("fork"), work)()
+        except Exception as error:
+            failure = error.failures[0]
+            say(failure.exitcode, failure.signal_name(), failure.message.replace(str(failure.pid), "PID"))
+    """
+    assert said(program(source, launcher=launcher)) == [[-9, "SIGKILL", "Signal 9 (SIGKILL) received by PID PID"]]
+
+
+@pytest.mark.parametrize("method", ("spawn", "forkserver"))
+def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_started(method: str) -> None:
+    with pytest.raises(pickle.PicklingError, match=r"cannot be pickled.*start_method='fork'"):
+        elastic_launch(config(method), lambda: None)()
+    with pytest.raises(pickle.PicklingError, match="an argument"):
+        elastic_launch(config(method), os.getpid)(threading.Lock())
+
+
+def test_a_return_value_that_cannot_be_sent_is_the_workers_failure() -> None:
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(config(workers=1), threading.Lock)()
+    assert "this lock cannot be pickled" in failed.value.failures[0].message["message"]
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_gets_its_words_and_returns_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
+    os.chdir(tmp_path)
+    assert elastic_launch(config(), sys.executable)("-u", str(script), "--local-rank=${local_rank}") == {
+        0: None,
+        1: None,
+    }
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["--local-rank=0", "--local-rank=1"]
+    assert elastic_launch(config(), "sh")("-c", "echo $RANK ${local_rank} > from_sh_$RANK") == {0: None, 1: None}
+    assert [(tmp_path / f"from_sh_{rank}").read_text() for rank in "01"] == ["0 0\n", "1 1\n"]
+
+
+def test_a_commands_failure_bears_its_scripts_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)")
+    with pytest.raises(ChildFailedError) as failed:
+        launch_agent(config(workers=1), sys.executable, ["-u", str(script)])
+    assert failed.value.name == str(script)
+    assert failed.value.failures[0].exitcode == 7
+
+
+def test_output_goes_where_the_logs_specs_say(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
+
+    def work() -> None:
+        os.write(1, f"out {os.environ['RANK']}".encode())
+
+    elastic_launch(config(logs_specs=specs), work)()
+    assert sorted(path.read_text() for path in tmp_path.rglob("stdout.log")) == ["out 0", "out 1"]
+
+
+def test_nothing_is_left_on_disk_of_a_launch_that_wrote_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert elastic_launch(config(), os.getppid)() == {0: os.getpid(), 1: os.getpid()}
+    assert list(tmp_path.iterdir()) == []
+
+
+# inside a program -----------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_is_in_an_event_loop_can_launch() -> None:
+    async def main() -> dict[int, Any]:
+        values = elastic_launch(config(), lambda: os.environ["RANK"])()
+        await asyncio.sleep(0)  # the loop still works
+        return values
+
+    assert asyncio.run(main()) == {0: "0", 1: "1"}
+
+
+def test_a_thread_can_launch() -> None:
+    values: list[dict[int, Any]] = []
+    thread = threading.Thread(target=lambda: values.append(elastic_launch(config("spawn"), os.getppid)()))
+    thread.start()
+    thread.join(DEADLINE)
+    assert values == [{0: os.getpid(), 1: os.getpid()}]
+
+
+def test_the_programs_signal_handlers_are_its_own_again_afterwards() -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    before = {number: signal.signal(number, mine) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)}
+    try:
+        elastic_launch(config(), os.getppid)()
+        assert [signal.getsignal(number) for number in before] == [mine] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_the_programs_own_children_are_left_alone() -> None:
+    own = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        elastic_launch(config(), os.getppid)()
+        assert own.poll() is None
+    finally:
+        own.kill()
+        assert own.wait() == -signal.SIGKILL
+
+
+SLEEPERS = """
+def work(nested):
+    say(os.getpid())
+    time.sleep(600)
+
+def main(method, *args):
+    try:
+        elastic_launch(config(method), work)(*args)
+    except BaseException as error:
+        say(type(error).__name__, int(getattr(error, "sigval", 0)))
+        raise SystemExit(0)
+"""
+
+
+def test_a_signal_stops_the_workers_and_is_an_exception(program: Program) -> None:
+    process = program(SLEEPERS + "\nif __name__ == '__main__': main('fork', None)")
+    assert process.stdout is not None
+    pids = [json.loads(process.stdout.readline())[0] for _ in range(2)]
+    process.terminate()
+    assert said(process) == [["SignalException", signal.SIGTERM]]
+    assert not any(map(is_alive, pids))
+
+
+def test_ctrl_c_inside_an_event_loop_stops_the_workers(program: Program) -> None:
+    source = """
+    import asyncio
+
+    async def inside():
+        main("spawn", None)
+
+    if __name__ == "__main__":
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(inside())
+    """
+    process = program(SLEEPERS + textwrap.dedent(source))
+    assert process.stdout is not None
+    pids = [json.loads(process.stdout.readline())[0] for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    assert said(process) == [["KeyboardInterrupt", 0]]
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_die_with_a_launcher_that_is_killed(program: Program, method: str) -> None:
+    process = program(SLEEPERS + f"\nif __name__ == '__main__': main({method!r}, None)")
+    assert process.stdout is not None
+    pids = [json.loads(process.stdout.readline())[0] for _ in range(2)]
+    process.kill()
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+# several nodes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("c10d", "static"))
+def test_two_nodes_meet(program: Program, backend: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = """
+    def work():
+        return [os.environ["GROUP_RANK"], os.environ["WORLD_SIZE"]]
+
+    if __name__ == "__main__":
+        backend, port, rank = sys.argv[1:]
+        meet = config("spawn", workers=1, rdzv_backend=backend, rdzv_endpoint=f"127.0.0.1:{port}")
+        meet.min_nodes = meet.max_nodes = 2
+        if backend == "static":
+            meet.rdzv_configs["rank"] = int(rank)
+        say(elastic_launch(meet, work)())
+    """
+    nodes = [program(source, backend, str(port), rank, RIPSTOP_TOKEN="t") for rank in "01"]
+    values = [said(node)[0][0] for node in nodes]
+    assert sorted(rank for value in values for rank in value) == ["0", "1"]
+    assert all(value[rank] == [rank, "2"] for value in values for rank in value)
+
+
+# the configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_has_torchs_fields_and_defaults() -> None:
+    from torch.distributed.launcher import LaunchConfig as Theirs
+
+    def described(kind: Any) -> list[tuple[str, Any]]:
+        made = {"rdzv_configs", "metrics_cfg"}  # by factories
+        return [(field.name, None if field.name in made else field.default) for field in dataclasses.fields(kind)]
+
+    ours = described(LaunchConfig)
+    theirs = [entry for entry in described(Theirs) if entry[0] in dict(ours)]
+    assert ours[: len(theirs)] == theirs
+    assert {name for name, _ in described(Theirs)} <= set(dict(ours))
+    assert LaunchConfig(1, 1, 1).rdzv_configs == Theirs(1, 1, 1).rdzv_configs == {"timeout": 900}
+    assert LaunchConfig(1, 1, 1, rdzv_timeout=7).rdzv_configs == {"timeout": 7}
+    for kind in (LaunchConfig, Theirs):
+        with pytest.raises(ValueError, match="shutdown_timeout"):
+            kind(1, 1, 1, shutdown_timeout=-1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd'.*c10d"),
+        ({"rdzv_endpoint": "no host!"}, "not a host name"),
+        ({"start_method": "threads"}, "spawn, fork, forkserver"),
+        ({"rdzv_configs": {"no_such_wait": 3}}, "no_such_wait"),
+        ({"local_addr": "a b"}, "not a host name"),
+    ],
+)
+def test_a_configuration_that_cannot_be_right_is_a_value_error(setting: dict[str, Any], word: str) -> None:
+    settings = {"run_id": "r", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+    with pytest.raises(ValueError, match=word):
+        elastic_launch(LaunchConfig(1, 1, 1, **(settings | setting)), os.getpid)()
+
+
+def test_a_run_id_is_made_up_when_there_is_none() -> None:
+    nameless = config(workers=1, run_id="")
+    assert elastic_launch(nameless, lambda: os.environ["TORCHELASTIC_RUN_ID"])() == {0: nameless.run_id}
+    assert nameless.run_id

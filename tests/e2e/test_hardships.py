@@ -1,0 +1,282 @@
+"""What a launcher meets in the wild: impatient users, strange parents, full disks, hostile scripts."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Job, wait_until
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Job(tmp_path, PYTHONPATH=path) as job:
+        yield job
+
+
+def script(job: Job, text: str, name: str = "script.py") -> str:
+    path = job.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def go(job: Job) -> None:
+    Path(f"{job.log}.go").touch()
+
+
+def zygote_of(pid: int) -> int:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "ripstop-zygote":
+                return child
+    raise AssertionError("the agent has no zygote")
+
+
+CRASH = "import os, time\nos._exit(3) if os.environ['RANK'] == '0' else time.sleep(1000)\n"
+UNTIL_GO = """
+import os, time
+print("up", flush=True)
+while not os.path.exists(os.environ["TRAIN_LOG"] + ".go"): time.sleep(0.01)
+"""
+SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(1000)\n"
+
+
+# signals --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_the_zygote_still_imports_ends_it_all(job: Job) -> None:
+    script(
+        job, f"import pathlib, time\npathlib.Path({str(job.folder / 'began')!r}).touch()\ntime.sleep(1000)\n", "slow.py"
+    )
+    agent = job.run("--standalone", "--preload=slow", script(job, SLEEP))
+    wait_until(lambda: True if (job.folder / "began").exists() else None, why=job.story)
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert "Traceback" not in agent.err
+
+
+def test_an_interrupt_at_any_moment_of_the_start_is_no_traceback(job: Job) -> None:
+    path = script(job, SLEEP)
+    for _ in range(5):
+        agent = job.run("--standalone", path)
+        wait_until(partial(_our_code_runs, agent.pid))
+        agent.signal(signal.SIGINT)
+        assert agent.wait() in (130, -signal.SIGINT)
+        assert "Traceback" not in agent.err
+
+
+def _our_code_runs(pid: int) -> bool | None:
+    """`python -m ripstop` has come so far as to load what the agent needs."""
+    return True if "_socket." in Path(f"/proc/{pid}/maps").read_text() else None
+
+
+def test_an_interrupt_while_waiting_for_other_nodes_is_a_leave(job: Job) -> None:
+    agent = job.node(nnodes="2", script=Path(script(job, SLEEP)))
+    agent.says("waiting: 1 of at least 2 nodes")
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert "left: signal 2" in agent.err
+
+
+@pytest.mark.parametrize("gap", ["at once", "in between"])
+def test_two_interrupts_in_the_middle_of_restarts_end_it_without_a_traceback(job: Job, gap: str) -> None:
+    agent = job.run(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=100000", "--restart-backoff=0", script(job, CRASH)
+    )
+    agent.says("round=5 ")
+    agent.signal(signal.SIGINT)
+    if gap == "in between":
+        agent.says("signal 2: stopping")
+    agent.signal(signal.SIGINT)
+    assert agent.wait() in (130, -signal.SIGINT), agent.err  # the second may come when all is done but the exit
+    assert "launch.py" not in agent.err, "a traceback of the agent's"  # workers may show theirs
+    assert "never retrieved" not in agent.err
+
+
+def test_nohup_is_respected(job: Job) -> None:
+    agent = job.run("--standalone", script(job, UNTIL_GO), wrap=["nohup"])
+    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    agent.signal(signal.SIGHUP)
+    go(job)
+    assert agent.wait() == 0
+
+
+def test_a_zygote_that_is_killed_is_missed_by_nobody(job: Job) -> None:
+    agent = job.run(
+        "--standalone",
+        "--max-restarts=1",
+        script(job, UNTIL_GO + "os._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"),
+    )
+    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    os.kill(zygote_of(agent.pid), signal.SIGTERM)
+    go(job)
+    assert agent.wait() == 0
+    assert agent.out.split() == ["up", "up"]
+
+
+# whoever started us ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["zygote", "exec"])
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_closed_standard_streams_are_silent_ones(job: Job, closed: tuple[int, ...], start: str) -> None:
+    wish = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
+    seen = job.folder / "seen"
+    text = f"""
+import os, sys
+print('to stdout')
+print('to stderr', file=sys.stderr)
+with open({str(seen)!r}, 'w') as f: f.write(' '.join(os.readlink(f'/proc/self/fd/{{n}}') for n in (0, 1, 2)))
+"""
+    wrap = ["sh", "-c", f'exec "$@" {wish}', "sh"]
+    agent = job.run("--standalone", f"--start-method={start}", script(job, text), wrap=wrap)
+    assert agent.wait() == 0
+    streams = seen.read_text().split()
+    assert all(streams[number] == "/dev/null" for number in closed if number < 2), streams
+    assert "stderr.log" in streams[2]
+    assert agent.out == ("" if 1 in closed else "to stdout\n")
+
+
+def test_a_reader_that_goes_away_takes_nobody_with_it(job: Job) -> None:
+    """`ripstop run … 2>&1 | head -1`."""
+    path = script(job, "for i in range(20000): print('line', i)\n")
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "ripstop", "run", f"--log-dir={job.logs}", "--tee=3", path],
+        env=job.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        agent.stdout.close()
+        assert agent.wait(60) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+    (log,) = job.logs.glob("*/round_1/0/stdout.log")
+    assert len(log.read_text().splitlines()) == 20000
+
+
+def test_a_console_gets_all_of_a_flood(job: Job) -> None:
+    line = "x" * 99
+    agent = job.run(
+        "--standalone", script(job, f"import sys\nfor _ in range(200000): sys.stderr.write({line!r} + '\\n')\n")
+    )
+    assert agent.wait() == 0
+    assert agent.err.splitlines().count(line) == 200000
+
+
+# what runs out --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a small disk needs root and util-linux")
+def test_a_full_disk_is_the_workers_trouble_and_the_report_is_still_printed(job: Job) -> None:
+    disk = job.folder / "disk"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=128k tmpfs "$0" && exec "$@"'
+    agent = job.ripstop(
+        "run",
+        f"--log-dir={disk}",
+        "--redirects=3",
+        script(job, "import sys\nfor i in range(10000): print('a line that fills the disk', i)\n"),
+        wrap=["unshare", "--mount", "sh", "-c", mount, str(disk)],
+    )
+    assert agent.wait() == 1
+    assert "root cause: rank 0" in agent.err
+    assert "No space left on device" in agent.err
+    assert "report: could not be written" in agent.err
+
+
+@pytest.mark.parametrize("limit", [20, 30, 34, 38])
+def test_too_few_file_descriptors_are_a_failure_and_no_hang(job: Job, limit: int) -> None:
+    wrap = ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh"]
+    agent = job.run("--standalone", "--nproc-per-node=8", "--tee=3", script(job, "pass\n"), wrap=wrap)
+    code = agent.wait()
+    assert code == 0 or "Too many open files" in agent.err
+
+
+def test_sixty_four_workers_start(job: Job) -> None:
+    agent = job.run(
+        "--standalone", "--nproc-per-node=64", "-r", "3", script(job, "import os\nprint(os.environ['RANK'])\n")
+    )
+    assert agent.wait() == 0
+    assert sorted(int(log.read_text()) for log in job.logs.glob("*/round_1/*/stdout.log")) == list(range(64))
+
+
+# what disappears ------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_is_deleted_between_rounds_is_named(job: Job) -> None:
+    path = script(job, "import os\nos.unlink(__file__)\nos._exit(3)\n")
+    agent = job.run("--standalone", "--max-restarts=1", path)
+    assert agent.wait() == 1
+    assert f"can't open file '{path}'" in agent.err
+
+
+def test_a_working_directory_that_is_deleted_between_rounds_stops_nobody(job: Job) -> None:
+    here = job.folder / "here"
+    here.mkdir()
+    text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n  os.rmdir(os.getcwd())\n  os._exit(3)\n"
+    agent = job.run("--standalone", "--max-restarts=1", script(job, text), wrap=["env", f"--chdir={here}"])
+    assert agent.wait() == 0
+
+
+def test_a_relative_log_directory_below_a_deleted_one_is_exit_2(job: Job) -> None:
+    here = job.folder / "here"
+    here.mkdir()
+    wrap = ["sh", "-c", f'cd {here} && rmdir {here} && exec "$@"', "sh"]
+    agent = job.ripstop("run", "--log-dir=logs", script(job, "pass\n"), wrap=wrap)
+    assert agent.wait() == 2
+    assert "--log-dir" in agent.err
+    assert "Traceback" not in agent.err
+
+
+# hostile scripts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_daemons_that_a_script_leaves_behind_are_gone_with_the_job(job: Job, code: int) -> None:
+    text = f"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+os._exit({code})
+"""
+    agent = job.run("--standalone", "--nproc-per-node=2", script(job, text))
+    assert agent.wait() == (1 if code else 0)
+    assert not job.leftovers()
+
+
+def test_a_worker_that_closes_every_descriptor_is_still_watched(job: Job) -> None:
+    text = "import os, time\nos.closerange(0, 4096)\ntime.sleep(0.1)\nos._exit(int(os.environ['RANK']))\n"
+    agent = job.run("--standalone", "--nproc-per-node=2", script(job, text))
+    assert agent.wait() == 1
+    assert "rank 1" in agent.err
+    assert "exited with code 1" in agent.err
+
+
+def test_a_worker_reads_what_is_piped_to_the_agent(job: Job) -> None:
+    text = "import sys\nprint(sys.stdin.read())\n"
+    agent = job.run("--standalone", script(job, text), wrap=["sh", "-c", 'echo piped | "$@"', "sh"])
+    assert agent.wait() == 0
+    assert agent.out.strip() == "piped"
+
+
+def test_a_path_may_have_spaces_and_any_letters(job: Job) -> None:
+    path = script(job, "import sys\nprint(sys.argv)\n", "größe mit abstand/tr ain – 1.py")
+    agent = job.run("--standalone", path, "a b", "ü")
+    assert agent.wait() == 0
+    assert agent.out.strip() == str([path, "a b", "ü"])

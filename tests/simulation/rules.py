@@ -1,0 +1,199 @@
+"""What must hold in every schedule, at every step and at its end.
+
+Looks into the machines on purpose: a rule that is broken inside shows outside only much later, if ever.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ripstop.rendezvous import machine as coordinator
+from ripstop.rendezvous.machine import Job, Phase
+from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Succeeded
+from ripstop.round import Address, Place
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LEASE = 2.0
+AFTER_HOLD = 3.0  # seconds in which workers that were told to stop are gone, with every delay there is
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+
+
+class Violation(AssertionError):
+    """Something happened that never may."""
+
+
+def demand(truth: object, what: str) -> None:
+    if not truth:
+        raise Violation(what)
+
+
+class Rules:
+    """The rules of one schedule, and what they need to remember."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.committed: set[tuple[int, int]] = set()  # the coordinator's life, and the round
+        self.ports: dict[Address, tuple[int, int]] = {}
+        self.running = (0, 0)  # the round last seen running
+
+    # a step of the coordinator ----------------------------------------------------------------------------------------
+
+    def before(self, job: Job, event: coordinator.Event) -> Callable[[], None] | None:
+        """Look at the state before certain events; the answer compares it with the state after."""
+        match event:
+            case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.number:
+                used, done = job.restarts.used, set(job._done)
+
+                def untouched() -> None:
+                    demand(job.restarts.used == used, f"a stale failure was charged: {event}")
+                    demand(job._done <= done, f"a stale success was counted: {event}")
+
+                return untouched
+            case coordinator.Heard(name, Failed(round, failures)) if (
+                job.phase is Phase.RUNNING
+                and name in job.round
+                and not (job._absent or job._leaving or job._verdict)
+                and failures[0].message != GLOO
+                and self._standing(job) >= self.world.budget.max_restarts
+                and self._is_on_time(job)
+            ):
+                return lambda: demand(
+                    job.phase in (Phase.CLOSING, Phase.CLOSED), f"the budget is spent and the job goes on: {event}"
+                )
+        return None
+
+    def after(self, job: Job, event: coordinator.Event, commands: list[coordinator.Command]) -> None:
+        """What was decided is right."""
+        here = (self.world.life, job.number)
+        if job.phase is Phase.RUNNING and self.running != here:
+            self.running = here
+            self._check_one_round(job)
+        if not commands:
+            return
+        self._check_places(
+            job, commands, again=isinstance(event, coordinator.Heard) and isinstance(event.message, Join)
+        )
+        standing = self._standing(job)
+        demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
+        for command in commands:
+            if isinstance(command, coordinator.Log) and " lost: silent" in command.text:
+                self._check_loss(command.text.split()[0].removeprefix("node="))
+
+    def _standing(self, job: Job) -> int:
+        """How many charges count now."""
+        window = self.world.budget.window
+        return sum(not window or at > self.world.now - window for at in job.restarts._charges)
+
+    def _is_on_time(self, job: Job) -> bool:
+        due = job.deadline()
+        return due is None or due >= self.world.now
+
+    def _check_loss(self, name: str) -> None:
+        connection, now = self.world.sessions.get(name), self.world.now
+        if connection is None or not connection.open:
+            return
+        in_touch = now - max(connection.began, connection.node.blocked_up)
+        demand(in_touch < LEASE, f"{name} is taken for lost, and was in touch for {in_touch:.1f} s")
+
+    # rounds -----------------------------------------------------------------------------------------------------------
+
+    def _check_one_round(self, job: Job) -> None:
+        table = sorted((p.group_rank, p.group_size, str(p.store)) for p in job.round.values())
+        right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
+        demand(table == right, f"nodes of different rounds are taken for one: {job.round}")
+
+    def _check_places(self, job: Job, commands: list[coordinator.Command], *, again: bool) -> None:
+        last: dict[str, Place] = {}
+        for command in commands:
+            match command:
+                case coordinator.Send(name, Assign(place)):
+                    last[name] = place
+                case coordinator.Send(name, Hold()):
+                    last.pop(name, None)
+        for name, place in last.items():
+            demand(job.round.get(name) == place, f"{name} is told a place that is not its own: {place}")
+            live = job.number == place.round and (job.phase is Phase.RUNNING or again)
+            demand(live, f"a place in no live round: {place}")
+        if last and (self.world.life, job.number) not in self.committed:
+            self._check_commit(job)
+
+    def _check_commit(self, job: Job) -> None:
+        life, round = self.world.life, job.number
+        earlier = max((r for of, r in self.committed if of == life), default=0)
+        demand(earlier < round, f"round {round} comes after round {earlier}")
+        self.committed.add((life, round))
+        table = sorted(job.round.items(), key=lambda entry: entry[1].group_rank)
+        nodes = [job.members[name].node for name, _ in table]
+        size = len(table)
+        demand(self.world.low <= size <= min(self.world.high, job._target), f"round {round} has {size} nodes")
+        store = table[0][1].store
+        for rank, (name, place) in enumerate(table):
+            node = nodes[rank]
+            right = Place(
+                round=round,
+                group_rank=rank,
+                group_size=size,
+                first_rank=sum(n.slots for n in nodes[:rank]),
+                world_size=sum(n.slots for n in nodes),
+                slots=node.slots,
+                role_first_rank=sum(n.slots for n in nodes[:rank] if n.role == node.role),
+                role_size=sum(n.slots for n in nodes if n.role == node.role),
+                store=store,
+                restarts=job.restarts.used,
+            )
+            demand(not self.world.fixed or node.wish == rank, f"{name} has rank {rank} in a static job: {node}")
+            demand(place == right, f"{name} has a wrong place: {place}, right is {right}")
+        demand(store.host == nodes[0].host, f"the store {store} is not on rank 0's host")
+        demand(store not in self.ports, f"store {store} was used in round {self.ports.get(store)}, again in {round}")
+        self.ports[store] = (life, round)
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def check_held(self) -> None:
+        """Nobody in touch has workers of a round that has been over for some time."""
+        world, job = self.world, self.world.job
+        if job is None or job.phase is not Phase.GATHERING:
+            return
+        if world.now - max(job._since, world.frozen_until) < AFTER_HOLD:
+            return
+        for node in world.nodes.values():
+            link = node.connection
+            if node.alive and node.group and link and link.linked:
+                in_touch = world.now - max(link.began, link.up_last, link.down_last)
+                demand(in_touch < AFTER_HOLD, f"{node.id} has workers of {node.group.place}, which is over")
+
+    def check_farewell(self) -> None:
+        """Everybody in touch knows of the end before the coordinator goes."""
+        world = self.world
+        for link in world.sessions.values():
+            node = link.node
+            in_touch = world.now - max(link.began, link.up_last, link.down_last, world.frozen_until)
+            if node.alive and link.linked and in_touch > AFTER_HOLD:
+                demand(node.machine._end is not None, f"{node.id} does not know of the end, and the coordinator goes")
+
+    def unrest(self) -> str:
+        """Why this is not yet the end of the schedule; empty when it is."""
+        world, job = self.world, self.world.job
+        living = [n for n in world.nodes.values() if n.alive]
+        if not living:
+            return "" if job is None or job.phase is not Phase.RUNNING else "a job without nodes is running"
+        if job is None or job.phase is not Phase.RUNNING:
+            return f"{len(living)} nodes live, the job is {'down' if job is None else job.phase.value}"
+        if world.finishing:
+            return "the workers have not finished"
+        if any(n.leaving for n in living):
+            return "somebody is leaving"
+        ids = {n.id for n in living}
+        if not (job.round.keys() - job._done <= ids == job.members.keys()):
+            return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
+        if not job._done and len(job.round) != min(job._target, len(living)):
+            return f"{len(job.round)} nodes of {len(living)} are in the round"
+        for node in living:
+            place = job.round.get(node.id)
+            runs = node.group.place if node.group else None
+            if runs != place:
+                return f"{node.id} runs {runs}, should {place}"
+            if node.group and node.group.state not in ("running", "done"):
+                return f"{node.id}'s workers are {node.group.state}"
+        return ""
