@@ -31,6 +31,7 @@ both = pytest.mark.parametrize("api", [theirs, ours], ids=["torch", "ripstop"])
 both_tails = pytest.mark.parametrize("api", [their_tail_log, our_tail_log], ids=["torch", "ripstop"])
 METHODS = ("spawn", "fork", "forkserver")
 SHELL = "/bin/sh"
+PERIOD = 0.02  # of torch's polling
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_log_files_are_where_torch_has_them(choices: dict[str, Any], tmp_path: P
 def test_logs_to_dev_null_leave_no_file(api: Any, start: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     specs = api.DefaultLogsSpecs(log_dir=os.devnull, redirects=api.Std.ALL)
     context = start(api, SHELL, shell('echo "error file: <$TORCHELASTIC_ERROR_FILE>"'), specs=specs)
-    assert not context.wait(DEADLINE).is_failed()
+    assert not context.wait(DEADLINE, PERIOD).is_failed()
     assert "error file: <>" in capfd.readouterr().out
 
 
@@ -183,7 +184,7 @@ def test_commands_run_with_their_arguments_environment_and_files(api: Any, start
         envs=[{"WHO": "a"}, {"WHO": "b"}],
     )
     assert isinstance(context, api.SubprocessContext)
-    result = context.wait(DEADLINE)
+    result = context.wait(DEADLINE, PERIOD)
     assert not result.is_failed()
     assert result.return_values == {0: None, 1: None}
     assert [text(result.stdouts[rank]) for rank in (0, 1)] == ["7 a\n", "8 b\n"]
@@ -192,7 +193,7 @@ def test_commands_run_with_their_arguments_environment_and_files(api: Any, start
 
 @both
 def test_a_command_that_fails_ends_the_others(api: Any, start: Callable[..., Any]) -> None:
-    result = start(api, SHELL, shell("exec sleep 600", "exit 3")).wait(DEADLINE)
+    result = start(api, SHELL, shell("exec sleep 600", "exit 3")).wait(DEADLINE, PERIOD)
     assert result.is_failed() and result.return_values == {}
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {0: -signal.SIGTERM, 1: 3}
     assert result.failures[0].message.startswith("Signal 15 (SIGTERM) received by PID ")
@@ -207,7 +208,7 @@ def test_an_error_file_that_a_command_wrote_is_its_failures_message(api: Any, st
             raise ValueError("of the script")
         main()
         """)
-    failure = start(api, sys.executable, [("-c", record)]).wait(DEADLINE).failures[0]
+    failure = start(api, sys.executable, [("-c", record)]).wait(DEADLINE, PERIOD).failures[0]
     assert failure.message["message"] == "ValueError: of the script"
     assert failure.error_file.endswith("error.json")
 
@@ -230,7 +231,7 @@ def test_the_end_is_known_at_once_whatever_the_period(start: Callable[..., Any],
 
 def test_the_result_stays_the_same_when_it_is_asked_for_again(start: Callable[..., Any]) -> None:
     context = start(ours, SHELL, shell("exit 3"))
-    assert context.wait(DEADLINE) is context.wait(0)
+    assert context.wait(DEADLINE, PERIOD) is context.wait(0)
 
 
 @both
@@ -253,7 +254,7 @@ def test_a_stopped_command_takes_the_signal(start: Callable[..., Any]) -> None:
 
 
 def test_what_a_dead_command_left_behind_is_ended(start: Callable[..., Any], tmp_path: Path) -> None:
-    result = start(ours, SHELL, shell(f"sleep 600 & echo $! > {tmp_path}/pid; kill -9 $$")).wait(DEADLINE)
+    result = start(ours, SHELL, shell(f"sleep 600 & echo $! > {tmp_path}/pid; kill -9 $$")).wait(DEADLINE, PERIOD)
     assert result.failures[0].exitcode == -signal.SIGKILL
     child = int((tmp_path / "pid").read_text())
     eventually(lambda: not is_alive(child), "the end of the child")
@@ -307,7 +308,7 @@ def test_functions_return_values_by_rank(api: Any, method: str, start: Callable[
     context = start(api, functions.double, [(1,), (2,)], start_method=method)
     assert isinstance(context, api.MultiprocessContext)
     pids = context.pids()
-    result = context.wait(DEADLINE)
+    result = context.wait(DEADLINE, PERIOD)
     assert result.return_values == {0: 2, 1: 4} and not result.failures
     assert not any(is_alive(pid) for pid in pids.values())
 
@@ -316,7 +317,7 @@ def test_functions_return_values_by_rank(api: Any, method: str, start: Callable[
 def test_a_function_has_its_environment_its_files_and_its_own_group(method: str, start: Callable[..., Any]) -> None:
     context = start(ours, functions.where, [(0,), (1,)], envs=[{"WHO": "a"}, {"WHO": "b"}], start_method=method)
     pids = context.pids()
-    result = context.wait(DEADLINE)
+    result = context.wait(DEADLINE, PERIOD)
     assert result.return_values == {0: ("a", pids[0], pids[0]), 1: ("b", pids[1], pids[1])}
     assert [text(result.stdouts[rank]) for rank in (0, 1)] == ["to stdout\n"] * 2
     assert [text(result.stderrs[rank]) for rank in (0, 1)] == ["to stderr\n"] * 2
@@ -326,23 +327,27 @@ def test_a_function_has_its_environment_its_files_and_its_own_group(method: str,
 def test_a_closure_can_be_forked(api: Any, start: Callable[..., Any]) -> None:
     secret = object()
     context = start(api, lambda: id(secret), [()], start_method="fork")
-    assert context.wait(DEADLINE).return_values == {0: id(secret)}
+    assert context.wait(DEADLINE, PERIOD).return_values == {0: id(secret)}
 
 
 def test_a_function_without_torch_does_not_pay_for_it(start: Callable[..., Any]) -> None:
-    assert start(ours, functions.imports_torch, [()], start_method="spawn").wait(DEADLINE).return_values == {0: False}
+    assert start(ours, functions.imports_torch, [()], start_method="spawn").wait(DEADLINE, PERIOD).return_values == {
+        0: False
+    }
 
 
 def test_a_tensor_is_returned(start: Callable[..., Any]) -> None:
     import torch
 
-    (value,) = start(ours, lambda: torch.arange(3), [()], start_method="fork").wait(DEADLINE).return_values.values()
+    (value,) = (
+        start(ours, lambda: torch.arange(3), [()], start_method="fork").wait(DEADLINE, PERIOD).return_values.values()
+    )
     assert value.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("api", "method"), [(theirs, "fork"), *((ours, method) for method in METHODS)])
 def test_an_exception_of_a_function_is_in_its_error_file(api: Any, method: str, start: Callable[..., Any]) -> None:
-    result = start(api, functions.fail, [("because",)], start_method=method).wait(DEADLINE)
+    result = start(api, functions.fail, [("because",)], start_method=method).wait(DEADLINE, PERIOD)
     failure = result.failures[0]
     assert (failure.local_rank, failure.exitcode) == (0, 1)
     assert failure.message["message"] == "ValueError: because"
@@ -350,14 +355,16 @@ def test_an_exception_of_a_function_is_in_its_error_file(api: Any, method: str, 
 
 
 def test_an_exception_of_a_function_is_on_its_stderr_too(start: Callable[..., Any]) -> None:
-    result = start(ours, functions.fail, [("because",)], start_method="fork").wait(DEADLINE)
-    assert text(result.stderrs[0]).endswith("ValueError: because\n")
+    result = start(ours, functions.fail, [("because",)], start_method="fork").wait(DEADLINE, PERIOD)
+    shown = text(result.stderrs[0])
+    assert shown.startswith("Traceback") and shown.endswith("ValueError: because\n")
+    assert shown.count("  File ") == 1, "the user's frame, and none of ours"
 
 
 @both
 @pytest.mark.parametrize(("code", "expected"), [(0, None), (3, 3)])
 def test_sys_exit_in_a_function(api: Any, code: int, expected: int | None, start: Callable[..., Any]) -> None:
-    result = start(api, functions.leave, [(code,)], start_method="fork").wait(DEADLINE)
+    result = start(api, functions.leave, [(code,)], start_method="fork").wait(DEADLINE, PERIOD)
     if expected is None:
         assert result.return_values == {0: None}
     else:
@@ -366,14 +373,14 @@ def test_sys_exit_in_a_function(api: Any, code: int, expected: int | None, start
 
 @both
 def test_a_function_that_is_killed_failed_by_the_signal(api: Any, start: Callable[..., Any]) -> None:
-    failure = start(api, functions.kill_self, [()], start_method="fork").wait(DEADLINE).failures[0]
+    failure = start(api, functions.kill_self, [()], start_method="fork").wait(DEADLINE, PERIOD).failures[0]
     assert failure.exitcode == -signal.SIGKILL and failure.signal_name() == "SIGKILL"
     assert failure.error_file == "<N/A>"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_function_that_ends_its_process_without_returning_has_failed(method: str, start: Callable[..., Any]) -> None:
-    result = start(ours, functions.vanish, [()], start_method=method).wait(DEADLINE)
+    result = start(ours, functions.vanish, [()], start_method=method).wait(DEADLINE, PERIOD)
     assert "instead of returning" in result.failures[0].message
 
 
@@ -382,14 +389,14 @@ def test_a_function_that_fails_ends_the_others(api: Any, start: Callable[..., An
     ready = str(tmp_path / "ready")
     context = start(api, functions.fail_or_wait, [(0, ready), (1, ready)], start_method="fork")
     pids = context.pids()
-    assert list(context.wait(DEADLINE).failures) == [0]
+    assert list(context.wait(DEADLINE, PERIOD).failures) == [0]
     assert not is_alive(pids[1])
 
 
 def test_a_function_that_was_ended_has_recorded_nothing(start: Callable[..., Any], tmp_path: Path) -> None:
     ready = str(tmp_path / "ready")
     context = start(ours, functions.fail_or_wait, [(0, ready), (1, ready)], start_method="fork")
-    context.wait(DEADLINE)
+    context.wait(DEADLINE, PERIOD)
     assert not Path(context.error_files[1]).exists()
     assert text(context.stderrs[1]) == ""
 
@@ -399,26 +406,26 @@ def test_a_function_that_has_returned_stays_until_all_have(api: Any, start: Call
     context = start(
         api, functions.at_once_or_late, [(0, str(tmp_path / "go")), (1, str(tmp_path / "go"))], start_method="fork"
     )
-    assert context.wait(0.5, period=0.05) is None
+    assert context.wait(0.5, PERIOD) is None
     assert is_alive(context.pids()[0])
     (tmp_path / "go").touch()
-    assert context.wait(DEADLINE, period=0.05).return_values == {0: 0, 1: 1}
+    assert context.wait(DEADLINE, PERIOD).return_values == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_large_value_is_returned(method: str, start: Callable[..., Any]) -> None:
-    result = start(ours, functions.large, [(100_000_000,), (3,)], start_method=method).wait(DEADLINE)
+    result = start(ours, functions.large, [(100_000_000,), (3,)], start_method=method).wait(DEADLINE, PERIOD)
     assert {rank: len(value) for rank, value in result.return_values.items()} == {0: 100_000_000, 1: 3}
 
 
 def test_a_value_that_cannot_be_pickled_is_a_failure_with_a_remedy(start: Callable[..., Any]) -> None:
-    failure = start(ours, functions.return_unpicklable, [()], start_method="spawn").wait(DEADLINE).failures[0]
+    failure = start(ours, functions.return_unpicklable, [()], start_method="spawn").wait(DEADLINE, PERIOD).failures[0]
     assert "this function cannot be pickled" in failure.message["message"]
     assert failure.message["message"].endswith("return plain data")
 
 
 def test_a_value_that_cannot_be_read_here_is_a_failure(start: Callable[..., Any]) -> None:
-    failure = start(ours, functions.return_unreadable, [()], start_method="fork").wait(DEADLINE).failures[0]
+    failure = start(ours, functions.return_unreadable, [()], start_method="fork").wait(DEADLINE, PERIOD).failures[0]
     assert "what it returned cannot be read here: ValueError: cannot be made again" in failure.message
 
 
@@ -450,17 +457,24 @@ def test_a_function_that_ignores_the_signal_is_killed_after_the_timeout(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_dead_function_left_behind_is_ended(method: str, start: Callable[..., Any], tmp_path: Path) -> None:
-    result = start(ours, functions.with_child, [(str(tmp_path / "pid"),)], start_method=method).wait(DEADLINE)
+    result = start(ours, functions.with_child, [(str(tmp_path / "pid"),)], start_method=method).wait(DEADLINE, PERIOD)
     assert result.failures[0].exitcode == -signal.SIGKILL
     child = int((tmp_path / "pid").read_text())
     eventually(lambda: not is_alive(child), "the end of the child")
+
+
+def test_a_function_that_is_interrupted_died_of_it(start: Callable[..., Any], tmp_path: Path) -> None:
+    context = start(ours, functions.announce, [(str(tmp_path / "ready"),)], start_method="fork")
+    eventually((tmp_path / "ready").exists, "the function")
+    os.kill(context.pids()[0], signal.SIGINT)
+    assert context.wait(DEADLINE, PERIOD).failures[0].exitcode == -signal.SIGINT
 
 
 def test_functions_can_be_started_from_any_thread(start: Callable[..., Any]) -> None:
     results: list[Any] = []
 
     def launch() -> None:
-        results.append(start(ours, functions.double, [(4,)], start_method="spawn").wait(DEADLINE))
+        results.append(start(ours, functions.double, [(4,)], start_method="spawn").wait(DEADLINE, PERIOD))
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -475,7 +489,7 @@ def test_a_command_outlives_the_thread_that_started_it(start: Callable[..., Any]
     thread.start()
     thread.join(DEADLINE)
     (tmp_path / "go").touch()
-    assert not contexts[0].wait(DEADLINE).is_failed()
+    assert not contexts[0].wait(DEADLINE, PERIOD).is_failed()
 
 
 # signals and the parent's death -------------------------------------------------------------------------------------
@@ -497,8 +511,9 @@ def parent(tmp_path: Path, package: str, body: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize("package", ["torch.distributed.elastic.multiprocessing", "ripstop.compat.multiprocessing"])
 def test_a_signal_to_the_parent_is_an_exception_there(package: str, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
+    script = f"echo $$ > {ready}.part; mv {ready}.part {ready}; exec sleep 600"
     body = f"""
-        context = start_processes("x", "/bin/sh", {{0: ("-c", "echo $$ > {ready}.part; mv {ready}.part {ready}; exec sleep 600")}}, {{0: {{}}}}, specs)
+        context = start_processes("x", "/bin/sh", {{0: ("-c", {script!r})}}, {{0: {{}}}}, specs)
         try:
             context.wait(period=0.1)
         except SignalException as signal:
@@ -539,7 +554,7 @@ def test_a_signal_that_is_none_is_said_and_passed_over(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGNONE,SIGKILL")
-    assert not start(ours, SHELL, shell("true")).wait(DEADLINE).is_failed()
+    assert not start(ours, SHELL, shell("true")).wait(DEADLINE, PERIOD).is_failed()
     assert "SIGNONE" in caplog.text and "SIGKILL cannot be handled" in caplog.text
     with pytest.raises(ours.SignalException):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -554,7 +569,7 @@ def test_teed_lines_are_on_the_console_with_their_heads(
 ) -> None:
     specs = api.DefaultLogsSpecs(str(tmp_path), tee=api.Std.ALL, local_ranks_filter={0, 1})
     scripts = shell("echo one; echo two >&2", "echo three", "echo four")
-    result = start(api, SHELL, scripts, specs=specs, log_line_prefixes={1: "(one) "}).wait(DEADLINE)
+    result = start(api, SHELL, scripts, specs=specs, log_line_prefixes={1: "(one) "}).wait(DEADLINE, PERIOD)
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["(one) three", "[trainer0]:one"]
     assert err.splitlines()[:1] == ["[trainer0]:two"]
@@ -570,7 +585,7 @@ def test_lines_with_one_of_the_filters_texts_are_copied_to_one_file(
     context = start(
         api, SHELL, scripts, specs=specs, duplicate_stdout_filters=["loss", "eval"], duplicate_stderr_filters=["none"]
     )
-    assert not context.wait(DEADLINE).is_failed()
+    assert not context.wait(DEADLINE, PERIOD).is_failed()
     attempt = Path(context.stdouts[0]).parents[1]
     lines = (attempt / "filtered_stdout.log").read_text().splitlines()
     assert sorted(lines) == ["[trainer0]:eval 2", "[trainer0]:loss 1", "[trainer1]:loss 3"]
@@ -582,7 +597,11 @@ def test_what_functions_write_can_be_teed(
     method: str, start: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     specs = ours.DefaultLogsSpecs(str(tmp_path), tee=ours.Std.OUT)
-    assert not start(ours, functions.say, [(3,), (5,)], specs=specs, start_method=method).wait(DEADLINE).is_failed()
+    assert (
+        not start(ours, functions.say, [(3,), (5,)], specs=specs, start_method=method)
+        .wait(DEADLINE, PERIOD)
+        .is_failed()
+    )
     assert sorted(capsys.readouterr().out.splitlines()) == ["[trainer0]:xxx", "[trainer1]:xxxxx"]
 
 
@@ -649,7 +668,7 @@ def test_a_target_that_fails_hurts_nobody(
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         context = start(ours, SHELL, shell("echo one"), specs=ours.DefaultLogsSpecs(str(tmp_path), tee=ours.Std.OUT))
-        result = context.wait(DEADLINE)
+        result = context.wait(DEADLINE, PERIOD)
         patch.undo()
         with pytest.raises(OSError):
             full.close()  # what could not be written is still in its buffer
@@ -748,7 +767,9 @@ def test_a_binding_that_is_impossible_is_an_error_unless_it_may_be_left_out(
     with pytest.raises(UsageError, match="numa_options=node"):
         start(ours, "true", [()], numa_options=NumaOptions(AffinityMode.NODE))
     lenient = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    assert not start(ours, "true", [()], numa_options=lenient).wait(DEADLINE).is_failed()
+    assert not start(ours, "true", [()], numa_options=lenient).wait(DEADLINE, PERIOD).is_failed()
     assert (
-        not start(ours, functions.double, [(1,)], start_method="fork", numa_options=lenient).wait(DEADLINE).is_failed()
+        not start(ours, functions.double, [(1,)], start_method="fork", numa_options=lenient)
+        .wait(DEADLINE, PERIOD)
+        .is_failed()
     )

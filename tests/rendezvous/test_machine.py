@@ -65,14 +65,14 @@ def running(*names: str, low: int = 1, high: int | None = None, restarts: int = 
         job.on(Heard(name, join(job, name)), 0.0)
     job.on(Tick(), 2.0)
     assert job.phase is Phase.RUNNING
-    assert list(job.round) == list(names)
+    assert list(job.places) == list(names)
     offer_anew(job, names[0], 2.0)
     return job
 
 
 def offer_anew(job: Job, name: str, now: float) -> None:
     """Rank 0 offers the next port once it serves the last one."""
-    job.on(Heard(name, Ready(port(name) + 100 * job.number, job.number)), now)
+    job.on(Heard(name, Ready(port(name) + 100 * job.round, job.round)), now)
 
 
 def assigned(commands: list[Command]) -> dict[str, int]:
@@ -193,7 +193,7 @@ def test_a_later_round_does_not_wait_for_a_newcomer_that_is_still_warming_up() -
 
 def test_a_later_round_waits_for_a_survivor_whose_offer_is_on_the_way() -> None:
     job = running("a", "b", "c")
-    hear(job, "b", join(job, "b", ready=None, held=job.round["b"], status=Status.RUNNING, newest=1), 9.0)
+    hear(job, "b", join(job, "b", ready=None, held=job.places["b"], status=Status.RUNNING, newest=1), 9.0)
     assert held(hear(job, "c", Failed(1, (crash(2),)), 10.0)) == {"a": 1, "b": 1, "c": 1}
     assert assigned(hear(job, "b", Ready(77, 1), 10.1)) == {"a": 0, "b": 1, "c": 2}
 
@@ -212,7 +212,7 @@ def test_a_pause_before_a_restart_stops_the_survivors_and_is_kept() -> None:
     hear(job, "a", join(job, "a"), 0.0)
     for t in (1.0, 2.0):
         offer_anew(job, "a", t)
-        assert assigned(hear(job, "a", Failed(job.number, (crash(round=job.number),)), t)) == {"a": 0}
+        assert assigned(hear(job, "a", Failed(job.round, (crash(round=job.round),)), t)) == {"a": 0}
     offer_anew(job, "a", 3.0)
     assert held(hear(job, "a", Failed(3, (crash(round=3),)), 3.0)) == {"a": 3}
     assert job.deadline() == 4.0
@@ -278,7 +278,7 @@ def test_a_newcomer_does_not_resize_a_round_while_a_member_is_reconnecting() -> 
     job = running("a", "b", high=3)
     on(job, Gone("b"), 5.0)
     assert assigned(hear(job, "c", join(job, "c"), 5.1)) == {}
-    back = join(job, "b", held=job.round["b"], status=Status.RUNNING, newest=1)
+    back = join(job, "b", held=job.places["b"], status=Status.RUNNING, newest=1)
     assert assigned(hear(job, "b", back, 5.2)) == {"a": 0, "b": 1, "c": 2}
 
 
@@ -308,7 +308,7 @@ def test_a_scale_outside_the_range_is_refused(nodes: int) -> None:
 def test_a_connection_that_returns_in_time_disturbs_nobody() -> None:
     job = running("a", "b")
     assert on(job, Gone("b"), 5.0) == []
-    back = join(job, "b", held=job.round["b"], status=Status.RUNNING, newest=1)
+    back = join(job, "b", held=job.places["b"], status=Status.RUNNING, newest=1)
     assert hear(job, "b", back, 5.0 + RECONNECT / 2) == []
     assert on(job, Tick(), 5.0 + RECONNECT) == []
 
@@ -331,7 +331,7 @@ def test_a_closed_connection_is_a_loss_at_once_when_a_peer_fails() -> None:
 def test_silence_for_a_lease_is_a_loss_and_the_connection_is_dropped() -> None:
     job = running("a", "b")  # b was not heard of since it joined at 0
     hear(job, "a", Beat(), 29.0)
-    assert silence(job, 30.0) == [Drop("b"), Send("a", Assign(job.round["a"], "node b lost: silent for 30.1 s"))]
+    assert silence(job, 30.0) == [Drop("b"), Send("a", Assign(job.places["a"], "node b lost: silent for 30.1 s"))]
 
 
 def silence(job: Job, until: float) -> list[Command]:
@@ -384,7 +384,7 @@ def test_a_coordinator_that_was_away_until_a_lease_ran_out_reads_what_was_said_m
 
 def test_a_lost_node_that_returns_is_told_that_its_round_is_over() -> None:
     job = running("a", "b")
-    old = job.round["b"]
+    old = job.places["b"]
     hear(job, "a", Beat(), 4.9)
     on(job, Gone("b"), 5.0)
     on(job, Tick(), 5.0 + RECONNECT)
@@ -398,14 +398,14 @@ def test_a_node_whose_assignment_was_lost_with_its_connection_gets_it_again() ->
     job = running("a", "b")
     on(job, Gone("b"), 2.1)
     commands = hear(job, "b", join(job, "b"), 2.2)
-    assert commands == [Send("b", Assign(job.round["b"], "first round"))]
+    assert commands == [Send("b", Assign(job.places["b"], "first round"))]
 
 
 def test_a_node_whose_hold_was_lost_with_its_connection_gets_it_again() -> None:
     job = running("a", "b", low=2)
     hear(job, "b", Leave("bye"), 5.0)
     on(job, Gone("a"), 5.1)
-    back = join(job, "a", held=job.round["a"], status=Status.RUNNING, newest=1)
+    back = join(job, "a", held=job.places["a"], status=Status.RUNNING, newest=1)
     assert held(hear(job, "a", back, 5.2)) == {"a": 1}
 
 
@@ -414,7 +414,7 @@ def test_a_node_whose_hold_was_lost_with_its_connection_gets_it_again() -> None:
 
 def test_a_failure_beyond_the_budget_closes_the_job() -> None:
     job = running("a", "b", restarts=0)
-    why = "rank 1 on host failed (exit code 1); 0 of 0 restarts in all are spent"
+    why = "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
     assert hear(job, "b", Failed(1, (crash(1),)), 5.0) == [
         Send("a", Closing(why, Outcome.FAILED)),
         Send("b", Closing(why, Outcome.FAILED)),
@@ -485,7 +485,7 @@ def test_an_offer_repeated_after_its_round_is_not_used_again() -> None:
 def test_an_offer_of_an_earlier_connection_is_not_used() -> None:
     job = running("a", "b")
     on(job, Gone("a"), 2.1)
-    hear(job, "a", join(job, "a", ready=None, held=job.round["a"], status=Status.RUNNING, newest=1), 2.2)
+    hear(job, "a", join(job, "a", ready=None, held=job.places["a"], status=Status.RUNNING, newest=1), 2.2)
     assert assigned(hear(job, "b", Failed(1, (crash(1),)), 2.3)) == {}
     commands = hear(job, "a", Ready(5000, 1), 2.4)
     assert {c.message.place.store.port for c in commands if isinstance(c, Send)} == {5000}  # type: ignore[union-attr]
@@ -498,8 +498,8 @@ def test_a_round_whose_store_was_promised_over_a_lost_connection_is_formed_anew(
     on(job, Gone("a"), 0.2)
     commands = hear(job, "a", join(job, "a", ready=Ready(5000, 0)), 0.3)
     assert assigned(commands) == {"a": 0, "b": 1}
-    assert job.round["a"].store.port == 5000
-    assert job.number == 2
+    assert job.places["a"].store.port == 5000
+    assert job.round == 2
 
 
 # rule 8: a coordinator that knows nothing -----------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_a_new_coordinator_lets_the_round_go_on_when_all_its_members_are_back() 
     job = new_job(1, 2, now=100.0)
     assert hear(job, "a", join(job, "a", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 101.0) == []
     assert hear(job, "b", join(job, "b", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 102.0) == []
-    assert (job.phase, job.number) == (Phase.RUNNING, 5)
+    assert (job.phase, job.round) == (Phase.RUNNING, 5)
 
 
 def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_lease() -> None:
@@ -518,18 +518,18 @@ def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_leas
     hear(job, "a", Beat(), 2.0)
     assert job.deadline() == 31.0
     assert assigned(on(job, Tick(), 31.0)) == {"a": 0}
-    assert job.number == 6
+    assert job.round == 6
 
 
 def test_the_highest_round_wins() -> None:
     job = new_job(1, 2)
     hear(job, "a", join(job, "a", held=place(4, 0, 1), status=Status.RUNNING, newest=4), 1.0)
-    assert job.number == 4
+    assert job.round == 4
     job = new_job(1, 3)
     hear(job, "a", join(job, "a", held=place(4, 0, 2), status=Status.RUNNING, newest=4), 1.0)
     commands = hear(job, "b", join(job, "b", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 1.1)
     assert held(commands) == {"a": 4}
-    assert list(job.round) == ["b"]
+    assert list(job.places) == ["b"]
 
 
 def test_a_new_coordinator_learns_of_a_failure_and_charges_it_once() -> None:
@@ -577,7 +577,7 @@ def test_a_round_that_turns_out_to_be_older_than_another_is_given_up() -> None:
     commands = hear(job, "b", join(job, "b", held=place(9, 0, 1), status=Status.RUNNING, newest=9), 5.0)
     assert held(commands)["a"] == 1
     assert held(commands)["b"] == 9
-    assert job.number == 10
+    assert job.round == 10
 
 
 # rule 9: the end ------------------------------------------------------------------------------------------------------
@@ -747,7 +747,7 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     feed(Heard("n0", Ready(9000, 1)), 1.0)
     for i, name in enumerate(names):
         feed(Heard(name, Failed(1, (crash(i, 1),))), 1.5)
-    assert job.number == 2
+    assert job.round == 2
     assert set(sent.values()) == {1}
     sent.clear()
     for name in names:

@@ -42,7 +42,7 @@ class Rules:
     def before(self, job: Job, event: coordinator.Event) -> Callable[[], None] | None:
         """Look at the state before certain events; the answer compares it with the state after."""
         match event:
-            case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.number:
+            case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.round:
                 used, done = job.restarts.used, set(job._done)
 
                 def untouched() -> None:
@@ -52,7 +52,7 @@ class Rules:
                 return untouched
             case coordinator.Heard(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
-                and name in job.round
+                and name in job.places
                 and not (job._absent or job._leaving or job._verdict)
                 and failures[0].message != GLOO
                 and self._standing(job) >= self.world.budget.max_restarts
@@ -65,7 +65,7 @@ class Rules:
 
     def after(self, job: Job, event: coordinator.Event, commands: list[coordinator.Command]) -> None:
         """What was decided is right."""
-        here = (self.world.life, job.number)
+        here = (self.world.life, job.round)
         if job.phase is Phase.RUNNING and self.running != here:
             self.running = here
             self._check_one_round(job)
@@ -99,9 +99,9 @@ class Rules:
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _check_one_round(self, job: Job) -> None:
-        table = sorted((p.group_rank, p.group_size, str(p.store)) for p in job.round.values())
+        table = sorted((p.group_rank, p.group_size, str(p.store)) for p in job.places.values())
         right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
-        demand(table == right, f"nodes of different rounds are taken for one: {job.round}")
+        demand(table == right, f"nodes of different rounds are taken for one: {job.places}")
 
     def _check_places(self, job: Job, commands: list[coordinator.Command], *, again: bool) -> None:
         last: dict[str, Place] = {}
@@ -112,18 +112,18 @@ class Rules:
                 case coordinator.Send(name, Hold()):
                     last.pop(name, None)
         for name, place in last.items():
-            demand(job.round.get(name) == place, f"{name} is told a place that is not its own: {place}")
-            live = job.number == place.round and (job.phase is Phase.RUNNING or again)
+            demand(job.places.get(name) == place, f"{name} is told a place that is not its own: {place}")
+            live = job.round == place.round and (job.phase is Phase.RUNNING or again)
             demand(live, f"a place in no live round: {place}")
-        if last and (self.world.life, job.number) not in self.committed:
+        if last and (self.world.life, job.round) not in self.committed:
             self._check_commit(job)
 
     def _check_commit(self, job: Job) -> None:
-        life, round = self.world.life, job.number
+        life, round = self.world.life, job.round
         earlier = max((r for of, r in self.committed if of == life), default=0)
         demand(earlier < round, f"round {round} comes after round {earlier}")
         self.committed.add((life, round))
-        table = sorted(job.round.items(), key=lambda entry: entry[1].group_rank)
+        table = sorted(job.places.items(), key=lambda entry: entry[1].group_rank)
         nodes = [job.members[name].node for name, _ in table]
         size = len(table)
         demand(self.world.low <= size <= min(self.world.high, job._target), f"round {round} has {size} nodes")
@@ -185,12 +185,12 @@ class Rules:
         if any(n.leaving for n in living):
             return "somebody is leaving"
         ids = {n.id for n in living}
-        if not (job.round.keys() - job._done <= ids == job.members.keys()):
+        if not (job.places.keys() - job._done <= ids == job.members.keys()):
             return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if not job._done and len(job.round) != min(job._target, len(living)):
-            return f"{len(job.round)} nodes of {len(living)} are in the round"
+        if not job._done and len(job.places) != min(job._target, len(living)):
+            return f"{len(job.places)} nodes of {len(living)} are in the round"
         for node in living:
-            place = job.round.get(node.id)
+            place = job.places.get(node.id)
             runs = node.group.place if node.group else None
             if runs != place:
                 return f"{node.id} runs {runs}, should {place}"

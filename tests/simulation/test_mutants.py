@@ -21,7 +21,7 @@ def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
     def ready(job: Job, node: str, offer: Any, now: float) -> None:
         job.members[node].port = offer.store_port
         job.members[node].ready = True
-        job._place(node, now)
+        job._reclassify(node, now)
 
     patch.setattr(Job, "_ready", ready)
 
@@ -63,12 +63,12 @@ def a_coordinator_that_was_away_blames_the_others(patch: pytest.MonkeyPatch) -> 
 
 def a_stale_failure_counts(patch: pytest.MonkeyPatch) -> None:
     right = Job._failed
-    patch.setattr(Job, "_failed", lambda job, node, round, failures, now: right(job, node, job.number, failures, now))
+    patch.setattr(Job, "_failed", lambda job, node, round, failures, now: right(job, node, job.round, failures, now))
 
 
 def a_stale_success_counts(patch: pytest.MonkeyPatch) -> None:
     right = Job._succeeded
-    patch.setattr(Job, "_succeeded", lambda job, node, round: right(job, node, job.number))
+    patch.setattr(Job, "_succeeded", lambda job, node, round: right(job, node, job.round))
 
 
 def survivors_are_not_held(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def the_highest_round_does_not_win(patch: pytest.MonkeyPatch) -> None:
 
 
 def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Job, "_is_recovered", lambda job, held: held.round == job.number)
+    patch.setattr(Job, "_is_recovered", lambda job, held: held.round == job.round)
 
 
 def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,9 @@ class Agent:
         self._end: Quit | None = None  # what to do when the workers are gone
         self._linked = False
         self._ever_linked = False
-        self._last_seen = ""  # why the link is down
+        self._link_trouble = ""  # why the link is down
         self._stuck: float | None = now  # since when it needs a coordinator it cannot reach
-        self._said = False  # and that it waits for one
+        self._announced = False  # that it waits for it
 
     def on(self, event: Event, now: float) -> list[Command]:
         """Take one event; the commands are to be executed in order."""
@@ -232,7 +232,7 @@ class Agent:
         needs = not self._linked and self.state is not State.RUNNING
         if not needs:
             self._stuck = None
-            self._said = False
+            self._announced = False
         elif self._stuck is None:
             self._stuck = now
         return out
@@ -241,7 +241,7 @@ class Agent:
         """The time of the next `Tick`, if one is needed."""
         if self._stuck is None or self.state in (State.STOPPING, State.OVER):
             return None
-        return self._stuck + (self._patience() if self._said else min(HUSH, self._patience()))
+        return self._stuck + (self._patience() if self._announced else min(HUSH, self._patience()))
 
     def _patience(self) -> float:
         timing = self._settings.timing
@@ -271,7 +271,7 @@ class Agent:
                 self.state = State.SUCCEEDED
                 return self._tell(Succeeded(round))
             case WorkersStopped(round) if self._holds(round) and self.state is State.STOPPING:
-                return self._stopped()
+                return self._workers_gone()
             case Signalled(signum):
                 return self._signalled(signum)
             case Tick():
@@ -315,7 +315,7 @@ class Agent:
         return None if status is Status.IDLE else self.held, status
 
     def _unlink(self, why: str) -> list[Command]:
-        self._last_seen = why
+        self._link_trouble = why
         if not self._linked:
             return []
         self._linked = False
@@ -338,17 +338,17 @@ class Agent:
     def _wait_or_give_up(self, now: float) -> list[Command]:
         assert self._stuck is not None, "only who is stuck has a deadline"
         if now < self._stuck + self._patience():
-            self._said = True
-            return [Say(f"waiting for the coordinator, {self._patience():g} s at most ({self._last_seen})")]
+            self._announced = True
+            return [Say(f"waiting for the coordinator, {self._patience():g} s at most ({self._link_trouble})")]
         waited = f"{self._patience():g} s"
         if self._closing:
             return self._quit(Quit(1, self._closing.why))
         if self.state is State.SUCCEEDED:
             return self._quit(Quit(0, f"all workers of this node exited 0, and no coordinator asked for {waited}"))
         if self._ever_linked:
-            why = f"no coordinator for {waited} while one was needed ({self._last_seen}); raise coordinator_timeout"
+            why = f"no coordinator for {waited} while one was needed ({self._link_trouble}); raise coordinator_timeout"
         else:
-            why = f"no coordinator for {waited} ({self._last_seen}); is the node of --rdzv-endpoint up?"
+            why = f"no coordinator for {waited} ({self._link_trouble}); is the node of --rdzv-endpoint up?"
         return self._quit(Quit(1, why))
 
     # the coordinator's word -------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Agent:
             case Closing(why):
                 self._closing = message
                 self._next = None
-                return self._stopped() if self.state is State.IDLE else self._stop(why)
+                return self._workers_gone() if self.state is State.IDLE else self._stop(why)
             case Closed(report):
                 return self._quit(Quit(0 if report.outcome is Outcome.SUCCEEDED else 1, report.why, report))
             case Rejected(why):
@@ -416,7 +416,7 @@ class Agent:
         self.state = State.STOPPING
         return [Stop(self.held.round, signum, self._settings.timing.shutdown, why)]
 
-    def _stopped(self) -> list[Command]:
+    def _workers_gone(self) -> list[Command]:
         self.state = State.IDLE
         if self._end:
             return self._quit(self._end)

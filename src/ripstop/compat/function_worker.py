@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from ripstop.compat.errors import record
 from ripstop.compat.redirects import send
+from ripstop.observe.recording import users_part
 
-_F_SETSIG = 10  # Linux; Python has no name for it
 LENGTH = struct.Struct("!Q")  # before the pickled return value
 
 
@@ -46,10 +46,10 @@ def work(task: Task, connection: Connection) -> None:
         value = _run(task)
     except KeyboardInterrupt:
         _die_of(signal.SIGINT)
-    except Exception:
+    except Exception as error:
         import traceback
 
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, users_part(error.__traceback__))
         sys.exit(1)
     with suppress(OSError):  # a parent that has gone wants no value
         _write(connection.fileno(), LENGTH.pack(len(value)))
@@ -74,7 +74,7 @@ def _die_with_parent() -> None:
     parent = parent_process()
     assert parent is not None, "multiprocessing started us"
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent.sentinel, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if not parent.is_alive():  # it died before the kernel was told
         os._exit(1)

@@ -1,6 +1,7 @@
 """torch.distributed.elastic.multiprocessing.redirects: what a process writes to a standard stream goes to a file.
 
-The descriptor itself is redirected, so C code and child processes are too.
+The descriptor itself is redirected, so C code and child processes are too; and Python's stream, where something else
+(a notebook, a test) stands in for the one on that descriptor.
 """
 
 import ctypes
@@ -20,15 +21,17 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
     """Redirect `std` ("stdout" or "stderr") to a file, which is emptied first; the directory must exist."""
     if std not in _DESCRIPTORS:
         raise ValueError(f"there is no standard stream {std!r} to redirect; say 'stdout' or 'stderr'")
-    stream = _descriptor(std)
-    before = os.dup(stream)
+    stream, before = getattr(sys, std), os.dup(_DESCRIPTORS[std])
     try:
         send(std, to_file)
         try:
             yield
         finally:
-            _flush(std)
-            os.dup2(before, stream)
+            try:
+                _flush(std)
+            finally:  # also when the file's disk is full
+                os.dup2(before, _DESCRIPTORS[std])
+                setattr(sys, std, stream)
     finally:
         os.close(before)
 
@@ -42,16 +45,19 @@ def send(std: str, to_file: str) -> None:
     file = os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
         _flush(std)
-        os.dup2(file, _descriptor(std))
+        os.dup2(file, _DESCRIPTORS[std])
     finally:
         os.close(file)
+    if not _is_own(std):
+        setattr(sys, std, os.fdopen(_DESCRIPTORS[std], "w", 1, "utf-8", "backslashreplace", closefd=False))
 
 
-def _descriptor(std: str) -> int:
+def _is_own(std: str) -> bool:
+    """Whether Python's stream writes to the process's."""
     try:
-        return int(getattr(sys, std).fileno())
-    except (AttributeError, OSError, ValueError):  # replaced by something that is no file
-        return _DESCRIPTORS[std]
+        return bool(getattr(sys, std).fileno() == _DESCRIPTORS[std])
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def _flush(std: str) -> None:

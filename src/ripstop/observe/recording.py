@@ -35,7 +35,7 @@ def record(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except Exception as error:
             if path := error_file():
-                write(path, describe(error, without=1))
+                write(path, describe(error))
             raise
 
     return recorded
@@ -56,22 +56,28 @@ def show_crashes() -> None:
         _say(f"crashes will not show Python's stacks: {type(error).__name__}: {error}")
 
 
-def describe(error: BaseException, *, without: int = 0) -> dict[str, Any]:
-    """The content of an error file; `without` is the number of outermost frames that are the recorder's own."""
+def describe(error: BaseException) -> dict[str, Any]:
+    """The content of an error file."""
     import traceback
 
-    trace: TracebackType | None = error.__traceback__
-    for _ in range(without):
-        trace = trace.tb_next if trace is not None else None
+    stack = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
     return {
         "message": {
             "message": _shortened(f"{type(error).__name__}: {_text(error)}", _MESSAGE),
             "extraInfo": {
-                "py_callstack": _shortened("".join(traceback.format_exception(type(error), error, trace)), _TRACEBACK),
+                "py_callstack": _shortened(stack, _TRACEBACK),
                 "timestamp": str(int(time.time())),
             },
         }
     }
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of ours at its beginning, if there are others."""
+    inner = trace
+    while inner is not None and str(inner.tb_frame.f_globals.get("__name__")).startswith("ripstop."):
+        inner = inner.tb_next
+    return inner or trace
 
 
 def write(path: str, content: Any) -> None:

@@ -128,10 +128,10 @@ def _lines(report: Report, width: int) -> Iterator[str]:
 
 def _facts(failure: Failure, width: int) -> Iterator[str]:
     yield f"  when     {_when(failure.at)}, round {failure.round}"
-    yield f"  how      {_how(failure)}"
+    yield f"  how      {how(failure)}"
     if failure.oom and failure.oom != failure.message:
         yield from _labelled("memory", failure.oom, width)
-    if failure.message not in ("", _how(failure)):
+    if failure.message not in ("", how(failure)):
         yield from _labelled("why", failure.message, width)
     if failure.logs:
         yield f"  logs     {failure.logs}"
@@ -169,7 +169,8 @@ def _when(at: float) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} UTC"
 
 
-def _how(failure: Failure) -> str:
+def how(failure: Failure) -> str:
+    """How a worker ended, in a few words."""
     if failure.signal:
         return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
     return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
@@ -177,7 +178,7 @@ def _how(failure: Failure) -> str:
 
 def _in_short(failure: Failure) -> str:
     message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", failure.message.split("\n", 1)[0])  # where torch was built
-    return _how(failure) if message in ("", _how(failure)) else f"{_how(failure)}: {message}"
+    return how(failure) if message in ("", how(failure)) else f"{how(failure)}: {message}"
 
 
 def _labelled(label: str, text: str, width: int) -> Iterator[str]:

@@ -24,14 +24,12 @@ from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, VersionMismatch, decode, encode
 from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.messages import (
-    Assign,
+    FROM_COORDINATOR,
     Beat,
     Challenge,
-    Closed,
-    Closing,
     FromAgent,
+    FromCoordinator,
     Hello,
-    Hold,
     Rejected,
     Welcome,
 )
@@ -43,8 +41,6 @@ FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of th
 
 Answer = Welcome | Rejected
 ANSWER: tuple[type[Answer], ...] = (Welcome, Rejected)
-Talk = Assign | Hold | Closing | Closed | Rejected | Beat
-TALK: tuple[type[Talk], ...] = (Assign, Hold, Closing, Closed, Rejected, Beat)
 
 
 class WebSocketLink:
@@ -183,7 +179,7 @@ class WebSocketLink:
         try:
             while (text := await receive(ws)) is not None:
                 pulse.heard()
-                self._hear(decode(text, TALK))
+                self._hear(decode(text, FROM_COORDINATOR))
         except asyncio.CancelledError:
             if not pulse.silent:
                 raise
@@ -203,7 +199,7 @@ class WebSocketLink:
             self._tell(lambda listener: listener.on_unlinked(why))
         raise Unreachable(why)
 
-    def _hear(self, message: Talk) -> None:
+    def _hear(self, message: FromCoordinator) -> None:
         match message:
             case Beat():
                 pass

@@ -6,10 +6,12 @@
 1.  At most one round is live, and round numbers only grow.  Ranks of a round are exactly 0 … n-1 (`ranks.py`).
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
 3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
-    as soon as every survivor of the last is ready or known to be lost.
+    as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
+    survivors wait for newcomers.  An operator's wish for a size stands in for `max`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A closed connection is a hint: it is a loss when anybody fails meanwhile, or the node is not back after `RECONNECT`.
-    Silence for a lease is a loss.  A coordinator that was itself away (stopped, suspended) blames nobody for it.
+    A node that is in no round, or leaving, is gone with its connection.  Silence for a lease is a loss.  A coordinator
+    that was itself away (stopped, suspended) blames nobody for it.
 6.  Failures are charged to the budget; members that come, leave or are lost are not.  A failure that looks like the
     victim of a lost peer is not the end of a job before the loss had `BLAME` seconds to show itself.
 7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
@@ -22,12 +24,12 @@
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ripstop.config import Budget, Timing
+from ripstop.config import MOST_SLOTS, Budget, Timing
 from ripstop.observe.failure import Failure, Report
-from ripstop.observe.report import looks_like_victim, order, trim
+from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.events import Close, Command, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
 from ripstop.rendezvous.messages import (
@@ -98,9 +100,9 @@ class Job:
     def __init__(self, settings: Settings, now: float = 0.0) -> None:
         self.settings = settings
         self.phase = Phase.GATHERING
-        self.number = 0  # of the live or last round
+        self.round = 0  # of the live or last round
         self._highest = 0  # the highest number anybody has heard of
-        self.round: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
+        self.places: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
         self.members: dict[str, Member] = {}  # in the order of joining
         self.restarts = Restarts(settings.budget)
         self.report: Report | None = None
@@ -110,7 +112,7 @@ class Job:
         self._not_before = now  # a restart's pause
         self._why = "first round"
         self._quorum: float | None = None  # since when enough nodes are ready
-        # Where each member stands; `_place` keeps these in step, so that no decision needs to look at everybody.
+        # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
         self._able: set[str] = set()  # ready, here and not leaving: they could be in a round
         self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
         self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
@@ -203,7 +205,7 @@ class Job:
             case Leaving(why):
                 return self._leave_soon(node, why, now)
             case Stopped(failures):
-                self._keep(failures, self.number)
+                self._keep(failures, self.round)
                 self._unstopped.discard(node)
             case Leave(why):
                 return [*self._lose(node, f"left: {why}", now), Drop(node)]
@@ -247,7 +249,7 @@ class Job:
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
             self.restarts = Restarts(self.settings.budget, join.restarts, now)
         out += self._sync(node, join, now)
-        self._place(node, now)
+        self._reclassify(node, now)
         return out
 
     def _objection(self, node: str, join: Join) -> str:
@@ -260,8 +262,10 @@ class Job:
             )
         if join.node.id != node:
             return f"a node joins under its own name: {node} came as {join.node.id[:80]!r}; start the agent again"
-        if join.node.slots < 1 or join.node.slots > 4096:
-            return f"a node has 1 to 4096 workers, node {node} came with {join.node.slots}; mend --nproc-per-node"
+        if not 1 <= join.node.slots <= MOST_SLOTS:
+            return (
+                f"a node has 1 to {MOST_SLOTS} workers, node {node} came with {join.node.slots}; fix --nproc-per-node"
+            )
         if self.settings.fixed_ranks:
             wish = join.node.wish
             if wish is None or not 0 <= wish < ours[1]:
@@ -281,16 +285,16 @@ class Job:
             self._unstopped.add(node)
             return [Send(node, Closing(self._why, self.report.outcome))]
         held, out = join.held, list[Command]()
-        if held is not None and held.round > self.number:
+        if held is not None and held.round > self.round:
             out += self._adopt(held, now)
         if self.phase is Phase.RECOVERING and held is not None and self._is_recovered(held):
-            self.round[node] = held
-        if held is None or held != self.round.get(node):
-            if self.phase is Phase.RUNNING and node in self.round:
+            self.places[node] = held
+        if held is None or held != self.places.get(node):
+            if self.phase is Phase.RUNNING and node in self.places:
                 return out + self._missed(node, join, now)
-            return out if held is None else [*out, Send(node, Hold(self.number, f"round {held.round} is over"))]
+            return out if held is None else [*out, Send(node, Hold(self.round, f"round {held.round} is over"))]
         if self.phase is Phase.GATHERING and self._held:
-            out.append(Send(node, Hold(self.number, self._why)))  # the first one may have been lost on the way
+            out.append(Send(node, Hold(self.round, self._why)))  # the first one may have been lost on the way
         match join.status:
             case Status.FAILED:
                 out += self._failed(node, held.round, join.failures, now)
@@ -300,34 +304,36 @@ class Job:
 
     def _missed(self, node: str, join: Join, now: float) -> list[Command]:
         """A node of the live round does not have it: the word was lost with a connection."""
-        place = self.round[node]
-        if join.newest < self.number and place.group_rank:
+        place = self.places[node]
+        if join.newest < self.round and place.group_rank:
             return [Send(node, Assign(place, self._why))]
-        return self._gather(f"node {node} does not have round {self.number}", now)  # nor its store, if that was there
+        self._gather(f"node {node} does not have round {self.round}", now)  # nor its store, if that was there
+        return []
 
     def _ready(self, node: str, offer: Ready, now: float) -> None:
         member = self.members[node]
         if offer.after >= member.served:  # rule 7
             member.port = offer.store_port
         member.ready = True
-        self._place(node, now)
+        self._reclassify(node, now)
 
     def _failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[Command]:
         self._keep(failures, round)
-        if round != self.number or node not in self.round:
+        if round != self.round or node not in self.places:
             return []  # rule 2
         self._broken = True
         if self.phase is not Phase.RUNNING:
             return []  # while recovering, `_resume` looks at the evidence when everybody is back
-        if gone := [*self._absent, *(n for n in self._leaving if n in self.round)]:
+        if gone := [*self._absent, *(n for n in self._leaving if n in self.places)]:
             return self._blame(gone, now)
         if self._verdict:
             return []
         verdict = self.restarts.charge(now, now - self._since)
-        victims = len(self.round) > 1 and all(looks_like_victim(f) for f in self._failures)
+        victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
-            return self._gather(f"{self._culprit()}; {verdict.why}", now, verdict.delay)
+            self._gather(f"{self._culprit()}; {verdict.why}", now, verdict.delay)
+            return []
         if victims:  # rule 6
             self._verdict = (now + BLAME, verdict.why)
             return []
@@ -340,11 +346,11 @@ class Job:
             if node in self._absent:
                 out += self._lose(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
-            out += self._gather(f"a worker failed while node {gone[0]} was going", now)
+            self._gather(f"a worker failed while node {gone[0]} was going", now)
         return out
 
     def _succeeded(self, node: str, round: int) -> None:
-        if round == self.number and node in self.round and self.phase in (Phase.RUNNING, Phase.RECOVERING):
+        if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
             self._done.add(node)
 
     def _scale(self, nodes: int) -> list[Command]:
@@ -360,17 +366,17 @@ class Job:
         if node not in self.members or self.phase is Phase.CLOSED:
             return []  # at the end, who breaks off without a `Leave` may come back for the last word
         self._heard.pop(node, None)
-        if node not in self.round or node in self._leaving or self._verdict or self.phase is Phase.CLOSING:
+        if node not in self.places or node in self._leaving or self._verdict or self.phase is Phase.CLOSING:
             return self._lose(node, "gone: its connection closed", now)
         self._absent.setdefault(node, now)
-        self._place(node, now)
+        self._reclassify(node, now)
         return []
 
     def _leave_soon(self, node: str, why: str, now: float) -> list[Command]:
         self._leaving.add(node)
-        self._place(node, now)
+        self._reclassify(node, now)
         out: list[Command] = [Log(f"node={node} is leaving: {why}")]
-        if self._verdict and node in self.round:
+        if self._verdict and node in self.places:
             out += self._blame([node], now)
         return out
 
@@ -412,21 +418,21 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._unstopped.discard(node)
-        self._place(node, now)
+        self._reclassify(node, now)
         out: list[Command] = [Log(f"node={node} {why}")]
-        if self._suspect is not None and node in self.round and now - self._suspect <= self.settings.timing.lease:
+        if self._suspect is not None and node in self.places and now - self._suspect <= self.settings.timing.lease:
             self.restarts.refund()  # its victims were heard first
             self._suspect = None
         if self.phase is Phase.RECOVERING:
-            self.round.pop(node, None)
-        elif self.phase is Phase.RUNNING and node in self.round and node not in self._done:
-            out += self._gather(f"node {node} {why}", now)
+            self.places.pop(node, None)
+        elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
+            self._gather(f"node {node} {why}", now)
         return out
 
-    def _place(self, node: str, now: float) -> None:
+    def _reclassify(self, node: str, now: float) -> None:
         """Note where a node stands, after anything about it or the round has changed."""
         member = self.members.get(node)
-        inside, staying = node in self.round, member is not None and node not in self._leaving
+        inside, staying = node in self.places, member is not None and node not in self._leaving
         able = member is not None and member.ready and staying and node not in self._absent
         _put(self._able, node, able)
         _put(self._missing, node, inside and staying and not able)
@@ -438,22 +444,23 @@ class Job:
             self._waiting[node] = now
             self._untold[node] = None
 
-    def _place_all(self, now: float) -> None:
+    def _reclassify_all(self, now: float) -> None:
         for node in self.members:
-            self._place(node, now)
+            self._reclassify(node, now)
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _adopt(self, held: Place, now: float) -> list[Command]:
         """A node holds a newer round than this coordinator knows of (rule 8)."""
         out: list[Command] = [
-            Send(n, Hold(self.number, f"round {held.round} is newer")) for n in self.round if n in self.members
+            Send(n, Hold(self.round, f"round {held.round} is newer")) for n in self.places if n in self.members
         ]
-        first = not self.number or self.phase is Phase.RECOVERING
-        self.number, self._witness = held.round, held
+        first = not self.round or self.phase is Phase.RECOVERING
+        self.round, self._witness = held.round, held
         self._begin({}, now)
         if not first:
-            return [*out, *self._gather(f"round {held.round} was alive elsewhere", now)]
+            self._gather(f"round {held.round} was alive elsewhere", now)
+            return out
         self._enter(Phase.RECOVERING, now)
         return [*out, Log(f"round={held.round} is known to its members; waiting for {held.group_size} nodes")]
 
@@ -462,15 +469,15 @@ class Job:
         first = self._witness
         return first is not None and (held.round, held.store) == (first.round, first.store)
 
-    def _begin(self, round: dict[str, Place], now: float) -> None:
+    def _begin(self, places: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
-        self.round = round
+        self.places = places
         self._done = set()
         self._broken = False
         self._failures = []
-        self._place_all(now)
+        self._reclassify_all(now)
 
-    def _gather(self, why: str, now: float, delay: float = 0.0) -> list[Command]:
+    def _gather(self, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
         self._enter(Phase.GATHERING, now)
         self._why = why
@@ -478,7 +485,6 @@ class Job:
         self._quorum = None
         self._held = False
         self._verdict = None
-        return []
 
     def _advance(self, now: float) -> list[Command]:
         """Do what the state now allows: resume, form, hold, finish, end."""
@@ -488,7 +494,7 @@ class Job:
             case Phase.GATHERING:
                 return self._form_or_hold(now)
             case Phase.RUNNING:
-                if self.round.keys() <= self._done:
+                if self.places.keys() <= self._done:
                     return self._close(Outcome.SUCCEEDED, "all workers exited 0", now)
                 if self._verdict and now >= self._verdict[0]:
                     return self._close(Outcome.FAILED, f"{self._culprit()}; {self._verdict[1]}", now)
@@ -500,37 +506,40 @@ class Job:
 
     def _resume(self, now: float) -> list[Command]:
         assert self._witness is not None
-        back, size = len(self.round), self._witness.group_size
+        back, size = len(self.places), self._witness.group_size
         if back < size:
             if now < self._since + self.settings.timing.lease:
                 return []
-            return [*self._gather(f"{back} of {size} nodes came back", now), *self._form_or_hold(now)]
+            self._gather(f"{back} of {size} nodes came back", now)
+            return self._form_or_hold(now)
         self._enter(Phase.RUNNING, now)
         self._why = "the coordinator was restarted"
-        out: list[Command] = [Log(f"round={self.number} goes on: all {back} nodes are back")]
+        out: list[Command] = [Log(f"round={self.round} goes on: all {back} nodes are back")]
         if self._broken:
-            out += self._failed(next(iter(self.round)), self.number, (), now)
+            out += self._failed(next(iter(self.places)), self.round, (), now)
         return [*out, *self._advance(now)]
 
     def _resize(self, now: float) -> list[Command]:
         """A live round grows when newcomers are ready, and changes size when an operator says so."""
         if self._missing or self._verdict:
             return []  # who is in it will show in a moment
-        if len(self.round) > self._target:
-            return [*self._gather(f"scaled down to {self._target} nodes", now), *self._form_or_hold(now)]
+        if len(self.places) > self._target:
+            self._gather(f"scaled down to {self._target} nodes", now)
+            return self._form_or_hold(now)
         if not self._waiting:
             return []
-        if len(self.round) >= self._target:
+        if len(self.places) >= self._target:
             return self._tell_newcomers(f"spare: all {self._target} places are taken")
         if self._done:
             return self._tell_newcomers("spare: the job is about to finish")
         first, since = next(iter(self._waiting.items()))
         if self._warming and now < since + self.settings.timing.settle:
             return []  # one switch for all of them
-        hosts = (n for n, place in self.round.items() if place.group_rank == 0 and n in self._able)
+        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in self._able)
         if not all(self.members[n].port for n in hosts):
-            return []  # nor is anybody stopped before the next store's port is there
-        return [*self._gather(f"node {first} joined", now), *self._form_or_hold(now)]
+            return []  # nobody is stopped before the next store's port is offered
+        self._gather(f"node {first} joined", now)
+        return self._form_or_hold(now)
 
     def _form_or_hold(self, now: float) -> list[Command]:
         ready, least, timing = len(self._able), self.settings.min_nodes, self.settings.timing
@@ -556,44 +565,44 @@ class Job:
         if len(self._able) >= self._target:
             return True
         survivors = len(self._able) - len(self._waiting)
-        return self.number > 0 and (survivors >= self.settings.min_nodes or not self._warming)
+        return self.round > 0 and (survivors >= self.settings.min_nodes or not self._warming)
 
     def _candidates(self) -> list[str]:
         """Who could be in the next round: survivors first, by rank, then newcomers, the longest waiting first."""
-        survivors = (n for n in self.round if n in self._able)
-        return [*sorted(survivors, key=lambda n: self.round[n].group_rank), *self._waiting]
+        survivors = (n for n in self.places if n in self._able)
+        return [*sorted(survivors, key=lambda n: self.places[n].group_rank), *self._waiting]
 
     def _hold(self, why: str) -> list[Command]:
         """Stop what is left of the last round, and tell newcomers what they wait for; once."""
         out = self._tell_newcomers(why)
         if not self._held:
             self._held = True
-            out += [Send(n, Hold(self.number, why)) for n in self.round if n in self.members]
+            out += [Send(n, Hold(self.round, why)) for n in self.places if n in self.members]
         return out
 
     def _tell_newcomers(self, why: str) -> list[Command]:
         untold, self._untold = self._untold, {}
-        return [Send(n, Hold(self.number, why)) for n in untold]
+        return [Send(n, Hold(self.round, why)) for n in untold]
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
-        before = {n: self.round[n].group_rank for n in chosen if n in self.round}
+        before = {n: self.places[n].group_rank for n in chosen if n in self.places}
         nodes = ranks.order([(self.members[n].node, before.get(n)) for n in chosen])
         host = self.members[nodes[0].id]
         if not host.port:
             return self._hold(f"waiting for node {nodes[0].id} to offer a port for the store ({self._why})")
-        self.number = self._highest = max(self.number, self._highest) + 1
+        self.round = self._highest = max(self.round, self._highest) + 1
         store = Address(host.node.host, host.port)
-        host.port, host.served = 0, self.number
-        places = ranks.places(nodes, round=self.number, store=store, restarts=self.restarts.used)
-        left_out = [n for n in self.round if n in self.members and n not in before]
+        host.port, host.served = 0, self.round
+        places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used)
+        left_out = [n for n in self.places if n in self.members and n not in before]
         self._begin({node.id: place for node, place in zip(nodes, places, strict=True)}, now)
         self._enter(Phase.RUNNING, now)
         out: list[Command] = [
-            Log(f"round={self.number} nodes={len(nodes)} world={places[0].world_size} store={store} why={self._why!r}")
+            Log(f"round={self.round} nodes={len(nodes)} world={places[0].world_size} store={store} why={self._why!r}")
         ]
-        out += [Send(node_id, Assign(place, self._why)) for node_id, place in self.round.items()]
-        why = f"spare: all {len(nodes)} places of round {self.number} are taken"
-        out += [Send(n, Hold(self.number, why)) for n in left_out if n not in self._untold]
+        out += [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
+        why = f"spare: all {len(nodes)} places of round {self.round} are taken"
+        out += [Send(n, Hold(self.round, why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
 
     def _enter(self, phase: Phase, now: float) -> None:
@@ -603,24 +612,20 @@ class Job:
     # evidence and the end ---------------------------------------------------------------------------------------------
 
     def _keep(self, failures: Iterable[Failure], round: int) -> None:
-        if round == self.number:
+        if round == self.round:
             known = {(f.rank, f.at) for f in self._failures}
             self._failures += [f for f in failures if (f.rank, f.at) not in known][: EVIDENCE - len(self._failures)]
 
     def _culprit(self) -> str:
-        if not self._failures:
-            return "a worker failed"
-        failure = order(self._failures)[0]
-        how = failure.signal or (f"exit code {failure.exitcode}" if failure.exitcode is not None else "could not start")
-        memory = ", out of memory" if failure.oom else ""
-        return f"rank {failure.rank} on {failure.host} failed ({how}{memory})"
+        failure = root_cause(self._failures)
+        return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
         self._why = why
         self._verdict = None
-        self.report = Report(self.settings.run_id, outcome, why, self.number, self.restarts.used)
+        self.report = Report(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)
         if outcome is Outcome.SUCCEEDED:
             return self._finish(now)
@@ -635,9 +640,7 @@ class Job:
         if self._unstopped and now < self._since + self.settings.timing.shutdown + FAREWELL:
             return []
         failures = () if self.report.outcome is Outcome.SUCCEEDED else trim(order(self._failures))
-        self.report = Report(
-            self.report.run_id, self.report.outcome, self.report.why, self.number, self.restarts.used, failures
-        )
+        self.report = replace(self.report, rounds=self.round, restarts=self.restarts.used, failures=failures)
         self._enter(Phase.CLOSED, now)
         out: list[Command] = [Send(n, Closed(self.report)) for n in self.members]
         out.append(Log(f"closed: {self.report.outcome}: {self.report.why}"))

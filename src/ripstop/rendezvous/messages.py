@@ -9,6 +9,7 @@ lost with a connection is never missed and a coordinator that knows nothing can 
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import get_args
 
 from ripstop.observe.failure import Failure, Report
 from ripstop.round import Node, Outcome, Place
@@ -171,6 +172,10 @@ class Closed:
     report: Report
 
 
-FromAgent = Hello | Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Beat
-FromCoordinator = Challenge | Welcome | Rejected | Assign | Hold | Closing | Closed | Beat
-Message = FromAgent | FromCoordinator
+Handshake = Challenge | Hello | Welcome | Rejected
+FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Beat
+FromCoordinator = Assign | Hold | Closing | Closed | Rejected | Beat
+Message = Handshake | FromAgent | FromCoordinator
+
+FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
+FROM_COORDINATOR: tuple[type[FromCoordinator], ...] = get_args(FromCoordinator)

@@ -20,17 +20,12 @@ from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.messages import (
+    FROM_AGENT,
     Beat,
     Challenge,
-    Failed,
     Hello,
     Join,
-    Leave,
-    Leaving,
-    Ready,
     Rejected,
-    Stopped,
-    Succeeded,
     Welcome,
 )
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
@@ -41,9 +36,6 @@ MAX_STRANGERS = 1024  # connections not yet known
 MAX_COMPLAINTS = 1024  # lines about strangers, in a job's life
 MAX_NAME = 256  # characters of a run id, a node id, a nonce
 NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
-
-Talk = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Beat
-TALK: tuple[type[Talk], ...] = (Join, Ready, Failed, Succeeded, Leaving, Stopped, Leave, Beat)
 
 
 class Server:
@@ -208,7 +200,7 @@ class Server:
         writer = asyncio.create_task(_write(ws, outbox), name=f"ripstop-to-{node}")
         try:
             while (text := await receive(ws)) is not None:
-                message = decode(text, TALK)
+                message = decode(text, FROM_AGENT)
                 match message:
                     case Beat():
                         outbox.put(message)

@@ -398,8 +398,8 @@ class Worker:
         for number, fd in self.streams.items():
             os.dup2(fd, number)
             os.close(fd)
-        self._bind()
         self._pass_gate()
+        self._bind()
         self.zygote.title.show()
         match self.birth["what"]:
             case "run":
