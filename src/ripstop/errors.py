@@ -2,8 +2,6 @@
 
     RipstopError                 a word to the user; never a traceback
     ├── UsageError               a flag, variable or file that cannot be right        exit 2
-    ├── Refused                  the coordinator said no (secret, run id, node range) exit 2
-    ├── Unreachable              no coordinator at the endpoint in time               exit 1
     ├── ProtocolError            a peer sent what no version of us sends
     └── StartError               a worker process could not be started                exit 1
 
@@ -21,16 +19,6 @@ class UsageError(RipstopError):
     """Wrong input, found before anything was started."""
 
     exit_code = 2
-
-
-class Refused(RipstopError):
-    """The coordinator does not take this node."""
-
-    exit_code = 2
-
-
-class Unreachable(RipstopError):
-    """The coordinator could not be reached in time."""
 
 
 class ProtocolError(RipstopError):

@@ -1,7 +1,7 @@
 """The composition root: wires the parts of one node, runs them, and maps the end to an exit code.
 
-Exit codes: 0 the job succeeded; 1 it failed, or its coordinator was not to be found; 2 wrong input; 128 + n this agent
-was stopped by signal n.
+Exit codes: 0 the job succeeded; 1 it failed, or its coordinator was not to be found; 2 wrong input, or refused by the
+coordinator; 128 + n this agent was stopped by signal n.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ def _warn_of(bound: Bound) -> None:
 
 
 def _this_node(config: RunConfig, *, hosting: bool) -> Node:
-    """This agent.  Its address is the user's word, or the endpoint's own if it hosts that, or what the link finds."""
+    """This agent.  Its address: what the user gave, else the endpoint's if hosted here, else what the link finds."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
         host = "127.0.0.1"
@@ -206,6 +206,7 @@ def _conclude(end: Quit, directory: LogDirectory) -> None:
             write_whole(path, to_json(end.report))
             print(f"report: {path}", file=sys.stderr)
         except OSError as error:
-            print(f"report: could not be written to {path}: {error.strerror}", file=sys.stderr)
+            word = f"{path} cannot be written ({error.strerror}); name another directory with --log-dir"
+            print(f"report: {word}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)

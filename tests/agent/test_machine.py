@@ -368,15 +368,15 @@ def test_a_coordinator_found_again_ends_the_waiting() -> None:
 
 def test_a_signal_stops_the_workers_with_it_and_the_agent_leaves() -> None:
     agent = running_agent()
-    assert on(agent, Signalled(2)) == [Tell(Leaving("signal 2")), Stop(1, 2, 30.0, "signal 2")]
-    assert on(agent, WorkersStopped(1)) == [Tell(Leave("signal 2")), Quit(130, "signal 2")]
+    assert on(agent, Signalled(2)) == [Tell(Leaving("SIGINT")), Stop(1, 2, 30.0, "SIGINT")]
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("SIGINT")), Quit(130, "SIGINT")]
 
 
 def test_an_idle_agent_leaves_at_once() -> None:
     assert on(ready_agent(), Signalled(15)) == [
-        Tell(Leaving("signal 15")),
-        Tell(Leave("signal 15")),
-        Quit(143, "signal 15"),
+        Tell(Leaving("SIGTERM")),
+        Tell(Leave("SIGTERM")),
+        Quit(143, "SIGTERM"),
     ]
 
 
@@ -391,14 +391,14 @@ def test_a_leaving_agent_starts_no_other_round() -> None:
     on(agent, assign(2))
     on(agent, Signalled(15))
     assert on(agent, assign(3)) == []
-    assert on(agent, WorkersStopped(1)) == [Tell(Leave("signal 15")), Quit(143, "signal 15")]
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("SIGTERM")), Quit(143, "SIGTERM")]
 
 
 def test_a_leaving_agent_says_so_over_a_new_connection_and_does_not_offer_itself() -> None:
     agent = running_agent()
     on(agent, Signalled(15))
     assert on(agent, Unlinked("reset")) == []
-    assert on(agent, Linked("host-a")) == [join(newest=1), Tell(Leaving("signal 15"))]
+    assert on(agent, Linked("host-a")) == [join(newest=1), Tell(Leaving("SIGTERM"))]
 
 
 # the end --------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import ripstop
 from ripstop.compat import errors as ours
 from ripstop.workers.failures import read_error_file
+from tests.compat.signatures import taken_by_both
 
 theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
 
@@ -44,6 +45,11 @@ def no_fault_handler() -> Any:
     yield
     if not before:
         faulthandler.disable()
+
+
+@pytest.mark.parametrize("name", theirs.__all__)
+def test_what_torch_takes_is_taken(name: str) -> None:
+    taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
 def broken(text: str = "because") -> None:

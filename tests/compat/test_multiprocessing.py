@@ -22,6 +22,7 @@ from ripstop.compat import tail_log as our_tail_log
 from ripstop.errors import UsageError
 from tests.compat.processes import DEADLINE, eventually, is_alive, nothing_left  # noqa: F401
 from tests.compat.scripts import worker_functions as functions
+from tests.compat.signatures import taken_by_both
 
 theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing")
 their_tail_log = pytest.importorskip("torch.distributed.elastic.multiprocessing.tail_log")
@@ -66,6 +67,16 @@ def shell(*scripts: str) -> list[tuple[str, str]]:
 
 def text(path: str) -> str:
     return Path(path).read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in theirs.__all__ if name != "Std"])
+def test_what_torch_takes_is_taken(name: str) -> None:
+    taken_by_both(getattr(theirs, name), getattr(ours, name))
+
+
+def test_tails_take_what_torchs_take() -> None:
+    for name in their_tail_log.__all__:
+        taken_by_both(getattr(their_tail_log, name), getattr(our_tail_log, name))
 
 
 # choices of streams -------------------------------------------------------------------------------------------------

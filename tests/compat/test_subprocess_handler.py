@@ -14,6 +14,7 @@ import pytest
 from ripstop.compat import redirects as our_redirects
 from ripstop.compat import subprocess_handler as ours
 from tests.compat.processes import DEADLINE, eventually, is_alive, nothing_left  # noqa: F401
+from tests.compat.signatures import taken_by_both
 
 theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.subprocess_handler")
 their_redirects = pytest.importorskip("torch.distributed.elastic.multiprocessing.redirects")
@@ -38,6 +39,11 @@ def begin(api: Any, handlers: list[Any], script: str, **given: Any) -> Any:
     options = {"env": {}, "stdout": "", "stderr": "", "local_rank_id": 0, **given}
     handlers.append(api.get_subprocess_handler("/bin/sh", ("-c", script, *given.pop("args", ())), **options))
     return handlers[-1]
+
+
+@pytest.mark.parametrize("name", theirs.__all__)
+def test_what_torch_takes_is_taken(name: str) -> None:
+    taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
 @both

@@ -17,6 +17,7 @@ from ripstop.compat import data as our_data
 from ripstop.compat import distributed as our_distributed
 from ripstop.compat import store as our_store
 from ripstop.compat import utils as our_utils
+from tests.compat.signatures import taken_by_both
 
 pytest.importorskip("torch")
 from torch.distributed import DistStoreError, HashStore
@@ -35,6 +36,18 @@ mixed = pytest.mark.parametrize(
     [(our_store, our_store), (their_store, our_store), (our_store, their_store)],
     ids=["ours", "0 torch", "1 torch"],
 )
+
+
+def test_what_torch_takes_is_taken() -> None:
+    pairs = (
+        (their_utils, our_utils, ("get_env_variable_or_raise", "get_socket_with_port", "macros")),
+        (their_data, our_data, ("CyclingIterator", "ElasticDistributedSampler")),
+        (their_distributed, our_distributed, their_distributed.__all__),
+        (their_store, our_store, their_store.__all__),
+    )
+    for theirs, ours, names in pairs:
+        for name in names:
+            taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
 # small tools --------------------------------------------------------------------------------------------------------

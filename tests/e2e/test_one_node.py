@@ -73,7 +73,7 @@ def test_torchs_record_decorator_feeds_the_report(job: Job) -> None:
 def test_the_last_lines_of_stderr_are_in_the_report_of_a_program_that_just_dies(job: Job) -> None:
     agent = job.run("--standalone", "--no-python", "sh", "-c", "echo the disk is on fire >&2; exit 3")
     assert agent.wait() == 1
-    assert "exit code 3" in agent.err
+    assert "exited with code 3" in agent.err
     (path,) = job.logs.glob("*/report.json")
     assert json.loads(path.read_text())["root_cause"]["log_tail"] == ["the disk is on fire"]
 
@@ -224,3 +224,17 @@ def test_nothing_is_left_in_the_temporary_directory_after_a_quiet_success(tmp_pa
     env = {**os.environ, "TMPDIR": str(temporary)}
     subprocess.run([sys.executable, "-m", "ripstop", "run", str(scripts)], env=env, check=True, timeout=60)
     assert not list(temporary.iterdir())
+
+
+def test_stderr_that_nobody_asked_to_keep_does_not_fill_the_disk(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "for _ in range(100_000): sys.stderr.write('x' * 99 + '\\n')\n"
+        "path = os.readlink('/proc/self/fd/2')\n"
+        "while os.stat(path).st_blocks * 512 > 4 << 20: time.sleep(0.01)\n"
+        "print(os.stat(path).st_size)\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "ripstop", "run", script], capture_output=True, check=True, timeout=60)
+    assert done.stdout == b"10000000\n"
+    assert done.stderr.count(b"x" * 99 + b"\n") == 100_000

@@ -1,9 +1,9 @@
 """Machines for tests: each host is a network namespace with a cable to a switch, an address, and a name of its own.
 
 A namespace has no name that another test could know: it lives as long as the process that holds it, and that lives as
-long as its stdin is open, so all of it is gone when the test process is, however that ends.  The machine's own network
-is not touched.  Neighbours are told to each other once and for all, so a cut is silent: nobody asks for them, nobody is
-told that they cannot be found, nobody gets a reset.
+long as its stdin is open, so none is left when the test process and the agents it started are gone.  The machine's own
+network is not touched.  Neighbours are told to each other once and for all, so a cut is silent: nobody asks for them,
+nobody is told that they cannot be found, nobody gets a reset.
 """
 
 import os

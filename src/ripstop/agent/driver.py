@@ -70,7 +70,12 @@ class Running:
     memory: Memory
     left: int  # workers that have not exited 0
     group: Group | None = None
-    sent: set[int] = field(default_factory=set)  # signals that are ours, not failures
+    sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
+
+    def was_told_to_end(self, exit: Exit) -> bool:
+        """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
+        wrote = self.logs.error_file(exit.local_rank).exists()
+        return exit.signal in self.sent or (bool(self.sent) and not wrote)
 
 
 class Driver:
@@ -114,7 +119,7 @@ class Driver:
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
         for signum in self._signals:
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup's word counts
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays so
                 self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
         self._link.open(self)
         self._task(self._warm_up())
@@ -176,8 +181,9 @@ class Driver:
             case OfferStore():
                 self._offer()
             case Start(place, why):
-                port, self._offered = (self._offered, None) if place.group_rank == 0 else (None, self._offered)
-                self._task(self._start_workers(place, port, why))
+                if place.group_rank == 0:
+                    self._store, self._offered = self._offered, None
+                self._task(self._start_workers(place, why))
             case Stop(round, signum, grace, why):
                 log.info("round=%d stopping: %s", round, why)
                 if self._troubled is None:
@@ -236,7 +242,7 @@ class Driver:
 
     # workers ----------------------------------------------------------------------------------------------------------
 
-    async def _start_workers(self, place: Place, port: StorePort | None, why: str) -> None:
+    async def _start_workers(self, place: Place, why: str) -> None:
         began = self._loop.time()
         logs = RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
         running = self._running = Running(place, logs, read_memory(), left=place.slots)
@@ -245,13 +251,11 @@ class Driver:
                 envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
                 running.logs = logs = await self._plugin.round_logs(self._directory.path, place, envs)
                 if running.sent:  # stopped while the plugin was thinking
-                    if port is not None:
-                        await port.close()
                     return
             logs.prepare()
             logs.follow(self._console)
             if place.group_rank == 0:
-                self._store = port or StorePort(place.store.host, place.store.port)
+                self._store = self._store or StorePort(place.store.host, place.store.port)
                 self._store.serve(self._spawner, self._environ, self._children)
             births = [self._birth(running, rank) for rank in range(place.slots)]
             running.group = Group(self._children, self._spawner, births, lambda e: self._exited(running, e))
@@ -259,6 +263,9 @@ class Driver:
         except StartError as error:
             self._could_not_start(running, str(error))
             return
+        self._log_start(place, why, began)
+
+    def _log_start(self, place: Place, why: str, began: float) -> None:
         first, last = place.first_rank, place.first_rank + place.slots - 1
         now = self._loop.time()
         pause = f" pause_ms={(now - self._troubled) * 1e3:.0f}" if self._troubled is not None else ""
@@ -299,8 +306,8 @@ class Driver:
             if not running.left:
                 self._feed(WorkersDone(round))
             return
-        if running.sent and (exit.signal in running.sent or not running.logs.error_file(exit.local_rank).exists()):
-            return  # it ended as it was told to
+        if running.was_told_to_end(exit):
+            return
         if self._troubled is None:
             self._troubled = self._loop.time()
         failure = gather(

@@ -41,6 +41,7 @@ from ripstop.rendezvous.messages import (
 from ripstop.round import Node, Outcome, Place
 
 SIGTERM = 15
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
 FAREWELL = 5.0  # seconds for a coordinator to tell an end that is known
 HUSH = 5.0  # seconds before a wait for the coordinator is worth a word
 
@@ -302,7 +303,7 @@ class Agent:
         )
         out: list[Command] = [Tell(join)]
         if self._leaving:
-            out.append(Tell(Leaving(f"signal {self._leaving}")))
+            out.append(Tell(Leaving(name_of(self._leaving))))
         if again:
             out.append(Say("coordinator found again"))
         return out + self._offer()
@@ -421,7 +422,7 @@ class Agent:
         if self._end:
             return self._quit(self._end)
         if self._leaving:
-            return self._quit(Quit(128 + self._leaving, f"signal {self._leaving}"))
+            return self._quit(Quit(128 + self._leaving, name_of(self._leaving)))
         if self._closing:
             return self._tell(Stopped(trim(self._failures)))
         if self._next:
@@ -442,7 +443,7 @@ class Agent:
             return [Say("second signal: killing the workers"), Stop(self.held.round, signum, 0.0, "second signal")]
         self._leaving = signum
         self._next = None
-        why = f"signal {signum}"
+        why = name_of(signum)
         out = self._tell(Leaving(why))
         if self.state is State.IDLE:
             return [*out, *self._quit(Quit(128 + signum, why))]
@@ -456,3 +457,8 @@ class Agent:
             return self._stop(end.why)
         self.state = State.OVER
         return [*self._tell(Leave(self._end.why or f"exit {self._end.code}")), self._end]
+
+
+def name_of(signum: int) -> str:
+    """A signal as people write it."""
+    return SIGNALS.get(signum, f"signal {signum}")

@@ -35,6 +35,7 @@ from ripstop.compat.function_worker import LENGTH, Task, work
 from ripstop.compat.log_files import LogsSpecs
 
 _READ = 1 << 20
+_NO_RETURN = "the function ended the process (exit code 0) instead of returning; let it return"
 _PARTING = 1.0  # seconds in which workers that have returned usually are gone
 
 log = logging.getLogger(__name__)
@@ -220,10 +221,8 @@ class MultiprocessContext(PContext):
             try:
                 values[rank] = inbox.value()
             except Exception as error:
-                failures[rank] = self._failure(rank)
-                failures[
-                    rank
-                ].message = f"what it returned cannot be read here: {type(error).__name__}: {error}; return plain data"
+                why = f"what it returned cannot be read here: {type(error).__name__}: {error}; return plain data"
+                failures[rank] = self._failure(rank, why)
         self.close()
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
@@ -241,11 +240,12 @@ class MultiprocessContext(PContext):
         self.close()
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
 
-    def _failure(self, rank: int) -> ProcessFailure:
+    def _failure(self, rank: int, why: str = _NO_RETURN) -> ProcessFailure:
+        """`why` is for a process whose end does not tell."""
         process = self._processes[rank]
         failure = ProcessFailure(rank, process.pid, process.exitcode, self.error_files[rank])
         if process.exitcode == 0:
-            failure.message = "the function ended the process (exit code 0) instead of returning; let it return"
+            failure.message = why
         return failure
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:

@@ -10,6 +10,7 @@ does not matter; (4) what cannot be pickled is said before anything is started, 
 """
 
 import asyncio
+import fcntl
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import context, get_context, process, reduction
+from multiprocessing import context, get_context, parent_process, process, reduction
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ripstop.workers import process as children
 from ripstop.workers.serve_store import serve
 from ripstop.workers.spawner import Birth, ServeStore, Spawner, Warm
 
+_F_SETSIG = 10  # fcntl: the signal in place of SIGIO
 METHODS = ("spawn", "fork", "forkserver")
 
 
@@ -247,7 +249,7 @@ def work(call: Call) -> None:
 
 
 def _serve(host: str, port: int, fd: int, inherited: frozenset[int] | None) -> None:
-    _stand_alone(None, inherited, keep=fd)
+    _stand_alone(os.getppid(), inherited, keep=fd)
     serve(host, port, fd)
 
 
@@ -266,8 +268,23 @@ def _stand_alone(launcher: int | None, inherited: frozenset[int] | None, keep: i
                 with suppress(OSError):
                     os.dup2(nothing, fd, inheritable=False)  # the number stays taken: our objects still name it
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if launcher is None:
+        _die_with_parent_process()
+        return
     linux.parent_death_signal(signal.SIGKILL)()
-    if launcher is not None and os.getppid() != launcher:
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _die_with_parent_process() -> None:
+    """For a child of the fork server, which lives as long as we do: the launcher holds the other end of a pipe."""
+    parent = parent_process()
+    assert parent is not None, "multiprocessing has started us"
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if not parent.is_alive():
         os._exit(1)
 
 

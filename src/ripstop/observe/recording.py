@@ -52,8 +52,10 @@ def show_crashes() -> None:
 
     try:
         faulthandler.enable(all_threads=True)
-    except Exception as error:  # a stderr that is closed, or is no file
-        _say(f"crashes will not show Python's stacks: {type(error).__name__}: {error}")
+    except Exception:  # Python's stderr is no file: a notebook's, a test's
+        with suppress(OSError):
+            os.fstat(2)
+            faulthandler.enable(2, all_threads=True)
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from functools import partial
 import aiohttp
 from yarl import URL
 
-from ripstop.errors import ProtocolError, Refused, Unreachable
+from ripstop.errors import ProtocolError
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, VersionMismatch, decode, encode
 from ripstop.rendezvous.link import Listener
@@ -41,6 +41,14 @@ FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of th
 
 Answer = Welcome | Rejected
 ANSWER: tuple[type[Answer], ...] = (Welcome, Rejected)
+
+
+class _Refused(Exception):
+    """The coordinator does not take this node, and asking again will not help."""
+
+
+class _TryAgain(Exception):
+    """The coordinator does not take this node now."""
 
 
 class WebSocketLink:
@@ -111,10 +119,10 @@ class WebSocketLink:
                 self._tries += 1
                 try:
                     await self._link(http)
-                except Refused as error:
+                except _Refused as error:
                     self._refuse(str(error))
                     return
-                except (aiohttp.ClientError, OSError, ProtocolError, Unreachable) as error:
+                except (aiohttp.ClientError, OSError, ProtocolError, _TryAgain) as error:
                     self._last = _describe(error)
                 if self._listener is None:
                     return
@@ -152,16 +160,16 @@ class WebSocketLink:
         except VersionMismatch as error:
             raise self._no(str(error)) from error
         if isinstance(answer, Rejected):
-            raise self._no(answer.why) if answer.final else Unreachable(answer.why)
+            raise self._no(answer.why) if answer.final else _TryAgain(answer.why)
         if not secret.same(answer.proof, exchange.by_coordinator(self._token)):
             raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < answer.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
         self._lease = answer.lease
 
-    def _no(self, why: str) -> Refused | Unreachable:
+    def _no(self, why: str) -> _Refused | _TryAgain:
         """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""
-        return Unreachable(why) if self._welcome else Refused(f"the coordinator at {self._endpoint} refused: {why}")
+        return _TryAgain(why) if self._welcome else _Refused(f"the coordinator at {self._endpoint} refused: {why}")
 
     # linked -----------------------------------------------------------------------------------------------------------
 
@@ -197,14 +205,14 @@ class WebSocketLink:
                 writer.cancel()
             await asyncio.wait([writer])
             self._tell(lambda listener: listener.on_unlinked(why))
-        raise Unreachable(why)
+        raise _TryAgain(why)
 
     def _hear(self, message: FromCoordinator) -> None:
         match message:
             case Beat():
                 pass
             case Rejected(why, final):
-                raise Refused(why) if final else Unreachable(why)
+                raise _Refused(why) if final else _TryAgain(why)
             case _:
                 self._tell(lambda listener: listener.on_message(message))
 
@@ -255,7 +263,7 @@ async def _write(ws: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
 async def _expect(ws: aiohttp.ClientWebSocketResponse) -> str:
     text = await receive(ws)
     if text is None:
-        raise Unreachable("the connection was closed in the handshake")
+        raise _TryAgain("the connection was closed in the handshake")
     return text
 
 

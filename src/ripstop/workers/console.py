@@ -20,10 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ripstop.workers.linux import free_range
+
 if TYPE_CHECKING:
     from ripstop.workers.inotify import Watch
 
 _READ = 1 << 18  # one read: large enough to be cheap, small enough not to keep the agent from the interpreter
+_END = 1 << 20  # of a fleeting file, what stays on disk at least
 _TURN = 1 << 22  # what one file may copy before it is another's turn
 _LINE = 1 << 20  # a line longer than this is broken up: memory is finite
 _PAUSE_MS = 5  # between two visits, so that a stream of short writes is copied in large blocks
@@ -37,12 +40,17 @@ class Console:
         self._copiers: dict[int, _Copier] = {}
         self._followed: dict[Path, int] = {}
 
-    def follow(self, path: Path, fd: int, prefix: bytes = b"", kept: "Kept | None" = None) -> None:
-        """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come."""
+    def follow(
+        self, path: Path, fd: int, prefix: bytes = b"", kept: "Kept | None" = None, *, fleeting: bool = False
+    ) -> None:
+        """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come.
+
+        A `fleeting` file is there for its end alone: the disk space of what was copied long ago is given back.
+        """
         if fd not in self._copiers:
             self._copiers[fd] = _Copier(fd)
         self._followed[path] = fd
-        self._copiers[fd].follow(_Stream(path, prefix, kept))
+        self._copiers[fd].follow(_Stream(path, prefix, kept, fleeting=fleeting))
 
     async def finish(self, paths: Iterable[Path]) -> None:
         """Their writers are gone: returns when all they wrote is on the console.  Others' paths are ignored.
@@ -138,10 +146,11 @@ class Prefixer:
 class _Stream:
     """One file and how far it has been copied."""
 
-    def __init__(self, path: Path, prefix: bytes, kept: Kept | None) -> None:
+    def __init__(self, path: Path, prefix: bytes, kept: Kept | None, *, fleeting: bool = False) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self.fd = os.open(path, (os.O_RDWR if fleeting else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         self._position = os.fstat(self.fd).st_size
+        self._freed = self._position if fleeting else None  # up to where the file has been emptied
         self._lines = Prefixer(prefix) if prefix else None
         self._keeper = _Keeper(kept, prefix) if kept else None
 
@@ -149,6 +158,8 @@ class _Stream:
         """What to write next, and whether there was anything to read."""
         data = self._next()
         self._position += len(data)
+        if self._freed is not None and self._position - self._freed > 2 * _END:
+            self._freed = free_range(self.fd, self._freed, self._position - _END)
         if self._keeper:
             self._keeper.feed(data)
         return (self._lines.feed(data) if self._lines else data), bool(data)

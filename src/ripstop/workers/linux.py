@@ -15,6 +15,7 @@ from ripstop.errors import StartError
 
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
 _PR_SET_PDEATHSIG = 1
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _PR_SET_CHILD_SUBREAPER = 36
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no function
 _PR_GET_CHILD_SUBREAPER = 37
@@ -116,3 +117,13 @@ def children() -> list[Process]:
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
         return [process for process in processes() if process.parent == me]
     return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]
+
+
+def free_range(fd: int, start: int, end: int) -> int:
+    """Gives the disk space of a part of a file back, without moving the rest; up to where it is free now."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
+    return end  # a file system that cannot do it keeps it all

@@ -4,7 +4,8 @@ Rules: (1) workers write their files themselves, appending, so that what they wr
 ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
 directory that we made up ourselves goes again after a success, and only if it holds no byte; (3) without a word from
 the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
-console as it is, unless the console is a terminal: that is the worker's own then, too; (4) a worker that is not to be
+console as it is, unless the console is a terminal: that is the worker's own then, too; where nobody named a directory,
+only the end of such a file stays on disk; (4) a worker that is not to be
 shown writes what it would have written to the console to its stderr's file, and to nowhere for stdout.
 """
 
@@ -22,7 +23,7 @@ from ripstop.workers.console import Console, Kept
 
 
 class LogDirectory:
-    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`.  `made_up`: nobody has asked for this LOG_DIR."""
+    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`.  `made_up`: nobody asked for this LOG_DIR."""
 
     def __init__(self, logs: Logs, run_id: str, *, made_up: bool = False) -> None:
         self._made_up = made_up or logs.directory is None
@@ -120,7 +121,7 @@ class RoundLogs:
             case Route.TEE if path:
                 console.follow(path, fd, self._prefix(local_rank), self._kept(stream))
             case Route.COPY if path:
-                console.follow(path, fd)
+                console.follow(path, fd, fleeting=self._logs.directory is None)
 
     def _prefix(self, local_rank: int) -> bytes:
         from string import Template  # not needed where nothing is teed

@@ -112,6 +112,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+            log.warning("store host=%s is no address of this machine, so it listens on all; narrow: --local-addr", host)
             return _listen(everywhere, port)
         raise StartError(
             f"the job's store must listen on {host}:{port}, and it cannot: {os.strerror(error.errno or 0)}; "

@@ -11,10 +11,11 @@ Rules
 3.  A worker waits at the gate until the agent knows its pid, or dies there if zygote or agent do.  Until then it bears
     the name NEWBORN.
 4.  A worker dies with the agent (parent-death signal).  What it leaves behind in its session, the zygote kills.
-5.  Nothing of ours stays in a worker: no file descriptor, no entry in sys.path or sys.modules, no variable.
+5.  What stays of ours in a worker: an excepthook that writes the error file, and an exit handler (rule 7).  No file
+    descriptor, no entry in sys.path or sys.modules, no variable does.
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
-7.  A worker that dies of an exception is not taken apart object by object, which takes torch a fifth of a second and
-    the whole job waits for: when threads have ended, exit handlers have run and files are flushed, it is gone.
+7.  When an exception ends the script, the worker exits as soon as threads have ended, exit handlers have run and files
+    are flushed.  Taking torch's objects apart would take another 0.2 s, and the whole job would wait for it.
 
 This file is not imported but executed in the new interpreter, hence its few and low-level imports: whatever is imported
 here is imported in every worker, and the script's own modules may bear any name.  A message is a length and a
