@@ -26,7 +26,7 @@ METHODS = ("spawn", "fork", "forkserver")
 DEADLINE = 60.0
 TORCH, OURS = "torch.distributed.launcher", "ripstop.compat.launcher"
 
-PRELUDE = """\
+PRELUDE = r"""
 import json, os, signal, sys, time
 from LAUNCHER import LaunchConfig, elastic_launch
 from LAUNCHER import launch_agent

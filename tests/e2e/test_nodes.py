@@ -289,3 +289,14 @@ def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None
         ("a", "1", "2"),
         ("b", "0", "1"),
     ]
+
+
+def test_a_job_whose_coordinators_node_has_left_still_ends_well(job: Job) -> None:
+    host = job.node(nnodes="1:2", script=SCRIPTS / "graceful.py")
+    host.says("round=1 ranks=0-0")
+    other = job.node(nnodes="1:2", script=SCRIPTS / "uneven.py")
+    other.says("ranks=1-1 world=2")
+    host.signal(signal.SIGTERM)
+    assert host.wait() == 143
+    other.says("ranks=0-0 world=1")
+    assert other.wait() == 0

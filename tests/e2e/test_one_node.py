@@ -238,3 +238,50 @@ def test_stderr_that_nobody_asked_to_keep_does_not_fill_the_disk(tmp_path: Path)
     done = subprocess.run([sys.executable, "-m", "ripstop", "run", script], capture_output=True, check=True, timeout=60)
     assert done.stdout == b"10000000\n"
     assert done.stderr.count(b"x" * 99 + b"\n") == 100_000
+
+
+def test_a_console_that_nobody_reads_stops_neither_signals_nor_the_end(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "loud.py"
+    script.write_text(
+        "import sys\nsys.path.insert(0, '')\n"
+        "for _ in range(3000): print('x' * 99, file=sys.stderr)\n"
+        f"exec(open({str(SCRIPTS / 'graceful.py')!r}).read())\n"
+    )
+    reader, writer = os.pipe()
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "ripstop", "run", script], env=job.env, stdout=writer, stderr=writer, start_new_session=True
+    )
+    try:
+        job.wait_for(event="start")
+        agent.send_signal(signal.SIGTERM)
+        job.wait_for(event="saved")
+        assert agent.wait(20) == 143
+    finally:
+        agent.kill()
+        agent.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_workers_are_not_told_the_secret(job: Job) -> None:
+    agent = job.run("--no-python", "env", env={"RIPSTOP_TOKEN": "very-secret"})
+    assert agent.wait() == 0
+    assert "WORLD_SIZE=1" in agent.out
+    assert "very-secret" not in agent.out
+
+
+def test_a_worker_that_ends_as_it_was_told_is_not_blamed(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not os.path.exists('ready'): time.sleep(0.01)\n"
+        "    raise RuntimeError('Connection reset by peer')\n"
+        "open('ready', 'w').close()\n"
+        "while True: signal.pause()\n"
+    )
+    agent = job.run("--nproc-per-node=2", "--no-python", "env", "-C", str(tmp_path), sys.executable, str(script))
+    assert agent.wait() == 1
+    (path,) = job.logs.glob("*/report.json")
+    assert [f["rank"] for f in json.loads(path.read_text())["failures"]] == [0]

@@ -59,6 +59,7 @@ log = logging.getLogger("ripstop.agent")
 
 RETRY = 1.0  # seconds until a port is tried again
 DRAIN = 30.0  # seconds a console may take for the last lines
+HASTY = 3.0  # and when a signal ends the agent
 
 
 @dataclass(slots=True)
@@ -380,7 +381,8 @@ class Driver:
         drained = self._loop.create_task(self._console.drain())
         for signum in self._signals:
             self._loop.add_signal_handler(signum, drained.cancel)
-        await asyncio.wait([drained], timeout=DRAIN)
+        leaving = not self._end.cancelled() and not self._end.exception() and self._end.result().code >= 128
+        await asyncio.wait([drained], timeout=HASTY if leaving else DRAIN)
         if not drained.done() or drained.cancelled():
             log.warning("the console is not being read; what it did not show is below %s", self._directory.path)
         drained.cancel()

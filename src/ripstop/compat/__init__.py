@@ -41,6 +41,15 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    # the packages of these only pass their names on
+    f"{_ELASTIC}.utils.api": "utils",
+    f"{_ELASTIC}.utils.data.cycling_iterator": "data",
+    f"{_ELASTIC}.utils.data.elastic_distributed_sampler": "sampler",
+    f"{_ELASTIC}.utils.distributed": "distributed",
+    f"{_ELASTIC}.utils.log_level": "utils",
+    f"{_ELASTIC}.utils.logging": "utils",
+    f"{_ELASTIC}.utils.process_state": "utils",
+    f"{_ELASTIC}.utils.store": "store",
 }
 
 
@@ -83,8 +92,9 @@ class _Finder:
     ) -> ModuleSpec | None:
         if fullname not in MODULES:
             return None
-        loader: Any = _Loader(f"{__name__}.{MODULES[fullname]}")
-        return ModuleSpec(fullname, loader)
+        ours = MODULES[fullname]
+        loader: Any = _Loader(f"{__name__}.{ours}")
+        return ModuleSpec(fullname, loader, origin=f"{__path__[0]}/{ours}.py")
 
 
 def install() -> None:

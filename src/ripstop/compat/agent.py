@@ -440,7 +440,7 @@ class SimpleElasticAgent(ElasticAgent):
             "group_rank": group.group_rank,
             "worker_id": str(worker.id) if worker else None,
             "role": spec.role,
-            "hostname": socket.getfqdn(socket.gethostname()),
+            "hostname": _get_fq_hostname(),
             "state": state,
             "total_run_time": self._total_execution_time,
             "rdzv_backend": spec.rdzv_handler.get_backend(),
@@ -467,6 +467,10 @@ class SimpleElasticAgent(ElasticAgent):
         """To torch's metrics, which only a program that has loaded them can have configured."""
         if (metrics := sys.modules.get("torch.distributed.elastic.metrics")) is not None:
             metrics.put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
+
+
+def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
+    return socket.getfqdn(socket.gethostname())
 
 
 def _events() -> Any:

@@ -6,7 +6,8 @@ process, and from then on are watched, stopped and buried like all others.
 
 Rules: (1) a worker leads a session of its own and dies with the launcher; (2) a forked worker keeps the descriptors
 that the program had, and none of ours; (3) a return value travels in a file, whole or not at all, so that its size
-does not matter; (4) what cannot be pickled is said before anything is started, or by the worker that tried to return it.
+does not matter; (4) what cannot be pickled is said before anything is started, or by the worker that tried to
+return it.
 """
 
 import asyncio
@@ -179,6 +180,8 @@ class _Popen:
 
     def duplicate_for_child(self, fd: int) -> int:
         return fd
+
+    DupFd = duplicate_for_child
 
 
 class _Nowhere:
