@@ -23,7 +23,7 @@ marshalled value, over a socket pair; both its ends are the same interpreter on 
 """
 
 # Pathlib is slow to import, and every worker would have it.
-# ruff: noqa: PTH104, PTH109, PTH110, PTH112, PTH115, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH109, PTH110, PTH112, PTH115, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -118,6 +118,7 @@ class Zygote:
 
     def __init__(self, home: str) -> None:
         self.home = home
+        self.root = os.path.dirname(os.path.dirname(home))  # where our package is found
         self.channel = Channel(int(os.environ.pop(CHANNEL)))
         self.loaded = False
         atexit.register(leave)  # before anybody else, so that it comes last
@@ -357,7 +358,7 @@ class Zygote:
 
     def _bury(self) -> NoReturn:
         """The agent is gone: kills whatever is left of our workers, then ends (rule 4)."""
-        sys.path.insert(0, os.path.dirname(os.path.dirname(self.home)))
+        sys.path.insert(0, self.root)
         from ripstop.workers.linux import processes
 
         # A pid stays taken while a session bears it, so a process that has the number but not the start time means
@@ -453,7 +454,7 @@ class Worker:
         for number in self.streams:
             reopen(number)
         renew()
-        tell_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        tell_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.root)
         gc.enable()
 
     def _exec(self, argv: list[str]) -> NoReturn:
@@ -506,7 +507,7 @@ def renew() -> None:
         threading.main_thread()._set_native_id()
 
 
-def tell_exceptions(path: str | None) -> None:
+def tell_exceptions(path: str | None, root: str) -> None:
     """Has an uncaught exception written to the error file, in the format of torch's `record`, unless one is there."""
     if path is None:
         return
@@ -514,7 +515,15 @@ def tell_exceptions(path: str | None) -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, Exception) and not os.path.exists(path):
-            write_error(path, kind, error, trace)
+            sys.path.insert(0, root)
+            try:
+                from ripstop.observe import recording
+
+                recording.write(path, recording.describe(error))
+            except Exception:  # evidence is worth a try; the exception itself is shown in any case
+                pass
+            finally:
+                sys.path.remove(root)
         show(kind, error, trace)
         caller = sys._getframe()
         while caller.f_back is not None:
@@ -547,24 +556,6 @@ def leave() -> None:
             continue
     ctypes.CDLL(None).fflush(None)
     os._exit(1)
-
-
-def write_error(path: str, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Evidence on a best-effort basis: a full disk must not hide the exception itself."""
-    try:
-        import json
-        import traceback
-
-        extra = {
-            "py_callstack": "".join(traceback.format_exception(kind, error, trace)),
-            "timestamp": str(int(time.time())),
-        }
-        data = json.dumps({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}})
-        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
-            file.write(data)
-        os.rename(file.name, path)
-    except Exception:
-        return
 
 
 def stat_of(pid: int | str) -> list[bytes]:
