@@ -28,7 +28,7 @@ from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.machine import Settings
 from ripstop.round import Node, Outcome
 from ripstop.workers.environment import shared_environment
-from ripstop.workers.logs import LogDirectory, write_whole
+from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -71,7 +71,12 @@ def coordinate(config: CoordinatorConfig) -> int:
 
 
 async def take_part(
-    config: RunConfig, directory: LogDirectory, spawner: Starter, environ: dict[str, str], bound: Bound | None
+    config: RunConfig,
+    directory: LogDirectory,
+    spawner: Starter,
+    environ: dict[str, str],
+    bound: Bound | None,
+    logs_source: LogsSource | None = None,
 ) -> Quit:
     """This node's part of the job, in any event loop, with workers that `spawner` starts."""
     node = _this_node(config, hosting=bound is not None)
@@ -86,7 +91,7 @@ async def take_part(
                 await _serve(parts, coordinator, bound, config)
         else:
             link = _remote(config, node.id)
-        driver = Driver(config, node, spawner, link, directory, environ)
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source)
         if coordinator is not None:
             coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
         end = await driver.run()

@@ -12,6 +12,8 @@ import sys
 import textwrap
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import pytest
 
 from ripstop.compat.errors import ChildFailedError
 from ripstop.compat.launcher import LaunchConfig, elastic_launch, launch_agent
-from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std
+from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from ripstop.compat.numa import AffinityMode, NumaOptions
 
 METHODS = ("spawn", "fork", "forkserver")
 DEADLINE = 60.0
@@ -175,43 +178,36 @@ def test_a_function_that_fails_is_restarted_and_the_last_round_counts(tmp_path: 
 @pytest.mark.parametrize("launcher", (TORCH, OURS))
 def test_a_failure_has_torchs_fields(program: Program, launcher: str) -> None:
     source = """
-    def work(word):
+    def broken(word):
         if os.environ["RANK"] == "1":
             raise ValueError(word)
         time.sleep(60)
 
-    if __name__ == "__main__":
-        try:
-            elastic_launch(config("fork"), work)("broken")
-        except Exception as error:
-            rank, failure = error.get_first_failure()
-            say(type(error).__name__, error.name, rank, failure.local_rank, failure.exitcode, failure.pid > 0)
-            say(failure.message["message"], os.path.exists(failure.error_file), failure.signal_name())
-            say("broken" in str(error), list(error.failures))
-    """
-    assert said(program(source, launcher=launcher)) == [
-        ["ChildFailedError", "work", 1, 1, 1, True],
-        ["ValueError: broken", True, "<N/A>"],
-        [True, [1]],
-    ]
-
-
-@pytest.mark.parametrize("launcher", (TORCH, OURS))
-def test_a_killed_worker_is_a_failure_with_the_signals_negative_number(program: Program, launcher: str) -> None:
-    source = """
-    def work():
+    def killed():
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
     if __name__ == "__main__":
         try:
-            elastic_launch(config("fork"), work)()
+            elastic_launch(config("fork"), broken)("broken")
+        except Exception as error:
+            rank, failure = error.get_first_failure()
+            say(type(error).__name__, error.name, rank, failure.local_rank, failure.exitcode, failure.pid > 0)
+            say(failure.message["message"], os.path.exists(failure.error_file), failure.signal_name())
+            say("broken" in str(error), list(error.failures))
+        try:
+            elastic_launch(config("fork"), killed)()
         except Exception as error:
             failure = error.failures[0]
             say(failure.exitcode, failure.signal_name(), failure.message.replace(str(failure.pid), "PID"))
     """
-    assert said(program(source, launcher=launcher)) == [[-9, "SIGKILL", "Signal 9 (SIGKILL) received by PID PID"]]
+    assert said(program(source, launcher=launcher)) == [
+        ["ChildFailedError", "broken", 1, 1, 1, True],
+        ["ValueError: broken", True, "<N/A>"],
+        [True, [1]],
+        [-9, "SIGKILL", "Signal 9 (SIGKILL) received by PID PID"],
+    ]
 
 
 @pytest.mark.parametrize("method", ("spawn", "forkserver"))
@@ -220,6 +216,12 @@ def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_started(me
         elastic_launch(config(method), lambda: None)()
     with pytest.raises(pickle.PicklingError, match="an argument"):
         elastic_launch(config(method), os.getpid)(threading.Lock())
+
+
+def test_a_function_that_exits_instead_of_returning_returns_nothing_or_is_told() -> None:
+    assert elastic_launch(config(workers=1), lambda: sys.exit(0))() == {0: None}
+    with pytest.raises(RuntimeError, match=r"rank 0 ended its process \(exit code 0\) and did not return"):
+        elastic_launch(config(workers=1), lambda: os._exit(0))()
 
 
 def test_a_return_value_that_cannot_be_sent_is_the_workers_failure() -> None:
@@ -231,10 +233,10 @@ def test_a_return_value_that_cannot_be_sent_is_the_workers_failure() -> None:
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_gets_its_words_and_returns_nothing(tmp_path: Path) -> None:
+def test_a_command_gets_its_words_and_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert elastic_launch(config(), sys.executable)("-u", str(script), "--local-rank=${local_rank}") == {
         0: None,
         1: None,
@@ -261,6 +263,35 @@ def test_output_goes_where_the_logs_specs_say(tmp_path: Path) -> None:
 
     elastic_launch(config(logs_specs=specs), work)()
     assert sorted(path.read_text() for path in tmp_path.rglob("stdout.log")) == ["out 0", "out 1"]
+
+
+class Flat(LogsSpecs):
+    """All in one directory, and a variable for the workers."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        top = self.root_log_dir
+        for rank, env in envs.items():
+            env |= {"MINE": f"my {rank}", "TORCHELASTIC_ERROR_FILE": f"{top}/{rank}.json"}
+        names = {rank: f"{top}/{rank}.out" for rank in envs}
+        return LogsDest(names, dict.fromkeys(envs, ""), names, {}, {rank: f"{top}/{rank}.json" for rank in envs})
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+
+def test_logs_specs_of_ones_own_say_where_output_and_error_files_are(tmp_path: Path, capfd: Any) -> None:
+    def work() -> None:
+        os.write(1, f"{os.environ['MINE']}\n".encode())
+        if os.environ["RANK"] == "1":
+            raise ValueError("broken")
+        time.sleep(60)
+
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(config(logs_specs=Flat(str(tmp_path))), work)()
+    assert (tmp_path / "1.out").read_text() == "my 1\n" and "[default_role1]:my 1" in capfd.readouterr().out
+    assert failed.value.failures[1].error_file == str(tmp_path / "1.json")
+    assert failed.value.failures[1].message["message"] == "ValueError: broken"
 
 
 def test_nothing_is_left_on_disk_of_a_launch_that_wrote_nothing(
@@ -297,7 +328,7 @@ def test_the_programs_signal_handlers_are_its_own_again_afterwards() -> None:
 
     before = {number: signal.signal(number, mine) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)}
     try:
-        elastic_launch(config(), os.getppid)()
+        elastic_launch(config(signals_to_handle="SIGTERM,SIGUSR1"), os.getppid)()
         assert [signal.getsignal(number) for number in before] == [mine] * 3
     finally:
         for number, handler in before.items():
@@ -365,6 +396,28 @@ def test_workers_die_with_a_launcher_that_is_killed(program: Program, method: st
     wait_for(lambda: not any(map(is_alive, pids)))
 
 
+def test_a_launch_is_live_and_ready_while_its_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", url.rpartition(":")[2])
+
+    def status(path: str) -> int:
+        try:
+            with urllib.request.urlopen(url + path, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def work() -> int:
+        wait_for(lambda: status("/ready") == 200)
+        return status("/live")
+
+    assert elastic_launch(config(workers=1), work)() == {0: 200}
+    with pytest.raises(urllib.error.URLError):
+        status("/live")
+
+
 # several nodes --------------------------------------------------------------------------------------------------------
 
 
@@ -401,15 +454,12 @@ def test_the_configuration_has_torchs_fields_and_defaults() -> None:
         made = {"rdzv_configs", "metrics_cfg"}  # by factories
         return [(field.name, None if field.name in made else field.default) for field in dataclasses.fields(kind)]
 
-    ours = described(LaunchConfig)
-    theirs = [entry for entry in described(Theirs) if entry[0] in dict(ours)]
-    assert ours[: len(theirs)] == theirs
-    assert {name for name, _ in described(Theirs)} <= set(dict(ours))
+    theirs = described(Theirs)  # an older torch has fewer
+    assert [entry for entry in described(LaunchConfig) if entry[0] in dict(theirs)] == theirs
     assert LaunchConfig(1, 1, 1).rdzv_configs == Theirs(1, 1, 1).rdzv_configs == {"timeout": 900}
     assert LaunchConfig(1, 1, 1, rdzv_timeout=7).rdzv_configs == {"timeout": 7}
-    for kind in (LaunchConfig, Theirs):
-        with pytest.raises(ValueError, match="shutdown_timeout"):
-            kind(1, 1, 1, shutdown_timeout=-1)
+    with pytest.raises(ValueError, match="shutdown_timeout"):
+        LaunchConfig(1, 1, 1, shutdown_timeout=-1)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +476,14 @@ def test_a_configuration_that_cannot_be_right_is_a_value_error(setting: dict[str
     settings = {"run_id": "r", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
     with pytest.raises(ValueError, match=word):
         elastic_launch(LaunchConfig(1, 1, 1, **(settings | setting)), os.getpid)()
+
+
+def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from() -> None:
+    for mode in AffinityMode:
+        with pytest.raises(ValueError, match="numa-binding"):
+            elastic_launch(config(workers=4000, numa_options=NumaOptions(mode)), os.getppid)()
+    options = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    assert elastic_launch(config(workers=1, numa_options=options), os.getppid)() == {0: os.getpid()}
 
 
 def test_a_run_id_is_made_up_when_there_is_none() -> None:

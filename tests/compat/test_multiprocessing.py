@@ -210,16 +210,16 @@ def test_a_command_that_fails_ends_the_others(api: Any, start: Callable[..., Any
     assert result.failures[0].message.startswith("Signal 15 (SIGTERM) received by PID ")
 
 
-@both
-def test_an_error_file_that_a_command_wrote_is_its_failures_message(api: Any, start: Callable[..., Any]) -> None:
-    record = textwrap.dedent("""
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError("of the script")
-        main()
-        """)
-    failure = start(api, sys.executable, [("-c", record)]).wait(DEADLINE, PERIOD).failures[0]
+@pytest.mark.parametrize(
+    ("api", "record"),
+    [(theirs, "torch.distributed.elastic.multiprocessing.errors"), (ours, "ripstop")],
+    ids=["torch", "ripstop"],
+)
+def test_an_error_file_that_a_command_wrote_is_its_failures_message(
+    api: Any, record: str, start: Callable[..., Any]
+) -> None:
+    script = f"from {record} import record\n@record\ndef main(): raise ValueError('of the script')\nmain()"
+    failure = start(api, sys.executable, [("-c", script)]).wait(DEADLINE, PERIOD).failures[0]
     assert failure.message["message"] == "ValueError: of the script"
     assert failure.error_file.endswith("error.json")
 
@@ -624,6 +624,8 @@ def test_a_file_that_comes_late_is_tailed_to_its_end(api: Any, tmp_path: Path) -
     for rank, path in paths.items():
         path.write_text("".join(f"{rank} line {number}\n" for number in range(1000)))
     assert not tail.stopped()
+    if api is their_tail_log:  # it does not look again for a file that came just before the stop
+        eventually(lambda: target.getvalue().count("line 999") == 2, "the lines")
     tail.stop()
     assert tail.stopped()
     for rank in paths:

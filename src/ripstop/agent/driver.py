@@ -15,7 +15,6 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ripstop.agent.machine import (
     Agent,
@@ -47,13 +46,10 @@ from ripstop.workers.console import Console
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.failures import Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.logs import LogDirectory, RoundLogs
+from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.spawner import Birth, Starter
 from ripstop.workers.store import StorePort
-
-if TYPE_CHECKING:
-    from ripstop.workers.logs_plugin import LogsPlugin
 
 log = logging.getLogger("ripstop.agent")
 
@@ -90,6 +86,7 @@ class Driver:
         link: Link,
         directory: LogDirectory,
         environ: Mapping[str, str],
+        logs_source: LogsSource | None = None,
     ) -> None:
         self._config = config
         self._spawner = spawner
@@ -103,7 +100,7 @@ class Driver:
         )
         self._children = Children()
         self._console = Console()
-        self._plugin = self._load_plugin() if config.logs.specs else None
+        self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -276,7 +273,7 @@ class Driver:
             place.round, first, last, place.world_size, place.restarts, (now - began) * 1e3, pause, why,
         )  # fmt: skip
 
-    def _load_plugin(self) -> "LogsPlugin":
+    def _load_plugin(self) -> LogsSource:
         from ripstop.workers.logs_plugin import LogsPlugin
 
         return LogsPlugin(self._config.logs, self._config.role, self._environ)

@@ -36,6 +36,14 @@ METHODS = ("spawn", "fork", "forkserver")
 
 
 @dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a fork of the program has: descriptors that are the program's, and signals whose handlers are ours."""
+
+    descriptors: frozenset[int]
+    signals: tuple[signal.Signals, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """What one worker does: sent to it, or inherited by it."""
 
@@ -47,11 +55,14 @@ class Call:
     result: str
     bind: Bind | None
     launcher: int | None  # its pid, where that is the worker's parent
-    inherited: frozenset[int] | None  # descriptors to keep, where others were inherited too
+    inherited: Inherited | None  # where it is a fork
 
 
 class FunctionSpawner:
-    """Starts functions; `args` are by local rank, and `returned` gives what the workers of the last round returned."""
+    """Starts functions.
+
+    `args` are by local rank; `returned` gives what the workers of the last round returned.
+    """
 
     def __init__(
         self,
@@ -60,6 +71,7 @@ class FunctionSpawner:
         method: str,
         results: Path,
         environ: Mapping[str, str],
+        inherited: Inherited,
     ) -> None:
         self._function = function
         self._args = args
@@ -67,8 +79,9 @@ class FunctionSpawner:
         self._context: Any = get_context(method)
         self._results = results
         self._files: dict[int, Path] = {}
+        self.started = False  # any worker
         self._rounds = 0
-        self._inherited = frozenset(_descriptors()) if method == "fork" else None
+        self._inherited = inherited if method == "fork" else None
         self._stores: Spawner | None = None
         if method == "fork":
             return
@@ -108,6 +121,10 @@ class FunctionSpawner:
             try:
                 with path.open("rb") as file:
                     values[rank] = pickle.load(file)
+            except FileNotFoundError:
+                raise RuntimeError(
+                    f"the function of rank {rank} ended its process (exit code 0) and did not return; let it return."
+                ) from None
             except Exception as error:
                 raise ValueError(
                     f"what rank {rank} returned cannot be read here: {error}; return plain data, or classes that the "
@@ -134,7 +151,8 @@ class FunctionSpawner:
         except Exception as error:
             _kill(pids)
             raise StartError(f"no worker can be started: {type(error).__name__}: {error}; see its cause.") from error
-        self._files = files or self._files
+        if files:
+            self._files, self.started = files, True
         return pids
 
     def _call(self, birth: Birth, local_rank: int, result: Path) -> Call:
@@ -204,8 +222,9 @@ def _kill(pids: Sequence[int]) -> None:
         children.reap(pid)
 
 
-def _descriptors() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+def descriptors() -> frozenset[int]:
+    """Those that this process has open."""
+    return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
 
 
 @contextmanager
@@ -237,7 +256,12 @@ def work(call: Call) -> None:
         call.bind()
 
     def run() -> None:
-        value = call.function(*call.args)
+        try:
+            value = call.function(*call.args)
+        except SystemExit as end:
+            if end.code:
+                raise
+            value = None
         try:
             _save(value, call.result)
         except OSError as error:
@@ -251,23 +275,22 @@ def work(call: Call) -> None:
     record(run)()
 
 
-def _serve(host: str, port: int, fd: int, inherited: frozenset[int] | None) -> None:
+def _serve(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
     _stand_alone(os.getppid(), inherited, keep=fd)
     serve(host, port, fd)
 
 
-def _stand_alone(launcher: int | None, inherited: frozenset[int] | None, keep: int) -> None:
+def _stand_alone(launcher: int | None, inherited: Inherited | None, keep: int) -> None:
     """Be a process of one's own: session, signals, descriptors, and an end when the launcher ends."""
     with suppress(PermissionError):  # it leads one already
         os.setsid()
     if inherited is not None:
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
-            signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for signum in inherited.signals:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in _descriptors():
-            if fd not in inherited and fd not in (keep, nothing):
+        for fd in descriptors():
+            if fd not in inherited.descriptors and fd not in (keep, nothing):
                 with suppress(OSError):
                     os.dup2(nothing, fd, inheritable=False)  # the number stays taken: our objects still name it
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

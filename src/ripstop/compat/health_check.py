@@ -12,7 +12,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # slow to import, and few launches have a server
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 
@@ -45,6 +48,8 @@ class HealthCheckServer:
         """Answer from now on, in a thread; a port that is taken is said and leaves the job as it is."""
         if self._server is not None:
             return
+        from http.server import ThreadingHTTPServer
+
         try:
             self._server = ThreadingHTTPServer(("", self._port), self._handler())
         except OSError as error:
@@ -80,6 +85,8 @@ class HealthCheckServer:
         return 200, "ok"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
+        from http.server import BaseHTTPRequestHandler
+
         answer = self.answer
 
         class Handler(BaseHTTPRequestHandler):

@@ -20,8 +20,10 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from ripstop import launch
 from ripstop.agent.machine import Quit
 from ripstop.cli.run import configure
 from ripstop.compat import health_check, watchdog
+from ripstop.compat.custom_logs import CustomLogs, is_custom
 from ripstop.compat.errors import ChildFailedError, ProcessFailure
-from ripstop.compat.functions import METHODS, FunctionSpawner
+from ripstop.compat.functions import METHODS, FunctionSpawner, Inherited, descriptors
 from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from ripstop.compat.utils import macros
@@ -48,7 +51,6 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 log = logging.getLogger("ripstop.compat")
 
 DEFAULT_TIMEOUT = 900
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
 
 @dataclass
@@ -135,7 +137,8 @@ def launch_agent(
     server = health_check_server or health_check.from_environment()
     try:
         with watchdog.from_environment(run.run_id) as variables:
-            end, values = _launch(run, config, entrypoint, args, dict(os.environ) | variables)
+            environ = {name: value for name, value in os.environ.items() if name not in launch.SECRETS}
+            end, values = _launch(run, config, entrypoint, args, environ | variables, server)
     finally:
         if server is not None:
             server.stop()
@@ -156,10 +159,14 @@ def _read(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequ
     try:
         run = configure([*_words(config), "--no-python", sys.executable], environ)
     except UsageError as error:
+        if getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
+            log.warning("workers are not bound: %s", error)
+            return _read(replace(config, numa_options=None), entrypoint, args)
         raise ValueError(str(error)) from None
     assert run is not None, "nobody asked for help"
     entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
-    return replace(run, entry=entry, start=Start.EXEC if isinstance(entry, Command) else Start.ZYGOTE)
+    start = Start.EXEC if isinstance(entry, Command) else Start.ZYGOTE
+    return replace(run, entry=entry, start=start, role=config.role)  # "" is a role to torch, and torchx gives it
 
 
 def _words(config: LaunchConfig) -> Iterator[str]:
@@ -176,7 +183,8 @@ def _words(config: LaunchConfig) -> Iterator[str]:
     yield f"--nproc-per-node={config.nproc_per_node}"
     yield f"--rdzv-backend={config.rdzv_backend}"
     yield f"--rdzv-id={config.run_id}"
-    yield f"--role={config.role}"
+    if config.role:
+        yield f"--role={config.role}"
     yield f"--max-restarts={config.max_restarts}"
     yield f"--shutdown-timeout={config.shutdown_timeout}"
     yield f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"
@@ -194,7 +202,7 @@ def _words_of_logs(config: LaunchConfig) -> Iterator[str]:
     specs = config.logs_specs
     assert specs is not None, "made by __post_init__"
     if specs._root_log_dir != os.devnull:  # torch's way to ask for no files
-        if specs._root_log_dir:
+        if specs._root_log_dir and not is_custom(specs):
             yield f"--log-dir={specs._root_log_dir}"
         yield f"--redirects={_streams(specs._redirects)}"
         yield f"--tee={_streams(specs._tee)}"
@@ -273,11 +281,15 @@ class CommandSpawner:
         self.warm = self._spawner.warm
         self.close = self._spawner.close
         self._ranks: tuple[int, ...] = ()
+        self.started = False  # any worker
 
     async def spawn(self, births: Sequence[Birth]) -> list[int]:
         if not isinstance(births[0].entry, ServeStore):
             self._ranks = tuple(int(birth.env["RANK"]) for birth in births)
             births = [replace(birth, entry=_substituted(birth.entry, rank)) for rank, birth in enumerate(births)]
+            pids = await self._spawner.spawn(births)
+            self.started = True
+            return pids
         return await self._spawner.spawn(births)
 
     def returned(self) -> dict[int, Any]:
@@ -303,9 +315,12 @@ def _launch(
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
     environ: dict[str, str],
+    server: HealthCheckServer | None,
 ) -> tuple[Quit, dict[int, Any]]:
+    inherited = Inherited(descriptors(), _handled(run))
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
     spawner: FunctionSpawner | CommandSpawner
+    source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
     try:
         directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
         bound = launch.bind_endpoint(run)
@@ -313,10 +328,13 @@ def _launch(
             spawner = CommandSpawner(run, environ)
         else:
             by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
-            spawner = FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ)
+            spawner = FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ, inherited)
+        if server is not None:
+            server.ready_callback = lambda: spawner.started
         try:
             with _our_children_only():
-                end = _drive(lambda: launch.take_part(run, directory, spawner, environ, bound))
+                part = partial(launch.take_part, run, directory, spawner, environ, bound, source)
+                end = _drive(part, inherited.signals)
         finally:
             spawner.close()
         if end.report is None or end.report.outcome is not Outcome.SUCCEEDED:
@@ -346,12 +364,17 @@ def _our_children_only() -> Iterator[None]:
             linux.stop_being_subreaper()
 
 
-def _drive(part: Callable[[], Any]) -> Quit:
+def _handled(run: RunConfig) -> tuple[signal.Signals, ...]:
+    """The signals that the engine, or asyncio for it, puts handlers on."""
+    return *(signal.Signals[name] for name in run.signals), signal.SIGINT, signal.SIGCHLD
+
+
+def _drive(part: Callable[[], Any], handled: Sequence[signal.Signals]) -> Quit:
     """Run the engine in this thread, or beside the event loop that this thread is in."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _signals_given_back():
+        with _signals_given_back(handled):
             end: Quit = asyncio.run(part())
             return end
     return _Beside(part).run()
@@ -362,7 +385,7 @@ class _Beside:
 
     def __init__(self, part: Callable[[], Any]) -> None:
         self._part = part
-        self._task: asyncio.Task[Any] | None = None
+        self._task: Future[asyncio.Task[Any]] = Future()
         self._end: Quit | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="ripstop")
@@ -372,7 +395,8 @@ class _Beside:
         try:
             self._thread.join()
         except BaseException:
-            if (task := self._task) is not None:
+            task = self._task.result()
+            with suppress(RuntimeError):  # its loop has just ended by itself
                 task.get_loop().call_soon_threadsafe(task.cancel)
             self._thread.join()
             raise
@@ -388,17 +412,19 @@ class _Beside:
             self._error = error
 
     async def _supervised(self) -> Quit:
-        self._task = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "this is one"
+        self._task.set_result(task)
         end: Quit = await self._part()
         return end
 
 
 @contextmanager
-def _signals_given_back() -> Iterator[None]:
+def _signals_given_back(handled: Sequence[signal.Signals]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.getsignal(signum) for signum in HANDLED}
+    before = {signum: signal.getsignal(signum) for signum in handled}
     wakeup = signal.set_wakeup_fd(-1)
     try:
         yield

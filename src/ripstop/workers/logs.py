@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
+from typing import Protocol
 
 from ripstop.config import Logs, Streams
 from ripstop.errors import StartError, UsageError
@@ -152,6 +153,14 @@ class RoundLogs:
         if to_file:
             return Route.TEE if teed else Route.FILE
         return Route.COPY if stream is Streams.ERR and not self._terminal else Route.CONSOLE
+
+
+class LogsSource(Protocol):
+    """Who says where the output of a round's workers goes, in our place."""
+
+    async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> RoundLogs: ...
+
+    def close(self) -> None: ...
 
 
 def file_name(run_id: str) -> str:
