@@ -3,7 +3,8 @@
     ripstop run --standalone --nproc-per-node=2 --max-restarts=3 examples/ddp_resume.py --checkpoint /tmp/demo.pt
 
 There is nothing of ripstop in it.  Every worker loads the newest checkpoint when it starts, and rank 0 writes one every
-few steps, by rename, so that a kill in the middle of writing leaves the old one.
+few steps, by rename, so that a kill in the middle of writing leaves the old one.  It is loaded after the process group
+has met: by then nobody who could write another is left of the round before, and all load the same.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = resume(args.checkpoint, model, optimizer)
-    print(f"worker {dist.get_rank()} is process {os.getpid()}", flush=True)
+    print(f"worker {dist.get_rank()} is process {os.getpid()}\n", end="", flush=True)  # one write: lines do not mix
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"training from step {first} to {args.steps}, {dist.get_world_size()} workers", flush=True)
