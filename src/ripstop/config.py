@@ -91,6 +91,7 @@ class Logs:
     stderr_filters: tuple[str, ...] = ()
     prefix: str = "[${role_name}${local_rank}]:"  # of each line that is teed
     specs: str = ""  # the plugin that says where output goes; "": none
+    kept: bool = True  # False: the files are gone with the job, however it ends
 
 
 @dataclass(frozen=True, slots=True)

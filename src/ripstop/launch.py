@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ripstop.agent.driver import Driver
@@ -201,11 +202,14 @@ def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
 
 
 def _conclude(end: Quit, directory: LogDirectory) -> None:
+    succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
+    directory.tidy(succeeded=succeeded)
+    if succeeded:
+        return
     if end.report is not None:
-        if end.report.outcome is Outcome.SUCCEEDED:
-            directory.tidy()
+        print(f"\n{render(_with_what_is_kept(end.report, directory))}", end="", file=sys.stderr)
+        if not directory.kept:
             return
-        print(f"\n{render(end.report)}", end="", file=sys.stderr)
         path = directory.path / "report.json"
         try:
             write_whole(path, to_json(end.report))
@@ -215,3 +219,15 @@ def _conclude(end: Quit, directory: LogDirectory) -> None:
             print(f"report: {word}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
+
+
+def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
+    """The report, without the names of files that are gone."""
+    if directory.kept:
+        return report
+    ours = str(directory.path)
+    failures = (
+        replace(failure, logs="", error_file="") if failure.logs.startswith(ours) else failure
+        for failure in report.failures
+    )
+    return replace(report, failures=tuple(failures))

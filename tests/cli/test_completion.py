@@ -52,8 +52,14 @@ CASES = [
     ("ripstop completion z", {"zsh"}),
 ]
 
+BASH_CASES = [
+    ("ripstop run --standalone train.py --numa", {""}),
+    ("ripstop run --numa_b", {"--numa-binding"}),
+    ("ripstop run --nproc_per_node 2 --rdzv_backend c", {"c10d"}),
+]
 
-@pytest.mark.parametrize(("line", "words"), [*CASES, ("ripstop run --standalone train.py --numa", {""})])
+
+@pytest.mark.parametrize(("line", "words"), [*CASES, *BASH_CASES])
 def test_bash_completes(line: str, words: set[str], tmp_path: Path) -> None:
     out = run([shell("bash"), "--norc", "-c", BASH, "bash", *line.split(" ")], tmp_path)
     assert set(out.rstrip("\n").split("\n")) == words

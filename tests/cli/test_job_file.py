@@ -67,6 +67,14 @@ def test_flags_win_over_variables_and_these_over_the_file(read: Read) -> None:
     assert (config.role, config.slots, config.budget.max_restarts) == ("file", 3, 4)
 
 
+def test_a_variable_that_turns_a_switch_off_wins_over_the_file(read: Read) -> None:
+    text = "virtual-local-rank = true"
+    assert read(text).virtual_local_rank
+    assert not read(text, environ={"PET_VIRTUAL_LOCAL_RANK": "0"}).virtual_local_rank
+    assert read(text, environ={"PET_VIRTUAL_LOCAL_RANK": ""}).virtual_local_rank
+    assert read(text, "--virtual-local-rank train.py", {"PET_VIRTUAL_LOCAL_RANK": "0"}).virtual_local_rank
+
+
 def test_a_script_on_the_command_line_replaces_the_files_and_its_arguments(read: Read) -> None:
     assert read('script = "other.py"\nargs = ["-x"]').entry == Script("train.py")
 

@@ -131,6 +131,20 @@ def test_filtered_lines_are_all_there_in_order_and_whole(job: Job) -> None:
     assert [line for line in lines if line.startswith("[default1]")] == [f"[default1]:out 1 {i}" for i in range(count)]
 
 
+def test_with_dev_null_for_a_log_directory_nothing_is_kept(job: Job) -> None:
+    flags = ["--standalone", "--log-dir=/dev/null", "--tee=3", "--redirects=3"]
+    (temporary := job.folder / "temporary").mkdir()
+    env = {"TMPDIR": str(temporary)}
+    agent = finished(job.run(*flags, script(job, LINES), env=env))
+    assert with_words(agent.out) == ["out 0 apple", "out 0 orange,red", "out 0 pear"]
+    for flag in ("--tee", "--redirects"):
+        assert f"{flag} has no effect with --log-dir=/dev/null" in agent.err
+    failing = job.run(*flags, script(job, "import ripstop\n@ripstop.record\ndef main(): 1 / 0\nmain()"), env=env)
+    assert failing.wait() == 1
+    assert "ZeroDivisionError" in failing.err and str(temporary) not in failing.err
+    assert list(temporary.iterdir()) == []
+
+
 # plugins --------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +230,7 @@ time.sleep(100)
 
 def test_a_signal_that_was_named_ends_the_job_and_reaches_the_workers(job: Job) -> None:
     agent = job.run("--standalone", "--signals-to-handle=SIGTERM,SIGUSR1", script(job, CATCH))
-    wait_until(lambda: "ready" in agent.out or None)
+    wait_until(lambda: "ready\n" in agent.out or None)
     agent.signal(signal.SIGUSR1)
     assert agent.wait() == 128 + signal.SIGUSR1
     assert agent.out == "ready\ncaught\n"

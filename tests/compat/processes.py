@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,11 @@ def is_alive(pid: int) -> bool:
 
 
 def _children() -> list[int]:
-    return [
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]  # fmt: skip
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # the thread has just ended; its children are another's now
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _helpers() -> set[int]:

@@ -101,6 +101,18 @@ def test_functions_return_values_by_global_rank(kind: str, handler: Callable[...
     assert agent.get_worker_group().state.value == "SUCCEEDED"
 
 
+def test_a_large_value_does_not_come_at_the_pace_of_the_interval(handler: Callable[..., Any], tmp_path: Path) -> None:
+    size = 16 << 20  # hundreds of times what a pipe holds
+
+    def work() -> bytes:
+        return bytes(size)
+
+    began = time.monotonic()
+    _, result = run("ripstop", handler(), tmp_path, work, workers=1, monitor_interval=5.0)
+    assert len(result.return_values[0]) == size
+    assert time.monotonic() - began < DEADLINE / 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_is_told_by_global_rank_after_the_restarts(
     kind: str, handler: Callable[..., Any], tmp_path: Path

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -122,6 +123,72 @@ def test_an_error_file_that_cannot_be_written_does_not_hide_the_exception(
         record(broken)("because")
     assert caught.value.__context__ is None
     assert "the error file cannot be written: FileNotFoundError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", [ours.record, ripstop.record])
+def test_an_error_file_that_is_a_device_or_a_link_stays_one(
+    record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master, slave = os.openpty()  # a device that we may write to and read from
+    try:
+        device = os.ttyname(slave)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", device)
+        failed(record(broken))
+        assert stat.S_ISCHR(Path(device).stat().st_mode)
+        assert b"ValueError: because" in os.read(master, 1 << 16)
+    finally:
+        os.close(master)
+        os.close(slave)
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(link))
+    failed(record(broken))
+    assert link.is_symlink() and json.loads(target.read_text())["message"]["message"] == "ValueError: because"
+    assert sorted(tmp_path.iterdir()) == [link, target]
+    assert "cannot be written" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_error_file_in_a_directory_that_is_not_ours_is_written_in_place(error_file: Path) -> None:
+    error_file.write_text("something longer than what comes after it" * 1000)
+    error_file.parent.chmod(0o500)
+    try:
+        failed(ripstop.record(broken))
+    finally:
+        error_file.parent.chmod(0o700)
+    assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: because"
+
+
+MOUNTED = """
+import ctypes, json, os, sys
+import ripstop
+libc = ctypes.CDLL(None)
+uid = os.getuid()
+if libc.unshare(0x10020000) != 0:  # a mount namespace, in a user namespace
+    sys.exit(77)
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+folder = sys.argv[1]
+for name in ("outer", "error.json"):
+    open(f"{folder}/{name}", "w").close()
+if libc.mount(f"{folder}/outer".encode(), f"{folder}/error.json".encode(), None, 4096, None) != 0:  # bind
+    sys.exit(77)
+os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error.json"
+@ripstop.record
+def main():
+    raise ValueError("because")
+try:
+    main()
+except ValueError:
+    print(json.load(open(f"{folder}/outer"))["message"]["message"], sorted(os.listdir(folder)))
+"""
+
+
+def test_an_error_file_that_is_a_mount_is_written_in_place(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MOUNTED, str(tmp_path)], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("no mount namespaces here")
+    assert done.stdout == "ValueError: because ['error.json', 'outer']\n", done.stderr
 
 
 def test_an_exception_without_a_text_or_with_too_much_is_recorded_for_the_agent(error_file: Path) -> None:

@@ -124,6 +124,23 @@ def test_a_program_on_the_path_and_what_it_starts_have_our_names(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        (f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\nprint('here')\n", True),  # as pip writes it
+        ("#!/usr/bin/env python3\nprint('here')\n", True),
+        ("#!/bin/sh\nexec python3 -m tool\n", False),
+        ("#!/opt/python/bin/bash\necho\n", False),
+        ("echo python\n", False),
+    ],
+)
+def test_a_program_is_pythons_by_what_starts_it(text: str, is_one: bool, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text(text)
+    done = execute("-m", "ripstop.compat", str(tool))
+    assert (done.returncode, done.stdout) == ((0, "here\n") if is_one else (2, "")), done.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         (["no-such-program"], "no such file here"),

@@ -218,8 +218,28 @@ def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_started(me
         elastic_launch(config(method), os.getpid)(threading.Lock())
 
 
+@pytest.mark.parametrize("static", (False, True))
+def test_a_launch_that_was_refused_can_be_tried_again_at_the_same_endpoint(static: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    backend = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0}} if static else {}
+    place = {"rdzv_endpoint": f"localhost:{port}", **backend}
+    kept: list[BaseException] = []  # with its frames: they would keep what they hold
+    with pytest.raises(pickle.PicklingError) as refused:
+        elastic_launch(config("spawn", workers=1, **place), lambda: None)()
+    kept.append(refused.value)
+    assert elastic_launch(config(workers=1, **place), os.getppid)() == {0: os.getpid()}
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("localhost", port))
+
+
 def test_a_function_that_exits_instead_of_returning_returns_nothing_or_is_told() -> None:
     assert elastic_launch(config(workers=1), lambda: sys.exit(0))() == {0: None}
+    assert elastic_launch(config(workers=1), sys.exit)() == {0: None}
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config(workers=1), lambda: sys.exit(""))()
     with pytest.raises(RuntimeError, match=r"rank 0 ended its process \(exit code 0\) and did not return"):
         elastic_launch(config(workers=1), lambda: os._exit(0))()
 
@@ -265,6 +285,24 @@ def test_output_goes_where_the_logs_specs_say(tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in tmp_path.rglob("stdout.log")) == ["out 0", "out 1"]
 
 
+@pytest.mark.parametrize("stand_in", ("io.StringIO()", "None"))
+def test_what_a_fork_prints_is_in_its_file_wherever_the_programs_own_output_goes(
+    program: Program, tmp_path: Path, stand_in: str
+) -> None:
+    source = f"""
+    import io, ripstop.compat.multiprocessing as m
+    def work():
+        print("printed")
+        os.system("echo echoed")
+    sys.stdout = {stand_in}
+    specs = m.DefaultLogsSpecs({str(tmp_path / "logs")!r}, redirects=m.Std.OUT)
+    elastic_launch(config(workers=1, logs_specs=specs), work)()
+    """
+    assert said(program(source)) == []
+    (path,) = (tmp_path / "logs").rglob("stdout.log")
+    assert sorted(path.read_text().splitlines()) == ["echoed", "printed"]
+
+
 class Flat(LogsSpecs):
     """All in one directory, and a variable for the workers."""
 
@@ -292,6 +330,50 @@ def test_logs_specs_of_ones_own_say_where_output_and_error_files_are(tmp_path: P
     assert (tmp_path / "1.out").read_text() == "my 1\n" and "[default_role1]:my 1" in capfd.readouterr().out
     assert failed.value.failures[1].error_file == str(tmp_path / "1.json")
     assert failed.value.failures[1].message["message"] == "ValueError: broken"
+
+
+class Silent(LogsSpecs):
+    """Names no error files, and is made without a word to its parent."""
+
+    def __init__(self) -> None:
+        pass
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, {})
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+def test_logs_specs_that_name_no_error_file_lose_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def work() -> None:
+        raise ValueError("broken")
+
+    words = {"duplicate_stdout_filters": ["apple"]}
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(config(workers=1, logs_specs=Silent(), **words), work)()
+    failure = failed.value.failures[0]
+    assert failure.message["message"] == "ValueError: broken"
+    assert Path(failure.error_file).is_relative_to(tmp_path)
+    assert "no effect" not in caplog.text
+
+
+def test_logs_to_dev_null_leave_no_file_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def work() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(config(workers=1, logs_specs=DefaultLogsSpecs(os.devnull, tee=Std.ALL)), work)()
+    assert failed.value.failures[0].message["message"] == "ValueError: broken"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_on_disk_of_a_launch_that_wrote_nothing(
@@ -343,6 +425,56 @@ def test_the_programs_own_children_are_left_alone() -> None:
     finally:
         own.kill()
         assert own.wait() == -signal.SIGKILL
+
+
+def test_a_child_that_the_program_starts_meanwhile_is_left_alone_and_can_be_waited_for(tmp_path: Path) -> None:
+    def work() -> None:
+        (tmp_path / "up").touch()
+        wait_for((tmp_path / "go").exists)
+
+    def meanwhile() -> None:
+        wait_for((tmp_path / "up").exists)
+        own.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+        own.append(subprocess.Popen(["sh", "-c", "exit 7"], start_new_session=True))
+        (tmp_path / "go").touch()
+
+    own: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=meanwhile)
+    thread.start()
+    try:
+        elastic_launch(config(), work)()
+        thread.join()
+        assert own[0].poll() is None
+        assert own[1].wait() == 7
+    finally:
+        thread.join()
+        for one in own:
+            one.kill()
+            one.wait()
+
+
+def test_launches_in_several_threads_leave_each_others_workers_alone(program: Program) -> None:
+    source = """
+    import threading
+    def work(name, other):
+        open(name, "a").close()
+        while not os.path.exists(other):
+            time.sleep(0.01)
+        if name == "slow":
+            time.sleep(0.5)  # beyond the end of the quick one's launch
+        return name
+
+    def launch(name, other):
+        say(elastic_launch(config(sys.argv[1], 1), work)(name, other)[0])
+
+    if __name__ == "__main__":
+        threads = [threading.Thread(target=launch, args=pair) for pair in (("slow", "quick"), ("quick", "slow"))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        from ripstop.workers.linux import is_subreaper
+        say(is_subreaper())
+    """
+    assert said(program(source, "spawn")) == [["quick"], ["slow"], [False]]
 
 
 SLEEPERS = """
@@ -462,6 +594,21 @@ def test_the_configuration_has_torchs_fields_and_defaults() -> None:
         LaunchConfig(1, 1, 1, shutdown_timeout=-1)
 
 
+def test_the_variable_for_the_shutdown_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seconds in (("7", 7), ("2m", 120), ("", 30)):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", text)
+        assert LaunchConfig(1, 1, 1).shutdown_timeout == seconds
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT=soon: not a time"):
+        LaunchConfig(1, 1, 1)
+
+
+def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() -> None:
+    with pytest.raises(ValueError, match="join_timeout=5 and timeout=7"):
+        elastic_launch(config(rdzv_configs={"join_timeout": 5, "timeout": 7}), os.getpid)()
+    assert elastic_launch(config(workers=1, rdzv_configs={"join_timeout": 5}), os.getppid)() == {0: os.getpid()}
+
+
 @pytest.mark.parametrize(
     ("setting", "word"),
     [
@@ -478,12 +625,17 @@ def test_a_configuration_that_cannot_be_right_is_a_value_error(setting: dict[str
         elastic_launch(LaunchConfig(1, 1, 1, **(settings | setting)), os.getpid)()
 
 
-def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from() -> None:
+def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from(caplog: pytest.LogCaptureFixture) -> None:
     for mode in AffinityMode:
         with pytest.raises(ValueError, match="numa-binding"):
             elastic_launch(config(workers=4000, numa_options=NumaOptions(mode)), os.getppid)()
     options = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
     assert elastic_launch(config(workers=1, numa_options=options), os.getppid)() == {0: os.getpid()}
+    assert "not bound" in caplog.text
+    caplog.clear()
+    with pytest.raises(ValueError, match="no_such_wait"):
+        elastic_launch(config(workers=4000, numa_options=options, rdzv_configs={"no_such_wait": 1}), os.getppid)()
+    assert "not bound" not in caplog.text
 
 
 def test_a_run_id_is_made_up_when_there_is_none() -> None:

@@ -382,6 +382,12 @@ def test_sys_exit_in_a_function(api: Any, code: int, expected: int | None, start
         assert result.failures[0].exitcode == expected
 
 
+@pytest.mark.parametrize("method", ("fork", "spawn"))
+def test_sys_exit_without_a_code_is_a_success(method: str, start: Callable[..., Any]) -> None:
+    result = start(ours, functions.leave, [(None,)], start_method=method).wait(DEADLINE, PERIOD)
+    assert result.return_values == {0: None} and not result.failures
+
+
 @both
 def test_a_function_that_is_killed_failed_by_the_signal(api: Any, start: Callable[..., Any]) -> None:
     failure = start(api, functions.kill_self, [()], start_method="fork").wait(DEADLINE, PERIOD).failures[0]

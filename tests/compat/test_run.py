@@ -91,6 +91,15 @@ def test_variables_are_read_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch)
     assert namespace(launch, ["--use_env", "t.py"]) == namespace(torch_launch, ["--use_env", "t.py"])
 
 
+def test_a_variable_for_a_switch_is_true_or_false_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, on in (("true", True), ("0", False), ("", False)):
+        monkeypatch.setenv("PET_STANDALONE", text)
+        assert run.parse_args(["t.py"]).standalone is on
+    monkeypatch.setenv("PET_STANDALONE", "perhaps")
+    with pytest.raises(ValueError, match="PET_STANDALONE=perhaps: neither true nor false"):
+        run.parse_args(["t.py"])
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -106,8 +106,8 @@ def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
     stderr = round_logs(written.path).stderr(1)
     assert stderr is not None
     stderr.write_text("a warning")
-    empty.tidy()
-    written.tidy()
+    empty.tidy(succeeded=True)
+    written.tidy(succeeded=True)
     assert list(tmp_path.iterdir()) == [written.path.parent]
     assert stderr.read_text() == "a warning"
 
@@ -122,7 +122,7 @@ def test_a_system_without_room_for_a_made_up_directory_is_told_so(
 
 def test_the_users_directory_stays(tmp_path: Path) -> None:
     directory = LogDirectory(Logs(directory=tmp_path), "job7")
-    directory.tidy()
+    directory.tidy(succeeded=True)
     assert directory.path.exists()
 
 

@@ -36,6 +36,7 @@ _ripstop() {
     esac
     for ((i = 2; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
+        [[ $word == -* ]] && word=${word//_/-}
         if [[ $with_value == *" $word "* ]]; then
             [[ ${COMP_WORDS[i+1]} == = ]] && ((i++))
             ((i++))
@@ -48,7 +49,7 @@ _ripstop() {
 @BASH_CHOICES@
         esac
     elif [[ $cur == -* ]]; then
-        COMPREPLY=($(compgen -W "$flags" -- "$cur"))
+        COMPREPLY=($(compgen -W "$flags" -- "${cur//_/-}"))
     fi
 }
 complete -o bashdefault -o default -F _ripstop ripstop

@@ -40,6 +40,7 @@ class Given:
     texts: Mapping[str, str]
     written: Mapping[str, str]
     program: tuple[str, ...]
+    off: frozenset[str] = frozenset()  # switches that a variable turns off
 
     def __contains__(self, name: str) -> bool:
         return name in self.texts
@@ -53,20 +54,25 @@ class Given:
 
     def behind(self, texts: Mapping[str, str], source: str, program: tuple[str, ...]) -> "Given":
         """The same, with these values for what was not given, from a source that errors should name."""
-        added = {name: text for name, text in texts.items() if name not in self.texts}
+        added = {name: text for name, text in texts.items() if name not in self.texts and name not in self.off}
         labels = {name: f"{source} {name.removeprefix('--')}" for name in added}
-        return Given({**self.texts, **added}, {**self.written, **labels}, self.program or program)
+        return Given({**self.texts, **added}, {**self.written, **labels}, self.program or program, self.off)
 
 
 def read(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     texts, program = _words(flags, argv)
     written: dict[str, str] = {}
+    off: set[str] = set()
     for flag in flags:
         value = environ.get(flag.variable, "") if flag.from_environment else ""
-        if flag.name not in texts and value and (flag.metavar or truth(flag.variable, value)):
+        if flag.name in texts or not value:
+            continue
+        if flag.metavar or truth(flag.variable, value):
             texts[flag.name] = value
             written[flag.name] = flag.variable
-    return Given(texts, written, program)
+        else:
+            off.add(flag.name)
+    return Given(texts, written, program, frozenset(off))
 
 
 def _words(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Where workers' output goes, from the flags of `ripstop run`."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,23 +15,36 @@ HANDLERS = ("null", "console", "dynamic_rendezvous")  # torch's own
 
 def logs(given: Given, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
     directory = Path(given.text("--log-dir", "")) if given.text("--log-dir", "") else None
+    kept = directory != Path(os.devnull)  # torchrun's way to ask for no files
+    if not kept:
+        directory = None
     if directory is not None and directory.exists() and not directory.is_dir():
         raise UsageError(f"{given.label('--log-dir')}={directory}: is there and no directory; name another")
-    tee = streams(given.label("--tee"), given.text("--tee", "0"), slots)
+    redirects, tee = (_to_files(given, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
     prefix = environ.get(PREFIX, "")
     if prefix and not any(tee.of(rank) for rank in range(slots)):
         notes.append(f"{PREFIX} has no effect without --tee: no line has a prefix")
     shown = given.text("--local-ranks-filter", "")
     return Logs(
         directory=directory,
-        redirects=streams(given.label("--redirects"), given.text("--redirects", "0"), slots),
+        redirects=redirects,
         tee=tee,
         shown=local_ranks(given.label("--local-ranks-filter"), shown, slots) if shown else None,
         stdout_filters=_filters(given, "--duplicate-stdout-filters", Streams.OUT, tee, slots, notes),
         stderr_filters=_filters(given, "--duplicate-stderr-filters", Streams.ERR, tee, slots, notes),
         prefix=prefix or Logs().prefix,
         specs=_specs(given),
+        kept=kept,
     )
+
+
+def _to_files(given: Given, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
+    name = given.label(flag)
+    chosen = streams(name, given.text(flag, "0"), slots)
+    if kept or not any(chosen.of(rank) for rank in range(slots)):
+        return chosen
+    notes.append(f"{name} has no effect with {given.label('--log-dir')}={os.devnull}: there are no files to write to")
+    return StreamMap()
 
 
 def _specs(given: Given) -> str:

@@ -73,7 +73,7 @@ when a worker fails
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
 
 output
-  --log-dir DIR               where logs go (a new directory below the temporary one)
+  --log-dir DIR               where logs go (a new directory below the temporary one); /dev/null keeps none
   -r, --redirects WHICH       to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2
   -t, --tee WHICH             to files and to the console
   --local-ranks-filter RANK,…            show only these workers on the console

@@ -66,10 +66,16 @@ def _environment() -> dict[str, str]:
 
 def _is_python(path: Path) -> bool:
     with path.open("rb") as file:
-        first = file.readline(256)
-        if first.startswith(b"#!/bin/sh"):  # pip's way with long paths: a shell line, then Python's
-            first = file.readline(512)
-    return path.suffix == ".py" or b"python" in first
+        first, second = file.readline(512), file.readline(512)
+    if path.suffix == ".py":
+        return True
+    if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec'"):  # pip's way with long paths
+        first = b"#!" + second
+    return first.startswith(b"#!") and any(_name(word).startswith(b"python") for word in first[2:].split())
+
+
+def _name(word: bytes) -> bytes:
+    return word.strip(b"'\"").rpartition(b"/")[2]
 
 
 def _wrong(why: str) -> int:

@@ -17,7 +17,6 @@ import abc
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -532,7 +531,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._uninterruptible_state_timeout = _patience(uninterruptible_state_timeout)
         self._worker_watchdog: Any = None
         self._uninterruptible_since: dict[int, float] = {}  # by pid
-        self._pidfds: dict[int, int] = {}  # of workers whose end was not noticed yet, by pid
 
     # start and stop ---------------------------------------------------------------------------------------------------
 
@@ -560,9 +558,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
-        pids = self._pcontext.pids()
-        self._watch(pids.values())
-        return pids
+        return self._pcontext.pids()
 
     def _environment(self, worker_group: WorkerGroup, worker: Worker) -> dict[str, str]:
         spec = worker_group.spec
@@ -627,34 +623,17 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._worker_watchdog is not None:
             self._worker_watchdog.stop()
             self._worker_watchdog = None
-        self._unwatch()
         if self._pcontext is not None:
             self._pcontext.close(death_sig, timeout)
 
     # watch ------------------------------------------------------------------------------------------------------------
 
-    def _watch(self, pids: Any) -> None:
-        self._unwatch()
-        for pid in pids:
-            try:
-                self._pidfds[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:  # its end will be seen at the next look
-                continue
-
-    def _unwatch(self) -> None:
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._pidfds.clear()
-
     def _wait(self, seconds: float) -> None:
-        """Until a worker ends, or the interval is over."""
-        poll = select.poll()
-        for pidfd in self._pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(seconds * 1000)}
-        for pid, pidfd in list(self._pidfds.items()):
-            if pidfd in ended:
-                os.close(self._pidfds.pop(pid))
+        """Until all workers have ended or one has failed, or the interval is over; what they return comes in."""
+        if self._pcontext is None:  # a subclass has workers of another kind
+            super()._wait(seconds)
+        else:
+            self._pcontext.wait(seconds, period=seconds)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None, "there are workers"

@@ -5,7 +5,6 @@ the function with its exceptions recorded, sends the pickled return value, and s
 it hosts for its peers lives as long as the slowest of them.
 """
 
-import fcntl
 import os
 import pickle
 import signal
@@ -14,12 +13,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from ripstop.compat.errors import record
 from ripstop.compat.redirects import send
+from ripstop.compat.worker_life import (
+    cannot_be_sent,
+    die_with_parent_process,
+    drop_handlers,
+    is_success,
+    lead_a_session,
+)
 from ripstop.observe.recording import users_part
 
 LENGTH = struct.Struct("!Q")  # before the pickled return value
@@ -58,26 +63,10 @@ def work(task: Task, connection: Connection) -> None:
 
 
 def _stand_alone(task: Task) -> None:
-    with suppress(PermissionError):  # it leads a session already
-        os.setsid()
-    for signum in task.handled:
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    lead_a_session()
+    drop_handlers(task.handled)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, task.handled)
-    _die_with_parent()
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill us when the pipe that only our parent holds is closed.
-
-    Not prctl's way: that is for the death of the thread that forked us, which is a fork server's or may just end.
-    """
-    parent = parent_process()
-    assert parent is not None, "multiprocessing started us"
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # it died before the kernel was told
-        os._exit(1)
+    die_with_parent_process()
 
 
 def _run(task: Task) -> bytes:
@@ -89,20 +78,24 @@ def _run(task: Task) -> bytes:
                 send(std, path)
         if task.bind is not None:
             task.bind()
-        return _pickled(task.function(*task.args))
+        try:
+            value = task.function(*task.args)
+        except SystemExit as end:
+            if not is_success(end):
+                raise
+            value = None
+        return _pickled(value)
 
     value = record(run)()
-    return _pickled(None) if value is None else value  # None: it called sys.exit(0)
+    assert value is not None, "record gives None for sys.exit(0) alone"
+    return value
 
 
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        raise TypeError(
-            f"a worker's return value is sent to its parent, and this {type(value).__name__} cannot be pickled: "
-            f"{error}; return plain data"
-        ) from error
+        raise cannot_be_sent(value, error) from error
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -11,7 +11,6 @@ return it.
 """
 
 import asyncio
-import fcntl
 import os
 import pickle
 import signal
@@ -19,11 +18,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import context, get_context, parent_process, process, reduction
+from multiprocessing import context, get_context, process, reduction
 from pathlib import Path
 from typing import Any
 
 from ripstop.compat.binding import Bind
+from ripstop.compat.redirects import send
+from ripstop.compat.worker_life import (
+    cannot_be_sent,
+    die_with_parent_process,
+    drop_handlers,
+    is_success,
+    lead_a_session,
+)
 from ripstop.config import Function, Start
 from ripstop.errors import StartError
 from ripstop.workers import linux
@@ -31,7 +38,6 @@ from ripstop.workers import process as children
 from ripstop.workers.serve_store import serve
 from ripstop.workers.spawner import Birth, ServeStore, Spawner, Warm
 
-_F_SETSIG = 10  # fcntl: the signal in place of SIGIO
 METHODS = ("spawn", "fork", "forkserver")
 
 
@@ -250,16 +256,17 @@ def work(call: Call) -> None:
     _stand_alone(call.launcher, call.inherited, keep=-1)
     os.environ.clear()
     os.environ.update(call.env)
-    _redirect(call.stdout, 1)
-    _redirect(call.stderr, 2)
-    if call.bind is not None:
-        call.bind()
 
     def run() -> None:
+        for std, path in (("stdout", call.stdout), ("stderr", call.stderr)):
+            if path is not None:
+                send(std, path)
+        if call.bind is not None:
+            call.bind()
         try:
             value = call.function(*call.args)
         except SystemExit as end:
-            if end.code:
+            if not is_success(end):
                 raise
             value = None
         try:
@@ -267,10 +274,7 @@ def work(call: Call) -> None:
         except OSError as error:
             raise OSError(error.errno, f"the return value cannot be written: {error.strerror}", call.result) from error
         except Exception as error:
-            raise TypeError(
-                f"a worker's return value is sent to the launcher, and this {type(value).__name__} cannot be pickled: "
-                f"{error}; return plain data."
-            ) from error
+            raise cannot_be_sent(value, error) from error
 
     record(run)()
 
@@ -282,12 +286,10 @@ def _serve(host: str, port: int, fd: int, inherited: Inherited | None) -> None:
 
 def _stand_alone(launcher: int | None, inherited: Inherited | None, keep: int) -> None:
     """Be a process of one's own: session, signals, descriptors, and an end when the launcher ends."""
-    with suppress(PermissionError):  # it leads one already
-        os.setsid()
+    lead_a_session()
     if inherited is not None:
         signal.set_wakeup_fd(-1)
-        for signum in inherited.signals:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        drop_handlers(inherited.signals)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in descriptors():
             if fd not in inherited.descriptors and fd not in (keep, nothing):
@@ -295,32 +297,11 @@ def _stand_alone(launcher: int | None, inherited: Inherited | None, keep: int) -
                     os.dup2(nothing, fd, inheritable=False)  # the number stays taken: our objects still name it
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if launcher is None:
-        _die_with_parent_process()
+        die_with_parent_process()  # the fork server, whose child it is, lives longer than the launcher
         return
     linux.parent_death_signal(signal.SIGKILL)()
     if os.getppid() != launcher:
         os._exit(1)
-
-
-def _die_with_parent_process() -> None:
-    """For a child of the fork server, which lives as long as we do: the launcher holds the other end of a pipe."""
-    parent = parent_process()
-    assert parent is not None, "multiprocessing has started us"
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent.sentinel, _F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if not parent.is_alive():
-        os._exit(1)
-
-
-def _redirect(path: str | None, fd: int) -> None:
-    if path is None:
-        return
-    (sys.stdout if fd == 1 else sys.stderr).flush()
-    target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    os.dup2(target, fd)
-    os.close(target)
 
 
 def _save(value: Any, path: str) -> None:

@@ -5,7 +5,9 @@ every setting; what is launched then runs on the same engine.  Quirks kept from 
 `spawn`, a backend that must be named), a run id that is made up when there is none, `ChildFailedError`.
 
 The engine runs in the calling thread, or in one of its own where the calling thread is inside an event loop already.
-Signals are handled only in the main thread, and are the program's again afterwards.
+Signals are handled only in the main thread, and are the program's again afterwards.  The program may have children of
+its own and other launches meanwhile: only what is in the workers' sessions or below them is ended with the workers, and
+a daemon of theirs, with a session of its own, lives on as it does with torch.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ from ripstop.compat.functions import METHODS, FunctionSpawner, Inherited, descri
 from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from ripstop.compat.utils import macros
-from ripstop.config import Command, Entry, Module, RunConfig, Script, Start
+from ripstop.config import Command, Entry, Module, RunConfig, Script, Start, duration
 from ripstop.errors import UsageError
 from ripstop.observe.failure import Failure
+from ripstop.rendezvous.endpoint import Bound
 from ripstop.round import Outcome
-from ripstop.workers import linux, process
+from ripstop.workers import process
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory
 from ripstop.workers.spawner import Birth, ServeStore, Spawner
@@ -79,7 +82,7 @@ class LaunchConfig:
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
-    shutdown_timeout: int | None = None
+    shutdown_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -89,9 +92,18 @@ class LaunchConfig:
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
         if self.shutdown_timeout is None:
-            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            self.shutdown_timeout = _shutdown_timeout()
         elif self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: a time is 0 or more; give seconds")
+
+
+def _shutdown_timeout() -> float:
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    try:
+        seconds = duration(name, os.environ.get(name) or "30")
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return int(seconds) if seconds.is_integer() else seconds  # torch's is whole, and printed by some
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -151,28 +163,36 @@ def launch_agent(
 
 def _read(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> RunConfig:
     """The same settings as `ripstop run` would have read them."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    if config.log_line_prefix_template is not None:
-        environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
     if callable(entrypoint) and config.start_method not in METHODS:
         raise ValueError(f"start_method={config.start_method}: there are {', '.join(METHODS)}; choose one of them")
     try:
-        run = configure([*_words(config), "--no-python", sys.executable], environ)
+        run = _configured(config)
     except UsageError as error:
-        if getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
-            log.warning("workers are not bound: %s", error)
-            return _read(replace(config, numa_options=None), entrypoint, args)
-        raise ValueError(str(error)) from None
-    assert run is not None, "nobody asked for help"
+        if not getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
+            raise ValueError(str(error)) from None
+        try:
+            run = _configured(replace(config, numa_options=None))
+        except UsageError as other:  # it was not the binding
+            raise ValueError(str(other)) from None
+        log.warning("workers are not bound: %s", error)
     entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
     start = Start.EXEC if isinstance(entry, Command) else Start.ZYGOTE
     return replace(run, entry=entry, start=start, role=config.role)  # "" is a role to torch, and torchx gives it
 
 
+def _configured(config: LaunchConfig) -> RunConfig:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    if config.log_line_prefix_template is not None:
+        environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
+    run = configure([*_words(config), "--no-python", sys.executable], environ)
+    assert run is not None, "nobody asked for help"
+    return run
+
+
 def _words(config: LaunchConfig) -> Iterator[str]:
     conf = dict(config.rdzv_configs)
     rank = conf.pop("rank", None)
-    if "join_timeout" in conf:
+    if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
         del conf["timeout"]  # put there by the default
     if config.rdzv_backend not in ("c10d", "static"):
         raise ValueError(
@@ -201,13 +221,16 @@ def _words(config: LaunchConfig) -> Iterator[str]:
 def _words_of_logs(config: LaunchConfig) -> Iterator[str]:
     specs = config.logs_specs
     assert specs is not None, "made by __post_init__"
-    if specs._root_log_dir != os.devnull:  # torch's way to ask for no files
-        if specs._root_log_dir and not is_custom(specs):
+    if is_custom(specs):
+        yield "--tee=3"  # its `reify` says what is teed; this is only so that nobody says that nothing is
+    else:
+        if specs._root_log_dir:
             yield f"--log-dir={specs._root_log_dir}"
-        yield f"--redirects={_streams(specs._redirects)}"
-        yield f"--tee={_streams(specs._tee)}"
-    if specs._local_ranks_filter:
-        yield f"--local-ranks-filter={','.join(map(str, sorted(specs._local_ranks_filter)))}"
+        if specs._root_log_dir != os.devnull:
+            yield f"--redirects={_streams(specs._redirects)}"
+            yield f"--tee={_streams(specs._tee)}"
+        if specs._local_ranks_filter:
+            yield f"--local-ranks-filter={','.join(map(str, sorted(specs._local_ranks_filter)))}"
     for name, filters in (("stdout", config.duplicate_stdout_filters), ("stderr", config.duplicate_stderr_filters)):
         if filters:
             yield f"--duplicate-{name}-filters={','.join(word.replace(',', ',,') for word in filters)}"
@@ -319,28 +342,22 @@ def _launch(
 ) -> tuple[Quit, dict[int, Any]]:
     inherited = Inherited(descriptors(), _handled(run))
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
-    spawner: FunctionSpawner | CommandSpawner
     source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
     try:
-        directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
-        bound = launch.bind_endpoint(run)
-        if isinstance(entrypoint, str):
-            spawner = CommandSpawner(run, environ)
-        else:
-            by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
-            spawner = FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ, inherited)
-        if server is not None:
-            server.ready_callback = lambda: spawner.started
+        # first of all, since it is the one to find out that a function cannot be sent
+        spawner = _spawner(run, config, entrypoint, args, results, environ, inherited)
         try:
-            with _our_children_only():
+            directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
+            if server is not None:
+                server.ready_callback = lambda: spawner.started
+            with process.within_a_program(), _endpoint(run) as bound:
                 part = partial(launch.take_part, run, directory, spawner, environ, bound, source)
                 end = _drive(part, inherited.signals)
         finally:
             spawner.close()
-        if end.report is None or end.report.outcome is not Outcome.SUCCEEDED:
-            return end, {}
-        values = spawner.returned()
-        directory.tidy()
+        succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
+        values = spawner.returned() if succeeded else {}
+        directory.tidy(succeeded=succeeded)
         return end, values
     except UsageError as error:
         raise ValueError(str(error)) from None
@@ -348,20 +365,30 @@ def _launch(
         shutil.rmtree(results, ignore_errors=True)
 
 
+def _spawner(
+    run: RunConfig,
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    results: Path,
+    environ: dict[str, str],
+    inherited: Inherited,
+) -> FunctionSpawner | CommandSpawner:
+    if isinstance(entrypoint, str):
+        return CommandSpawner(run, environ)
+    by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
+    return FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ, inherited)
+
+
 @contextmanager
-def _our_children_only() -> Iterator[None]:
-    """The program's own children are not our orphans, and its orphans are not ours to adopt afterwards."""
-    own = [child.pid for child in linux.children()]
-    was_subreaper = linux.is_subreaper()
-    for pid in own:
-        process.claim(pid)
+def _endpoint(run: RunConfig) -> Iterator[Bound | None]:
+    """The endpoint if it is ours, for as long as the launch takes."""
+    bound = launch.bind_endpoint(run)
     try:
-        yield
+        yield bound
     finally:
-        for pid in own:
-            process.disclaim(pid)
-        if not was_subreaper:
-            linux.stop_being_subreaper()
+        if bound is not None:
+            bound.listening.close()
 
 
 def _handled(run: RunConfig) -> tuple[signal.Signals, ...]:

@@ -23,7 +23,7 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
         raise ValueError(f"there is no standard stream {std!r} to redirect; say 'stdout' or 'stderr'")
     stream, before = getattr(sys, std), os.dup(_DESCRIPTORS[std])
     try:
-        send(std, to_file)
+        send(std, to_file, emptied=True)
         try:
             yield
         finally:
@@ -40,9 +40,10 @@ redirect_stdout = partial(redirect, "stdout")
 redirect_stderr = partial(redirect, "stderr")
 
 
-def send(std: str, to_file: str) -> None:
-    """Redirect for good."""
-    file = os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+def send(std: str, to_file: str, *, emptied: bool = False) -> None:
+    """Redirect for good, to the end of a file that may be emptied first."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if emptied else 0)
+    file = os.open(to_file, flags, 0o666)
     try:
         _flush(std)
         os.dup2(file, _DESCRIPTORS[std])

@@ -20,7 +20,8 @@ from ripstop.compat.launcher import LaunchConfig, elastic_launch
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from ripstop.compat.numa import AffinityMode, NumaOptions
 from ripstop.compat.utils import macros
-from ripstop.config import MASTER_PORT
+from ripstop.config import MASTER_PORT, truth
+from ripstop.errors import UsageError
 
 __all__ = [
     "config_from_args",
@@ -58,7 +59,10 @@ class _SwitchFromEnvironment(argparse.Action):
     """A switch that the variable `PET_` + its name turns on with 1."""
 
     def __init__(self, dest: str, **kwargs: Any) -> None:
-        default = bool(int(os.environ.get(f"PET_{dest.upper()}", "0")))
+        try:
+            default = truth(name := f"PET_{dest.upper()}", os.environ.get(name) or "0")
+        except UsageError as error:
+            raise ValueError(str(error)) from None
         super().__init__(dest=dest, const=True, nargs=0, default=default, **kwargs)
 
     def __call__(

@@ -2,10 +2,14 @@
 
 The launcher names the file in TORCHELASTIC_ERROR_FILE and reads it when the worker is dead (`workers/failures.py`).
 Rules: (1) recording never hides the exception itself: what cannot be written is said on stderr, and that is all;
-(2) a file is there whole or not at all; (3) it is short enough for its reader, whatever the exception says.
+(2) a file is there whole or not at all; only what is there already and cannot be replaced, a device or a mounted file
+(Kubernetes' /dev/termination-log), is written in place; (3) it is short enough for its reader, whatever the exception
+says.
 """
 
+import errno
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MESSAGE = 16_000  # characters; with the traceback's, below 1 MiB even if JSON needs twelve bytes for each
 _TRACEBACK = 64_000
+_NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,15 +91,47 @@ def write(path: str, content: Any) -> None:
     """Write an error file, or say why not (rule 1)."""
     import json
 
+    try:
+        text = json.dumps(content)
+        target = os.path.realpath(path)  # what a link leads to is written, and the link stays
+        if _is_special(target):
+            _overwrite(target, text)
+            return
+        try:
+            _replace(target, text)
+        except OSError as error:
+            if error.errno not in _NOT_REPLACEABLE or not os.path.exists(target):  # noqa: PTH110
+                raise
+            _overwrite(target, text)
+    except Exception as error:
+        _say(f"the error file cannot be written: {type(error).__name__}: {error}")
+
+
+def _is_special(path: str) -> bool:
+    """Whether there is something else than a plain file."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _replace(path: str, text: str) -> None:
     draft = f"{path}.{os.getpid()}"
     try:
         with open(draft, "w", encoding="utf-8") as file:  # noqa: PTH123
-            json.dump(content, file)
+            file.write(text)
         os.rename(draft, path)  # noqa: PTH104
-    except Exception as error:
+    except OSError:
         with suppress(OSError):
             os.unlink(draft)  # noqa: PTH108
-        _say(f"the error file cannot be written: {type(error).__name__}: {error}")
+        raise
+
+
+def _overwrite(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody reads is refused
+    os.set_blocking(fd, True)
+    with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(text)
 
 
 def _text(error: BaseException) -> str:

@@ -6,7 +6,8 @@ How a group ends
 -   Then every process of the workers' sessions, and every orphan of theirs that the agent has adopted, wherever it hid,
     is gone before `stop` returns.  If all workers had exited 0 by themselves, such leftovers get SIGTERM and the grace
     too, since they may be at work for a job that succeeded; otherwise they are killed at once.
--   An agent runs one group at a time: adopted orphans do not say whose they were.
+-   An agent runs one group at a time: adopted orphans do not say whose they were.  For the same reason an agent within
+    a program that launches leaves those alone that have a session of their own (`process.py`, rule 5).
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 Rules: (1) workers write their files themselves, appending, so that what they wrote survives the agent; (2) nothing is
 ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
-directory that we made up ourselves goes again after a success, and only if it holds no byte; (3) without a word from
+directory that we made up ourselves goes again after a success, and only if it holds no byte, or where the user wants
+nothing to be kept; (3) without a word from
 the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
 console as it is, unless the console is a terminal: that is the worker's own then, too; where nobody named a directory,
 only the end of such a file stays on disk; (4) a worker that is not to be
@@ -28,6 +29,7 @@ class LogDirectory:
 
     def __init__(self, logs: Logs, run_id: str, *, made_up: bool = False) -> None:
         self._made_up = made_up or logs.directory is None
+        self.kept = logs.kept
         self._top = logs.directory or _temporary_directory()
         try:
             self._top = self._top.absolute()
@@ -38,9 +40,13 @@ class LogDirectory:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
 
-    def tidy(self) -> None:
-        """After a success: remove the directory if we made it up and nothing was written into it."""
-        if not self._made_up:
+    def tidy(self, *, succeeded: bool) -> None:
+        """At the end: remove what is not to be kept, and after a success a directory that is ours and still empty."""
+        if not self.kept:
+            from shutil import rmtree
+
+            rmtree(self._top, ignore_errors=True)
+        if not (self._made_up and succeeded):
             return
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # someone else is at work in there: it is theirs now
@@ -101,7 +107,7 @@ class RoundLogs:
         try:
             for local_rank in range(self._place.slots):
                 self.directory(local_rank).mkdir(parents=True, exist_ok=True)
-                _move_aside(self.error_file(local_rank))
+                move_aside(self.error_file(local_rank))
                 for path in self.files(local_rank):
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
@@ -202,7 +208,8 @@ def _unusable(directory: Path, why: str | None) -> str:
     return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."
 
 
-def _move_aside(path: Path) -> None:
+def move_aside(path: Path) -> None:
+    """Give the file another name, if it is there."""
     if not path.exists():
         return
     number = 1

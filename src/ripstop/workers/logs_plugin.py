@@ -19,7 +19,7 @@ from ripstop.errors import StartError
 from ripstop.round import Place
 from ripstop.workers import process
 from ripstop.workers.console import Kept
-from ripstop.workers.logs import RoundLogs, Route
+from ripstop.workers.logs import RoundLogs, Route, move_aside
 
 PROGRAM = Path(__file__).with_name("reify_logs.py")
 NULL = Path(os.devnull)
@@ -56,7 +56,7 @@ class LogsPlugin:
         logs = self._logs
         return {
             "name": logs.specs,
-            "log_dir": None if logs.directory is None else str(logs.directory),
+            "log_dir": (None if logs.kept else os.devnull) if logs.directory is None else str(logs.directory),
             "redirects": _streams(logs.redirects),
             "tee": _streams(logs.tee),
             "shown": None if logs.shown is None else sorted(logs.shown),
@@ -80,7 +80,11 @@ class LogsPlugin:
 
 
 class PluginLogs(RoundLogs):
-    """The files of one round's workers, as a plugin named them.  An empty name is the console."""
+    """The files of one round's workers, as a plugin named them.
+
+    An empty name is the console.  An error file that it does not name, or names /dev/null, is where it would be without
+    the plugin: a plugin's worker may leave evidence too.
+    """
 
     def __init__(self, job: Path, logs: Logs, place: Place, role: str, said: Mapping[str, Any]) -> None:
         super().__init__(job, logs, place, role, terminal=True)
@@ -94,12 +98,15 @@ class PluginLogs(RoundLogs):
         return self.error_file(local_rank).parent
 
     def error_file(self, local_rank: int) -> Path:
-        return Path(self._said["error_files"].get(str(local_rank)) or NULL)
+        return self._named_error_file(local_rank) or super().directory(local_rank) / "error.json"
 
     def prepare(self) -> None:
         """The plugin has made directories, or has not: nothing of what is there is touched."""
         try:
             for local_rank in range(self._place.slots):
+                if self._named_error_file(local_rank) is None:
+                    self.directory(local_rank).mkdir(parents=True, exist_ok=True)
+                    move_aside(self.error_file(local_rank))
                 for path in self.files(local_rank):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
@@ -107,6 +114,10 @@ class PluginLogs(RoundLogs):
             raise StartError(
                 f"--logs-specs={self._logs.specs}: {error.filename} cannot be used ({error.strerror}); mend the plugin"
             ) from error
+
+    def _named_error_file(self, local_rank: int) -> Path | None:
+        name = self._said["error_files"].get(str(local_rank))
+        return Path(name) if name and Path(name) != NULL else None
 
     def _file(self, local_rank: int, stream: Streams) -> Path | None:
         name = self._said["stdouts" if stream is Streams.OUT else "stderrs"].get(str(local_rank))

@@ -8,6 +8,9 @@ Rules
     its session, which is never the agent's own; a plain subprocess of the agent's, in the agent's session, is left
     alone.
 4.  A newborn worker, named NEWBORN until its starter has claimed it, is nobody's orphan while births are expected.
+5.  Within a program that launches, an unknown child may be the program's own, or another launch's: there, only what is
+    in the workers' sessions or below them is ended.  Dead orphans are buried where they are sure to be orphans: a child
+    that was started here is in our session, or leads its own.
 
 asyncio is imported late: the spawner needs the registry before it needs a loop.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +39,9 @@ UNKILLABLE = 60.0  # seconds after SIGKILL until a process is given up: it hangs
 _claimed: set[int] = set()
 _endings: dict[int, Callable[[], int]] = {}
 _expected = 0
+_guests = 0
+_was_subreaper = False  # before the first of the guests
+_counting = threading.Lock()  # launches of one program may overlap, each in a thread of its own
 
 
 def claim(pid: int, ending: Callable[[], int] | None = None) -> None:
@@ -47,20 +54,34 @@ def claim(pid: int, ending: Callable[[], int] | None = None) -> None:
         _endings[pid] = ending
 
 
-def disclaim(pid: int) -> None:
-    """Its owner is no longer interested."""
-    _claimed.discard(pid)
-
-
 @contextmanager
 def births_expected() -> Iterator[None]:
     """Newborns seen meanwhile will be claimed, or are left over if not by the end of it."""
     global _expected
-    _expected += 1
+    with _counting:
+        _expected += 1
     try:
         yield
     finally:
-        _expected -= 1
+        with _counting:
+            _expected -= 1
+
+
+@contextmanager
+def within_a_program() -> Iterator[None]:
+    """For an agent in a process that is not its own (rule 5); the last one to leave no longer adopts orphans."""
+    global _guests, _was_subreaper
+    with _counting:
+        if _guests == 0:
+            _was_subreaper = linux.is_subreaper()
+        _guests += 1
+    try:
+        yield
+    finally:
+        with _counting:
+            _guests -= 1
+            if _guests == 0 and not _was_subreaper:
+                linux.stop_being_subreaper()
 
 
 def reap(pid: int) -> tuple[int | None, int | None, int]:
@@ -97,7 +118,6 @@ class Children:
 
     def __init__(self) -> None:
         import asyncio
-        import threading
 
         linux.become_subreaper()
         self._loop = asyncio.get_running_loop()
@@ -135,6 +155,8 @@ class Children:
 
     async def end_trees(self, sessions: Iterable[int], grace: float) -> None:
         """Ends every process of these sessions and every adopted child with all below it; returns when none is left.
+
+        Within a program, adopted children are spared (rule 5).
 
         With a `grace` they get SIGTERM first and that many seconds; without, SIGKILL at once.
         """
@@ -177,7 +199,7 @@ class Children:
         """What lives in these sessions, or is adopted, or descends from an adopted child."""
         alive = {process.pid: process for process in linux.processes() if not process.dead}
         sessions -= alive.keys()  # their leaders are gone: who has the number now is a stranger
-        adopted = {process.pid for process in alive.values() if self._is_adopted(process)}
+        adopted = {process.pid for process in alive.values() if not _guests and self._is_adopted(process)}
         found: set[int] = set()
         for process in alive.values():
             line: list[int] = []
@@ -198,6 +220,7 @@ class Children:
             process.parent == os.getpid()
             and process.pid not in _claimed
             and process.session != self._session
+            and not (_guests and process.session == process.pid)
             and not (_expected and process.name == linux.NEWBORN)
         )
 
