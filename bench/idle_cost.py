@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What an agent costs while its workers run: CPU time of the agent, in percent of a core.
 
-    python bench/idle_cost.py [--workers 8] [--seconds 20] [--launcher "ripstop run"]
+python bench/idle_cost.py [--workers 8] [--seconds 20] [--launcher "ripstop run"]
 """
 
 import argparse

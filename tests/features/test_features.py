@@ -1,0 +1,55 @@
+"""What torch offers to a distributed program, under our launcher: each script in `scripts/` uses one part of it.
+
+A script checks what it does itself and says `ok` at its end; two workers, gloo.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Job, free_port
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+FEATURES = {
+    "breakpoint": "dist.breakpoint, its commands from the launcher's stdin",
+    "checkpoint": "torch.distributed.checkpoint",
+    "ddp": "DDP with a communication hook, and Join",
+    "debug": "TORCH_DISTRIBUTED_DEBUG=DETAIL, GLOO_SOCKET_IFNAME",
+    "dtensor": "DTensor and device mesh",
+    "flight_recorder": "flight recorder dump",
+    "fsdp2": "FSDP2",
+    "groups": "P2POp, new_group, subgroups, monitored_barrier",
+    "init_methods": "init_method tcp:// and file://",
+    "pipeline": "pipelining",
+    "rpc": "RPC",
+    "spawn": "torch.multiprocessing.spawn in a worker",
+    "stores": "TCPStore, FileStore, HashStore, PrefixStore",
+    "zero": "ZeroRedundancyOptimizer",
+}
+ENVIRONMENT = {
+    "debug": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"},
+    "flight_recorder": {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"},
+}
+TYPED = ["sh", "-c", r"""printf 'up\n!answer = 42\nc\n' | "$@" """, "sh"]  # what a person would type at the debugger
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_torch_works_under_ripstop(feature: str, tmp_path: Path) -> None:
+    own = {"SCRATCH": str(tmp_path), "OWN_PORT": str(free_port()), **ENVIRONMENT.get(feature, {})}
+    with Job(tmp_path, **own) as job:
+        agent = job.run(
+            "--standalone",
+            "--nproc-per-node=2",
+            "--redirects=1",
+            str(SCRIPTS / f"{feature}.py"),
+            wrap=TYPED if feature == "breakpoint" else None,
+        )
+        assert agent.wait() == 0, f"{FEATURES[feature]}\n{agent.err}"
+        said = [path.read_text() for path in sorted(job.logs.glob("*/round_1/*/stdout.log"))]
+        assert len(said) == 2
+        assert all(words.endswith("ok\n") for words in said), said
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == set(FEATURES)
