@@ -2,10 +2,11 @@
 
 Every agent has one.  It follows the coordinator in office with a `WebSocketLink`, and when its own agent is elected,
 the coordinator runs in here, on a port of its own that is bound before it is announced.  No node of the job is special:
-when the coordinator's node is lost, its key goes with its lease, another is elected, and learns the job from its agents.
+when the coordinator's node is lost, its key goes with its lease, and the next to be elected learns the job from agents.
 
 In etcd a job has two keys below `PREFIX/RUN_ID/`: `coordinator`, while somebody is in office, and `outcome`, which
-takes its place when the job is over and goes by itself after `MEMORY` seconds.
+takes its place when the job is over and goes by itself after `MEMORY` seconds.  Whoever can write to etcd could pose as
+either, so both prove the job's secret: a coordinator when it is linked to, the outcome by its signature.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from ripstop.config import Etcd
 from ripstop.errors import ProtocolError, RipstopError
 from ripstop.observe.failure import Report
+from ripstop.rendezvous import secret
 from ripstop.rendezvous.client import WebSocketLink
 from ripstop.rendezvous.codec import decode, fit
 from ripstop.rendezvous.coordinator import Coordinator
@@ -52,6 +54,7 @@ log = logging.getLogger("ripstop.rendezvous")
 
 MORE = 1  # seconds an office lasts beyond the job's lease: etcd may need them to elect a leader of its own
 MEMORY = 15  # seconds etcd remembers how a job ended, for members that were away
+PARTING = 3.0  # seconds to give back to etcd what was had from it, at the end
 FIRST_PAUSE = 0.1  # seconds before etcd is asked again; doubled up to a third of the lease
 
 
@@ -142,8 +145,10 @@ class ElectedLink:
                 await self._seeking
         self._leave_office()
         self._withdraw()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._tasks:
+            _, slow = await asyncio.wait(self._tasks, timeout=PARTING)
+            for task in slow:
+                task.cancel()
         await self._client.close()
 
     # seeking ----------------------------------------------------------------------------------------------------------
@@ -195,8 +200,8 @@ class ElectedLink:
         nudged = asyncio.create_task(self._look.wait())
         try:
             await asyncio.wait([watching, nudged], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            if watching.done() and not watching.result():
+                await asyncio.sleep(FIRST_PAUSE)
         finally:
             for task in (watching, nudged):
                 task.cancel()
@@ -219,8 +224,11 @@ class ElectedLink:
             await self._feed(Held(seat))
 
     def _is_over(self, entry: Entry) -> None:
+        signature, _, text = entry.value.partition("\n")
         try:
-            closed = decode(entry.value, (Closed,))
+            if not secret.same(signature, secret.sign(self._token, self._settings.run_id, text)):
+                raise ProtocolError("it does not prove the job's secret")
+            closed = decode(text, (Closed,))
         except ProtocolError as error:
             raise ProtocolError(
                 f"etcd's key {self._prefix}outcome cannot be used: {error}; choose another --rdzv-id or etcd_prefix"
@@ -373,13 +381,15 @@ class ElectedLink:
 
     async def _conclude(self, office: _Office, report: Report) -> None:
         """Leave word of the end where the coordinator's key was."""
+        text = fit(Closed(report))
+        signature = secret.sign(self._token, self._settings.run_id, text)
         try:
             lease, _ = await self._client.grant(MEMORY)
             await self._client.replace(
                 f"{self._prefix}coordinator",
                 office.seat.revision,
                 f"{self._prefix}outcome",
-                fit(Closed(report)),
+                f"{signature}\n{text}",
                 lease,
             )
         except (Unavailable, Denied) as error:

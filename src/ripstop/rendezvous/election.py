@@ -173,7 +173,7 @@ def read_seat(text: str, run_id: str, revision: int) -> Seat:
     seen = f"found {text[:80]!r}"
     try:
         value = json.loads(text) if len(text) <= MAX_VALUE else None
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     match value:
         case {"ripstop": int(version)} if version != VERSION:

@@ -114,8 +114,8 @@ class EtcdClient:
         delete = {"request_delete_range": {"key": _b64(key)}}
         await self._call("kv/txn", {"compare": [same], "success": [put, delete]})
 
-    async def until_changed(self, prefix: str, revision: int) -> None:
-        """Wait until something below the prefix changes at this revision or later, or this member cannot tell."""
+    async def until_changed(self, prefix: str, revision: int) -> bool:
+        """Wait until something below the prefix changes at this revision or later; False: this member cannot tell."""
         body = {"create_request": {**_below(prefix), "start_revision": str(revision)}}
         # a member that has lost the others ends the watch, instead of keeping us waiting
         headers = {**self._headers(), "Grpc-Metadata-Hasleader": "true"}
@@ -129,10 +129,11 @@ class EtcdClient:
                 async for chunk in response.content.iter_any():
                     first += chunk
                     told, _, more = first.partition(b"\n")
-                    if more or b"error" in told:  # after the first line, whatever comes is a change
-                        return
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(f"{endpoint}: {_describe(error)}") from error
+                    if more:  # after the first line, whatever comes is a change
+                        return b"error" not in told
+        except (aiohttp.ClientError, OSError):
+            pass  # whoever looks next finds another member, or says which there are
+        return False
 
     # leases -----------------------------------------------------------------------------------------------------------
 
