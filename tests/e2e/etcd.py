@@ -3,8 +3,8 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
-import urllib.error
 import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
@@ -65,6 +65,13 @@ class Member:
         except OSError:
             return None
 
+    def is_up(self) -> bool:
+        """It serves clients and the cluster has a leader; with TLS, that it listens must do."""
+        if self.scheme == "http":
+            return self.ask("kv/range", {"key": encode("/")}) is not None
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.client)) == 0
+
     def put(self, key: str, value: str) -> None:
         assert self.ask("kv/put", {"key": encode(key), "value": encode(value)}) is not None
 
@@ -88,15 +95,15 @@ def decode(text: str) -> str:
 
 
 @contextmanager
-def cluster(size: int, folder: Path) -> Iterator[list[Member]]:
+def cluster(size: int, folder: Path, *flags: str, scheme: str = "http") -> Iterator[list[Member]]:
     """A healthy cluster of so many members."""
-    members = [Member(f"m{number}", folder) for number in range(size)]
+    members = [Member(f"m{number}", folder, flags, scheme) for number in range(size)]
     names = ",".join(f"{member.name}={member.peer}" for member in members)
     try:
         for member in members:
             member.start(names)
         for member in members:
-            wait_until(lambda member=member: member.ask("kv/range", {"key": encode("/")}), 30)  # type: ignore[misc]
+            wait_until(lambda member=member: member.is_up() or None, 30)  # type: ignore[misc]
         yield members
     finally:
         for member in members:
@@ -106,3 +113,20 @@ def cluster(size: int, folder: Path) -> Iterator[list[Member]]:
 
 def endpoints(members: list[Member]) -> str:
     return ",".join(member.endpoint for member in members)
+
+
+def certificates(folder: Path) -> Path:
+    """A directory with an authority, a server's certificate for 127.0.0.1 and a client's without a name."""
+    folder.mkdir()
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=authority")
+    for name, subject in (("server", "/CN=etcd"), ("client", "/O=ripstop")):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", subject)
+        signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *signing)
+    return folder

@@ -206,7 +206,7 @@ class EtcdClient:
                 case dict() if response.status == 200:
                     return answer
                 case _:
-                    raise Denied(_not_etcd(endpoint, response.status, text))
+                    raise Denied(_not_etcd(endpoint, response.status))
             if code in (INVALID, NOT_FOUND, DENIED, UNFIT, UNAUTHENTICATED):
                 raise Denied(f"etcd at {endpoint} refused: {_remedy(str(why))}", code)
             raise Unavailable(str(why))
@@ -263,19 +263,19 @@ def _remedy(why: str) -> str:
     return why
 
 
-def _not_etcd(endpoint: Address, status: int, text: bytes) -> str:
-    if b"HTTPS" in text:
-        return f"etcd at {endpoint} speaks https only; write --rdzv-conf=protocol=https,cacert=FILE"
+def _not_etcd(endpoint: Address, status: int) -> str:
     return f"{endpoint} answers HTTP {status}, so it is no etcd with a v3 API; give the address of one, 3.4 or later"
 
 
-def _describe(error: BaseException, timeout: float = REQUEST) -> str:
+def _describe(error: BaseException, timeout: float) -> str:
     match error:
         case aiohttp.ClientConnectorDNSError() | socket.gaierror():
             return "the name has no address"
         case aiohttp.ClientConnectorError():
             number = error.os_error.errno
             return os.strerror(number).lower() if number and number > 0 else str(error.os_error)
+        case aiohttp.ServerDisconnectedError():
+            return "closed the connection (to one that wants TLS, --rdzv-conf=protocol=https,cacert=FILE)"
         case TimeoutError():
             return f"no answer in {timeout:g} s"
         case _:
