@@ -97,6 +97,7 @@ class ElectedLink:
         self._election = Election()
         self._candidacy: _Candidacy | None = None
         self._office: _Office | None = None
+        self._given_up = -1  # the lease of the office that was left last
         self._conclusion: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._listener: Listener | None = None
@@ -217,7 +218,10 @@ class ElectedLink:
                 f"etcd's key {key} cannot be used: {error}; choose another --rdzv-id or etcd_prefix, or delete it"
             ) from None
         mine = self._candidacy
-        if mine is not None and mine.lease == entry.lease:
+        if entry.lease == self._given_up:  # etcd was away when it was to hear of it
+            await self._client.revoke(entry.lease)
+            self._look.set()
+        elif mine is not None and mine.lease == entry.lease:
             await self._feed(Won(seat, mine.asked, mine.ttl))
         else:
             self._withdraw()
@@ -357,6 +361,7 @@ class ElectedLink:
         office, self._office = self._office, None
         if office is None:
             return
+        self._given_up = office.lease
         office.coordinator.stop()
         office.renewing.cancel()
         if self._timer is not None:
