@@ -161,6 +161,7 @@ class ElectedLink:
             try:
                 await self._look_and_watch()
                 pause = FIRST_PAUSE
+                continue
             except Unavailable as error:
                 if not self._trouble.startswith("etcd cannot"):
                     log.warning("etcd cannot be reached, trying again: %s", error)
@@ -179,20 +180,19 @@ class ElectedLink:
 
     async def _look_and_watch(self) -> None:
         """Look at the keys, act on them, and wait until they change or there is a reason to look again."""
-        while True:
-            self._look.clear()
-            view = await self._client.read(self._prefix)
-            if self._trouble.startswith("etcd cannot"):
-                log.info("etcd answers again")
-            self._trouble = ""
-            if "outcome" in view.entries:
-                self._is_over(view.entries["outcome"])
-            elif "coordinator" in view.entries:
-                await self._meet(view.entries["coordinator"])
-            else:
-                await self._feed(Vacant())
-            if not self._look.is_set():
-                await self._until_changed(view.revision + 1)
+        self._look.clear()
+        view = await self._client.read(self._prefix)
+        if self._trouble.startswith("etcd cannot"):
+            log.info("etcd answers again")
+        self._trouble = ""
+        if "outcome" in view.entries:
+            self._is_over(view.entries["outcome"])
+        elif "coordinator" in view.entries:
+            await self._meet(view.entries["coordinator"])
+        else:
+            await self._feed(Vacant())
+        if not self._look.is_set():
+            await self._until_changed(view.revision + 1)
 
     async def _until_changed(self, revision: int) -> None:
         # A watch may hang with its member.  Whoever has a coordinator can wait for that to break; who has none, looks.

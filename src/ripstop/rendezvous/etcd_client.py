@@ -13,6 +13,8 @@ import os
 import socket
 import ssl
 from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +90,9 @@ class EtcdClient:
     async def read(self, prefix: str) -> View:
         """All keys below a prefix, by what follows it."""
         answer = await self._call("kv/range", _below(prefix))
-        entries = {}
-        for kv in answer.get("kvs", ()):
-            entries[_text(kv["key"]).removeprefix(prefix)] = _entry(kv)
-        return View(int(answer["header"]["revision"]), entries)
+        with _as_etcd_answers():
+            found = {_text(kv["key"]).removeprefix(prefix): _entry(kv) for kv in answer.get("kvs", ())}
+            return View(int(answer["header"]["revision"]), found)
 
     async def create(self, key: str, value: str, lease: int, *, unless: str) -> Entry | None:
         """Make a key, if neither it nor the other is there; what it holds then, None if it is the other that is there.
@@ -104,8 +105,9 @@ class EtcdClient:
         put = {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
         look = {"request_range": {"key": _b64(key)}}
         answer = await self._call("kv/txn", {"compare": absent, "success": [put, look], "failure": [look]})
-        found = answer["responses"][-1]["response_range"].get("kvs", ())
-        return _entry(found[0]) if found else None
+        with _as_etcd_answers():
+            found = answer["responses"][-1]["response_range"].get("kvs", ())
+            return _entry(found[0]) if found else None
 
     async def replace(self, key: str, created: int, other: str, value: str, lease: int) -> None:
         """In one step, if the key is still the one made at that revision: it goes, and the other comes."""
@@ -140,12 +142,14 @@ class EtcdClient:
     async def grant(self, ttl: int) -> tuple[int, float]:
         """A new lease: its id, and the seconds etcd gives it, which may be more."""
         answer = await self._call("lease/grant", {"TTL": str(ttl)})
-        return int(answer["ID"]), float(answer["TTL"])
+        with _as_etcd_answers():
+            return int(answer["ID"]), float(answer["TTL"])
 
     async def keep_alive(self, lease: int, timeout: float) -> float:
         """Renew a lease: the seconds it has now; 0 when there is no such lease any more."""
         answer = await self._call("lease/keepalive", {"ID": str(lease)}, timeout)
-        return float(answer.get("result", {}).get("TTL", 0))
+        with _as_etcd_answers():
+            return float(answer.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
         """End a lease and the keys that go with it."""
@@ -171,7 +175,8 @@ class EtcdClient:
     async def _authenticate(self) -> None:
         self._token = ""
         answer = await self._ask("auth/authenticate", {"name": self._user, "password": self._password}, REQUEST)
-        self._token = str(answer["token"])
+        with _as_etcd_answers():
+            self._token = str(answer["token"])
 
     async def _ask(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """One member after the other, the one that answered last first."""
@@ -216,6 +221,15 @@ class EtcdClient:
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": self._token} if self._token else {}
+
+
+@contextmanager
+def _as_etcd_answers() -> Iterator[None]:
+    """What is taken from an answer in here is there, or somebody else has answered."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise Denied(f"that is no answer of etcd's ({error!r}); give the address of one, 3.4 or later") from error
 
 
 def _tls(settings: Etcd) -> ssl.SSLContext | None:
