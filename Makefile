@@ -92,11 +92,22 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# Tests across network namespaces want `ip`; without it they say so and skip.
+# Tests across network namespaces want `ip`, those with etcd want `etcd`; without them they say so and skip.  Debian would
+# start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
 .PHONY: tools
 tools:
-	@if ! command -v ip >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "installing iproute2 for the network-namespace tests"; \
-		{ apt-get -qq update && apt-get -qq install -y iproute2; } >/dev/null 2>&1 \
-			|| echo "iproute2 could not be installed; those tests will skip"; \
-	fi
+	@$(call tool,ip,iproute2)
+	@$(call tool,etcd,etcd-server)
+
+define tool
+if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	echo "installing $(2) for the tests that want $(1)"; \
+	if ! [ -e /usr/sbin/policy-rc.d ]; then \
+		trap 'rm -f /usr/sbin/policy-rc.d' EXIT; \
+		printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; \
+		chmod +x /usr/sbin/policy-rc.d; \
+	fi; \
+	{ apt-get -qq update && apt-get -qq install -y --no-install-recommends $(2); } >/dev/null 2>&1 \
+		|| echo "$(2) could not be installed; those tests will skip"; \
+fi
+endef

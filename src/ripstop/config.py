@@ -123,6 +123,24 @@ class Backend(Enum):
     LOCAL = "local"  # in this process and for this node alone
     COORDINATOR = "c10d"  # at the endpoint, in whichever agent could bind it
     STATIC = "static"  # the same, with ranks and node count fixed by the user
+    ETCD = "etcd"  # in whichever agent etcd has elected
+
+
+@dataclass(frozen=True, slots=True)
+class Etcd:
+    """How to reach the etcd that elects the coordinator; a job's keys are below `PREFIX/RUN_ID/`.
+
+    `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that asks for them.
+    """
+
+    endpoints: tuple[Address, ...]
+    prefix: str
+    tls: bool = False
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
 
 
 LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
@@ -157,6 +175,7 @@ class RunConfig:
     role: str = "default"
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
+    etcd: Etcd | None = None
     is_host: bool | None = None  # None: whoever can bind the endpoint
     local_addr: str | None = None
     node_rank: int | None = None
@@ -190,6 +209,8 @@ class CoordinatorConfig:
 # readers ------------------------------------------------------------------------------------------------------------
 
 COORDINATOR_PORT = 29400
+ETCD_PORT = 2379
+ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500
 MOST_NODES = 100_000
 MOST_SLOTS = 4_096
@@ -370,6 +391,75 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         shutdown=shutdown,
     )
     return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+
+
+ETCD_CONF = {  # torch's two etcd backends call the same things by different names
+    "cacert": "ca",
+    "ca_cert": "ca",
+    "cert": "cert",
+    "ssl_cert": "cert",
+    "key": "key",
+    "ssl_cert_key": "key",
+    "protocol": "protocol",
+    "etcd_prefix": "prefix",
+}
+
+
+def etcd(
+    name: str, text: str, conf_name: str, conf: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[Etcd, dict[str, str]]:
+    """`HOST[:PORT],…` with what `--rdzv-conf` and the environment say of etcd, and the rest of `--rdzv-conf`."""
+    said: dict[str, str] = {}
+    for key, meaning in ETCD_CONF.items():
+        if key in conf:
+            if meaning in said:
+                raise UsageError(f"{conf_name}: {key} is there under two names; keep one of the two")
+            said[meaning] = conf[key]
+    tls = _etcd_tls(name, text, conf_name, said)
+    bare = [part.strip().removeprefix("http://").removeprefix("https://").rstrip("/") for part in text.split(",")]
+    found = Etcd(
+        endpoints=tuple(dict.fromkeys(address(name, part, default_port=ETCD_PORT) for part in bare)),
+        prefix="/" + said.get("prefix", ETCD_PREFIX).strip("/"),
+        tls=tls,
+        ca=_readable(conf_name, "ca", said),
+        cert=_readable(conf_name, "cert", said),
+        key=_readable(conf_name, "key", said),
+        user=environ.get("RIPSTOP_ETCD_USER", ""),
+        password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
+    )
+    if not all(endpoint.port for endpoint in found.endpoints):
+        raise UsageError(f"{name}={text}: etcd does not listen at port 0; write HOST:{ETCD_PORT}")
+    if bool(found.user) != bool(found.password):
+        there, missing = ("USER", "PASSWORD") if found.user else ("PASSWORD", "USER")
+        raise UsageError(f"RIPSTOP_ETCD_{there} is set and RIPSTOP_ETCD_{missing} is not; set both, or none")
+    return found, {key: value for key, value in conf.items() if key not in ETCD_CONF}
+
+
+def _etcd_tls(name: str, text: str, conf_name: str, said: Mapping[str, str]) -> bool:
+    protocol = said.get("protocol", "").lower()
+    if protocol not in ("", "http", "https"):
+        raise UsageError(f"{conf_name} protocol={protocol}: etcd speaks http or https; write one of the two")
+    schemes = {part.strip().partition("://")[0] for part in text.split(",") if "://" in part} | ({protocol} - {""})
+    files = {"ca", "cert", "key"} & said.keys()
+    if len(schemes) > 1 or not schemes <= {"http", "https"} or (files and "http" in schemes):
+        raise UsageError(f"{name}={text}: certificates and all endpoints must agree; write protocol=https, or http")
+    if ("cert" in said) != ("key" in said):
+        there, missing = ("cert", "key") if "cert" in said else ("key", "cert")
+        raise UsageError(f"{conf_name}: {there} is of no use without {missing}; give both, or none")
+    return bool(files) or "https" in schemes
+
+
+def _readable(name: str, key: str, said: Mapping[str, str]) -> Path | None:
+    if key not in said:
+        return None
+    path = Path(said[key])
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UsageError(
+            f"{name} {key}={path}: cannot be read: {error.strerror}; name a PEM file you may read"
+        ) from None
+    return path
 
 
 def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:

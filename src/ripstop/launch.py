@@ -34,7 +34,12 @@ from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
-SECRETS = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE")  # the agents' own; workers are not told
+SECRETS = (
+    "RIPSTOP_TOKEN",
+    "RIPSTOP_TOKEN_FILE",
+    "RIPSTOP_ETCD_USER",
+    "RIPSTOP_ETCD_PASSWORD",
+)  # the agents' own; workers are not told
 
 
 def run(config: RunConfig) -> int:
@@ -81,6 +86,8 @@ async def take_part(
 ) -> Quit:
     """This node's part of the job, in any event loop, with workers that `spawner` starts."""
     node = _this_node(config, hosting=bound is not None)
+    if config.backend is Backend.ETCD:
+        return await _take_part_elected(config, node, directory, spawner, environ)
     async with AsyncExitStack() as parts:
         link: Link
         coordinator: Coordinator | None = None
@@ -99,6 +106,20 @@ async def take_part(
         if coordinator is not None and end.report is not None:
             await coordinator.ended  # the others are told before their coordinator goes
         return end
+
+
+async def _take_part_elected(
+    config: RunConfig, node: Node, directory: LogDirectory, spawner: Starter, environ: dict[str, str]
+) -> Quit:
+    """The coordinator is wherever etcd says; it may be within the link."""
+    from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
+
+    assert config.etcd is not None
+    settings = _settings(config)
+    link = ElectedLink(config.etcd, settings, node=node.id, token=config.token, local_addr=config.local_addr)
+    driver = Driver(config, node, spawner, link, directory, environ)
+    link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
+    return await driver.run()
 
 
 async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
@@ -125,7 +146,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
     """The endpoint's socket, if this node is to host the coordinator."""
-    if config.backend is Backend.LOCAL or config.is_host is False:
+    if config.backend in (Backend.LOCAL, Backend.ETCD) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
     bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1)

@@ -7,6 +7,7 @@ import pytest
 from ripstop.cli import main
 
 C10D = "--rdzv-backend=c10d --rdzv-endpoint=node0"
+ETCD = "--rdzv-backend=etcd --rdzv-endpoint=e0"
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +101,32 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             "--node-rank=1: above the most that makes sense (0); a single node's is 0",
         ),
         ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; leave out one of the two"),
-        ("--rdzv-backend=etcd train.py", "--rdzv-backend=etcd: not in this version; write --rdzv-backend=c10d"),
-        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d or static"),
+        (
+            "--rdzv-backend=etcd train.py",
+            "--rdzv-backend=etcd: no etcd is named; write --rdzv-endpoint=HOST:2379, several of them parted by commas",
+        ),
+        (f"{ETCD}:0 train.py", "--rdzv-endpoint=e0:0: etcd does not listen at port 0; write HOST:2379"),
+        (
+            f"{ETCD},https://e1 --rdzv-conf=protocol=http train.py",
+            "--rdzv-endpoint=e0,https://e1: certificates and all endpoints must agree; write protocol=https, or http",
+        ),
+        (
+            f"{ETCD} --rdzv-conf=protocol=grpc train.py",
+            "--rdzv-conf protocol=grpc: etcd speaks http or https; write one of the two",
+        ),
+        (
+            f"{ETCD} --rdzv-conf=cacert=nosuchfile train.py",
+            "--rdzv-conf ca=nosuchfile: cannot be read: No such file or directory; name a PEM file you may read",
+        ),
+        (
+            f"{ETCD} --rdzv-conf=cert=empty train.py",
+            "--rdzv-conf: cert is of no use without key; give both, or none",
+        ),
+        (
+            f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
+            "--rdzv-conf: ssl_cert is there under two names; keep one of the two",
+        ),
+        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static"),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
             f"{C10D}:99999 train.py",
@@ -310,6 +335,11 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
             {"RIPSTOP_TOKEN_FILE": "empty"},
             "train.py",
             "RIPSTOP_TOKEN_FILE=empty: is empty; put the job's secret into it",
+        ),
+        (
+            {"RIPSTOP_ETCD_USER": "u"},
+            f"{ETCD} train.py",
+            "RIPSTOP_ETCD_USER is set and RIPSTOP_ETCD_PASSWORD is not; set both, or none",
         ),
     ],
 )

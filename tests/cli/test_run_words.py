@@ -11,6 +11,7 @@ from ripstop.config import (
     Backend,
     Budget,
     Command,
+    Etcd,
     Module,
     RunConfig,
     Script,
@@ -305,3 +306,37 @@ def test_a_job_that_anyone_can_join_says_so(read: Read) -> None:
     config = read(f"{C10D} train.py")
     assert config.token == ""
     assert "whoever can reach node0:29400 can join this job" in config.notes[0]
+
+
+def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_path: Path) -> None:
+    for name in ("ca.pem", "c.pem", "k.pem"):
+        (tmp_path / name).touch()
+    config = read(
+        "--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=e0,e1:4001,[fd00::1] --local-addr=n0 "
+        "--rdzv-conf=cacert=ca.pem,cert=c.pem,key=k.pem,etcd_prefix=/team/jobs/,lease=5 train.py",
+        {**TOKEN, "RIPSTOP_ETCD_USER": "u", "RIPSTOP_ETCD_PASSWORD": "hush"},
+    )
+    assert config.backend is Backend.ETCD
+    assert config.etcd == Etcd(
+        endpoints=(Address("e0", 2379), Address("e1", 4001), Address("fd00::1", 2379)),
+        prefix="/team/jobs",
+        tls=True,
+        ca=Path("ca.pem"),
+        cert=Path("c.pem"),
+        key=Path("k.pem"),
+        user="u",
+        password="hush",
+    )
+    assert config.timing.lease == 5
+    assert config.local_addr == "n0"
+    assert config.notes == ()
+    assert "hush" not in repr(config)
+
+
+def test_etcd_v2_is_etcd_with_a_word(read: Read) -> None:
+    config = read("--rdzv-backend=etcd-v2 --rdzv-endpoint=http://e0:2379 --rdzv-conf=is_host=1 train.py", TOKEN)
+    assert config.etcd == Etcd(endpoints=(Address("e0", 2379),), prefix="/ripstop")
+    assert config.notes == (
+        "--rdzv-backend=etcd-v2 is etcd here: ripstop speaks etcd's v3 API",
+        "--rdzv-conf is_host has no effect with --rdzv-backend=etcd-v2: etcd elects the host",
+    )

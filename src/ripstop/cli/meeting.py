@@ -1,14 +1,15 @@
 """Where a job's nodes meet, from the flags of `ripstop run`.
 
 One node needs no meeting: its coordinator is in its own process (`LOCAL`), whichever backend was named, unless it was
-given an endpoint that others could come to.  Words that a choice leaves without effect are said in the notes.
+given an endpoint that others could come to.  With etcd no node is the meeting place: one of them is elected.  Words
+that a choice leaves without effect are said in the notes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ripstop.cli.flags import Given
-from ripstop.config import COORDINATOR_PORT, MASTER_PORT, Backend, address, host, port, truth, whole
+from ripstop.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, Backend, address, host, port, truth, whole
 from ripstop.errors import UsageError
 from ripstop.round import Address
 
@@ -53,8 +54,8 @@ def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, n
                 notes.append(f"{given.label('--rdzv-conf')} is_host has no effect with static: node 0 is the host")
             return _fixed(given, min_nodes, max_nodes, node_rank, local_addr, notes)
         case "etcd" | "etcd-v2":
-            raise UsageError(f"{_said(given, '--rdzv-backend')}: not in this version; write --rdzv-backend=c10d")
-    raise UsageError(f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d or static")
+            return _elected(given, backend, hosting, node_rank, local_addr, notes)
+    raise UsageError(f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static")
 
 
 def _alone(
@@ -63,6 +64,28 @@ def _alone(
     if hosting is not None:
         notes.append(f"{given.label('--rdzv-conf')} is_host has no effect on a single node")
     return Meeting(Backend.LOCAL, local_addr=local_addr, store_port=store_port)
+
+
+def _elected(
+    given: Given,
+    backend: str,
+    hosting: bool | None,
+    node_rank: int | None,
+    local_addr: str | None,
+    notes: list[str],
+) -> Meeting:
+    """By etcd; where that is, `config.etcd` reads."""
+    said = _said(given, "--rdzv-backend")
+    if not given.text("--rdzv-endpoint", ""):
+        raise UsageError(
+            f"{said}: no etcd is named; write --rdzv-endpoint=HOST:{ETCD_PORT}, several of them parted by commas"
+        )
+    _idle(given, MASTER, f"with {said}: etcd's endpoint is --rdzv-endpoint", notes)
+    if backend == "etcd-v2":
+        notes.append(f"{said} is etcd here: ripstop speaks etcd's v3 API")
+    if hosting is not None:
+        notes.append(f"{given.label('--rdzv-conf')} is_host has no effect with {said}: etcd elects the host")
+    return Meeting(Backend.ETCD, node_rank=node_rank, local_addr=local_addr)
 
 
 def _fixed(

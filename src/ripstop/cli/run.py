@@ -16,9 +16,11 @@ from ripstop.config import (
     MOST_SLOTS,
     Backend,
     Binding,
+    Etcd,
     Numa,
     RunConfig,
     duration,
+    etcd,
     nodes,
     pairs,
     secret,
@@ -56,11 +58,13 @@ what to run
 where nodes meet
   --standalone                here, on one node
   --nnodes N | MIN:MAX        how many nodes (1)
-  --rdzv-backend NAME         c10d: our coordinator at the endpoint; static: fixed ranks (static)
-  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400)
+  --rdzv-backend NAME         c10d: our coordinator at the endpoint; etcd: on a node that etcd elects, and another when
+                              that one is lost; static: fixed ranks (static)
+  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); etcd's: HOST[:PORT],…
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
   --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
-                              silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0
+                              silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0;
+                              for etcd: protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
   --node-rank N, --master-addr HOST, --master-port PORT               for static (port 29500)
   --local-addr HOST           this node's address for the others
 
@@ -84,13 +88,14 @@ output
 
 Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
+RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD: for an etcd that asks.
 `ripstop completion bash|zsh|fish` prints what makes a shell complete these.
 """
 
 FLAGS = (
     *JOB_FLAGS,
     Flag("--nproc-per-node", "N", choices=("auto", "gpu", "cpu")),
-    Flag("--rdzv-backend", "NAME", choices=("c10d", "static")),
+    Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static")),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
     Flag("--master-addr", "HOST"),
@@ -160,12 +165,16 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
     _threads(environ, slots, notes)
     conf_name = given.label("--rdzv-conf")
     conf = pairs(conf_name, given.text("--rdzv-conf", ""))
-    waits, about_waits = timing(conf_name, conf, _shutdown(given, environ))
     min_nodes, max_nodes = nodes(given.label("--nnodes"), given.text("--nnodes", "1"))
     place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
+    elector: Etcd | None = None
+    if place.backend is Backend.ETCD:
+        where = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
+        elector, conf = etcd(*where, conf_name, conf, environ)
+    waits, about_waits = timing(conf_name, conf, _shutdown(given, environ))
     token, about_token = secret(environ)
-    if not token and place.endpoint is not None:
-        about_token = [open_door(place.endpoint)]
+    if not token and (place.endpoint is not None or elector is not None):
+        about_token = [open_door(place.endpoint or "the nodes")]
     return RunConfig(
         entry=program,
         run_id=_run_id(given, local=place.backend is Backend.LOCAL),
@@ -175,6 +184,7 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         role=word(given.label("--role"), given.text("--role", "default")),
         backend=place.backend,
         endpoint=place.endpoint,
+        etcd=elector,
         is_host=place.is_host,
         local_addr=place.local_addr,
         node_rank=place.node_rank,

@@ -49,12 +49,16 @@ class Session:
 
 
 class Coordinator:
-    """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it."""
+    """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it.
 
-    def __init__(self, settings: Settings) -> None:
+    `may_decide` is asked before every decision: a coordinator whose office has run out does nothing more.
+    """
+
+    def __init__(self, settings: Settings, may_decide: Callable[[], bool] = lambda: True) -> None:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()  # the last event, by the job's clock
         self._job = Job(settings, self._last)
+        self._may_decide = may_decide
         self._sessions: dict[str, Session] = {}
         self._deadline: float | None = None  # the job's clock does not pass it before its tick
         self._timer: asyncio.TimerHandle | None = None
@@ -98,6 +102,8 @@ class Coordinator:
 
     def _feed(self, event: Event) -> None:
         """A machine that breaks ends the coordinator: nobody may wait for one that decides nothing any more."""
+        if not self._may_decide():
+            return
         try:
             self._decide(event)
         except Exception as defect:

@@ -23,6 +23,6 @@ with Join([model]):
 weights = [torch.empty(1, 4) for _ in range(2)]
 dist.all_gather(weights, model.module.weight.data)
 torch.testing.assert_close(weights[0], weights[1])
-del model  # a DDP object that outlives its group can hang torch
+del model  # a DDP object that outlives its group can hang its worker
 dist.destroy_process_group()
 print("ok", flush=True)

@@ -1,0 +1,244 @@
+"""Jobs whose coordinator etcd elects: any node may die, and most of etcd's members."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
+from tests.e2e.harness import TRAIN, Agent, Job, free_port, wait_until
+from tests.e2e.test_nodes import finish, tree
+
+pytestmark = needs_etcd
+
+KEY = "/ripstop/e2e/coordinator"
+OUTCOME = "/ripstop/e2e/outcome"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret") as job:
+        yield job
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Member]:
+    with cluster(1, tmp_path) as (member,):
+        yield member
+
+
+def node(job: Job, where: str, *flags: str, nnodes: str = "2:3", env: dict[str, str] | None = None) -> Agent:
+    return job.run(
+        f"--nnodes={nnodes}",
+        "--rdzv-backend=etcd",
+        f"--rdzv-endpoint={where}",
+        "--rdzv-id=e2e",
+        *(flags or ("--rdzv-conf=lease=1",)),
+        str(TRAIN),
+        env=env,
+    )
+
+
+def host(agents: list[Agent]) -> Agent:
+    """The agent that was elected first."""
+    return wait_until(lambda: next((agent for agent in agents if "elected: " in agent.err), None))
+
+
+def kill(agent: Agent) -> None:
+    """The whole node, at once."""
+    for pid in tree(agent.pid):
+        os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+def without(agents: list[Agent], victim: Agent) -> list[Agent]:
+    return [agent for agent in agents if agent is not victim]
+
+
+def test_nodes_meet_through_etcd_and_leave_only_a_leased_word_of_the_end(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
+    assert [agent.wait() for agent in agents] == [0, 0, 0]
+    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+    assert sum("elected: " in agent.err for agent in agents) == 1
+    assert list(etcd.keys()) == [OUTCOME]
+    (lease,) = {kv["lease"] for kv in (etcd.ask("kv/range", {"key": encode(OUTCOME)}) or {})["kvs"]}
+    assert int((etcd.ask("lease/timetolive", {"ID": lease}) or {})["TTL"]) <= 15
+    late = node(job, etcd.endpoint, nnodes="3")
+    assert late.wait() == 2
+    assert "job 'e2e' is over: succeeded; choose another --rdzv-id" in late.err
+
+
+def test_any_node_may_die_the_coordinators_and_rank_0s_too(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, nnodes="1:3") for _ in range(3)]
+    job.steps(3)
+    for world in (2, 1):
+        victim = host(agents) if world == 2 else next(a for a in agents if f"ranks=0-0 world={world + 1}" in a.err)
+        before = time.time()
+        kill(victim)
+        agents.remove(victim)
+        step = job.steps(world, after=before, patience=20)
+        assert step["restart"] == 0
+    assert any("elected: " in agent.err for agent in agents)
+    finish(job, *agents)
+
+
+def test_a_coordinator_that_is_terminated_hands_over_at_once(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, "--rdzv-conf=lease=1") for _ in range(3)]
+    job.steps(3)
+    victim = host(agents)
+    before = time.time()
+    victim.signal(signal.SIGTERM)
+    assert victim.wait() == 143
+    step = job.steps(2, after=before, patience=20)
+    assert step["restart"] == 0
+    finish(job, *without(agents, victim))
+
+
+def test_a_frozen_coordinator_decides_nothing_when_it_thaws_and_comes_back_as_a_node(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint) for _ in range(3)]
+    job.steps(3)
+    frozen = host(agents)
+    before = time.time()
+    for pid in tree(frozen.pid):
+        os.kill(pid, signal.SIGSTOP)
+    job.steps(2, after=before, patience=20)
+    for pid in reversed(tree(frozen.pid)):
+        os.kill(pid, signal.SIGCONT)
+    frozen.says("stops deciding")
+    step = job.steps(3, after=time.time(), patience=20)
+    assert step["restart"] == 0
+    finish(job, *agents)
+
+
+def test_etcds_leader_dies_and_training_is_undisturbed(job: Job, tmp_path: Path) -> None:
+    with cluster(3, tmp_path) as members:
+        agents = [node(job, endpoints(members), "--rdzv-conf=lease=3", nnodes="2") for _ in range(2)]
+        job.steps(2)
+        starts = len(job.happenings(event="start"))
+        leader = next(member for member in members if member.leads)
+        leader.kill()
+        left = [member for member in members if member is not leader]
+        wait_until(lambda: any(member.leads for member in left) or None)
+        job.steps(2, after=time.time() + 4)
+        assert len(job.happenings(event="start")) == starts
+        finish(job, *agents)
+
+
+def test_etcd_is_gone_for_a_while_and_training_is_undisturbed(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
+    job.steps(2)
+    starts = len(job.happenings(event="start"))
+    leader = host(agents)
+    etcd.signal(signal.SIGSTOP)
+    leader.says("stops deciding: its lease was not renewed in time")
+    job.steps(2, after=time.time())
+    etcd.signal(signal.SIGCONT)
+    for agent in agents:
+        agent.says("coordinator found again")
+    assert len(job.happenings(event="start")) == starts
+    finish(job, *agents)
+
+
+def test_an_etcd_that_is_not_there_is_named_in_seconds(job: Job) -> None:
+    ports = free_port(), free_port()
+    where = f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
+    agent = node(job, where, "--rdzv-conf=join_timeout=3")
+    agent.says(rf"etcd cannot be reached, trying again: 127.0.0.1:{ports[0]}: connection refused; 127.0.0.1:{ports[1]}")
+    assert agent.wait() == 1
+    assert "no coordinator for 3 s (etcd cannot be reached: 127.0.0.1:" in agent.err
+
+
+def test_etcds_password_is_asked_for_checked_and_used(job: Job, etcd: Member) -> None:
+    for path, body in (
+        ("auth/user/add", {"name": "root", "password": "right"}),
+        ("auth/role/add", {"name": "root"}),
+        ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/enable", {}),
+    ):
+        assert etcd.ask(path, body) is not None
+    nobody = node(job, etcd.endpoint, nnodes="1")
+    assert nobody.wait() == 2
+    assert "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD" in nobody.err
+    who = {"RIPSTOP_ETCD_USER": "root", "TRAIN_STEPS": "3"}
+    wrong = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "wrong"})
+    assert wrong.wait() == 2
+    assert "authentication failed, invalid user ID or password; check RIPSTOP_ETCD_USER" in wrong.err
+    right = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "right"})
+    assert right.wait() == 0
+
+
+def test_a_foreign_key_is_named_and_left_alone(job: Job, etcd: Member) -> None:
+    etcd.put(KEY, "not ours")
+    agent = node(job, etcd.endpoint, nnodes="1")
+    assert agent.wait() == 2
+    assert f"etcd's key {KEY} cannot be used: it was not written by ripstop: found 'not ours'" in agent.err
+    assert etcd.keys() == {KEY: "not ours"}
+
+
+def test_a_forged_outcome_ends_nobody(job: Job, etcd: Member) -> None:
+    agent = node(job, etcd.endpoint, nnodes="1")
+    job.steps(1)
+    etcd.put(OUTCOME, '0000\n{"v": 1}')
+    job.steps(1, after=time.time())
+    newcomer = node(job, etcd.endpoint, nnodes="1")
+    assert newcomer.wait() == 2
+    assert f"etcd's key {OUTCOME} cannot be used: it does not prove the job's secret" in newcomer.err
+    finish(job, agent)
+
+
+def test_something_else_at_etcds_address_is_said_to_be_so(job: Job, etcd: Member) -> None:
+    peer = etcd.peer.removeprefix("http://")
+    agent = node(job, peer, nnodes="1")
+    assert agent.wait() == 2
+    assert f"{peer} answers HTTP 404, so it is no etcd with a v3 API" in agent.err
+
+
+def test_a_lost_key_is_an_election(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
+    job.steps(2)
+    starts = len(job.happenings(event="start"))
+    leader = host(agents)
+    etcd.ask("kv/deleterange", {"key": encode(KEY)})
+    leader.says("stops deciding: its key is gone from etcd")
+    for agent in agents:
+        agent.says("coordinator found again")
+    job.steps(2, after=time.time())
+    assert len(job.happenings(event="start")) == starts
+    finish(job, *agents)
+
+
+def test_a_member_that_was_away_at_the_end_learns_of_it(job: Job, etcd: Member) -> None:
+    agents = [node(job, etcd.endpoint, nnodes="1:2", env={"TRAIN_STEPS": "150"}) for _ in range(2)]
+    job.steps(2)
+    leader = host(agents)
+    (away,) = without(agents, leader)
+    for pid in tree(away.pid):
+        os.kill(pid, signal.SIGSTOP)
+    assert leader.wait() == 0
+    for pid in reversed(tree(away.pid)):
+        os.kill(pid, signal.SIGCONT)
+    assert away.wait() == 0
+    assert "elected: " not in away.err
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
+def test_etcd_with_tls_takes_those_who_have_a_certificate(job: Job, tmp_path: Path) -> None:
+    tls = certificates(tmp_path / "tls")
+    flags = ("--client-cert-auth", f"--trusted-ca-file={tls}/ca.crt")
+    pair = (f"--cert-file={tls}/server.crt", f"--key-file={tls}/server.key")
+    with cluster(1, tmp_path, *flags, *pair, scheme="https") as (member,):
+        known = f"--rdzv-conf=cacert={tls}/ca.crt,cert={tls}/client.crt,key={tls}/client.key"
+        assert node(job, member.endpoint, known, nnodes="1", env={"TRAIN_STEPS": "3"}).wait() == 0
+        for conf, code, word in (
+            ("protocol=http,join_timeout=1", 1, "closed the connection .*wants TLS, --rdzv-conf=protocol=https"),
+            ("protocol=https", 2, "has no certificate that we trust"),
+            (f"cacert={tls}/ca.crt,join_timeout=1", 1, "etcd cannot be reached: .*certificate"),
+        ):
+            agent = node(job, member.endpoint, f"--rdzv-conf={conf}", nnodes="1")
+            assert agent.wait() == code
+            assert re.search(word, agent.err), agent.err
