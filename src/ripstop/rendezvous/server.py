@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 from functools import partial
 
 from aiohttp import web
@@ -28,6 +29,7 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.tls import describe, speaks_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 
 log = logging.getLogger("ripstop.rendezvous")
@@ -36,19 +38,30 @@ MAX_STRANGERS = 1024  # connections not yet known
 MAX_COMPLAINTS = 1024  # lines about strangers, in a job's life
 MAX_NAME = 256  # characters of a run id, a node id, a nonce
 NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
+NO_TLS = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+SIGNS_OF_TLS = ("HTTPS", "\\x16\\x03")  # in aiohttp's complaint about a TLS client, by its version
 
 
 class Server:
     """Serves one coordinator on a listening socket, which it owns from now on."""
 
     def __init__(
-        self, listening: socket.socket, coordinator: Coordinator, *, run_id: str, token: str, lease: float
+        self,
+        listening: socket.socket,
+        coordinator: Coordinator,
+        *,
+        run_id: str,
+        token: str,
+        lease: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
         self._run_id = run_id
         self._token = token
         self._lease = lease
+        self._tls = tls
+        self._shaking: dict[asyncio.Task[None], None] = {}  # TLS handshakes under way, the oldest first
         self._strangers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # the oldest first
         self._outboxes: set[Outbox] = set()
         self._complaints: set[tuple[str, str]] = set()
@@ -77,6 +90,8 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._accepting
         self._listening.close()
+        for shaking in self._shaking:
+            shaking.cancel()
         for transport, timer in self._strangers.items():
             timer.cancel()
             _abort(transport)
@@ -100,6 +115,9 @@ class Server:
                 self._complain("this machine", f"cannot accept connections: {error.strerror}", kind="accept")
                 await asyncio.sleep(NO_DESCRIPTORS)
                 continue
+            if self._tls is not None:
+                self._shake_hands(connection, runner.server, self._tls)
+                continue
             try:
                 tune(connection)
                 transport, _ = await loop.connect_accepted_socket(runner.server, connection)
@@ -107,6 +125,37 @@ class Server:
                 connection.close()
                 continue
             self._meet(transport)
+
+    def _shake_hands(self, connection: socket.socket, protocol: web.Server, tls: ssl.SSLContext) -> None:
+        """A TLS handshake takes its time, so each has a task of its own; the oldest makes room here too."""
+        if len(self._shaking) >= MAX_STRANGERS:
+            next(iter(self._shaking)).cancel()
+        task = asyncio.create_task(self._encrypt(connection, protocol, tls), name="ripstop-tls")
+        self._shaking[task] = None
+        task.add_done_callback(self._shaking.pop)
+
+    async def _encrypt(self, connection: socket.socket, protocol: web.Server, tls: ssl.SSLContext) -> None:
+        host, taken = str(connection.getpeername()[0]), False
+        try:
+            tune(connection)
+            async with asyncio.timeout(HANDSHAKE):
+                if await speaks_tls(connection):
+                    taken = True
+                    loop = asyncio.get_running_loop()
+                    transport, _ = await loop.connect_accepted_socket(protocol, connection, ssl=tls)
+                    self._meet(transport)
+                else:
+                    self._complain(host, "it does not speak TLS, as this coordinator does", kind="tls")
+                    connection.send(NO_TLS)
+        except TimeoutError:
+            self._complain(host, f"no TLS handshake in {HANDSHAKE:g} s", kind="silence")
+        except ssl.SSLError as error:
+            self._complain(host, describe(error), kind="tls")
+        except OSError:
+            self._complain(host, "it broke off the TLS handshake; if it is a node, its log says why", kind="tls")
+        finally:
+            if not taken:
+                connection.close()
 
     def _meet(self, transport: asyncio.BaseTransport) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
@@ -254,6 +303,9 @@ class _HttpErrors(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
-            self._complain(str(host), f"not HTTP: {error.message[:200]}")
+            why = "it speaks TLS; give this coordinator tls_cert and tls_key, or take tls_… from the node's --rdzv-conf"
+            if not any(sign in error.message for sign in SIGNS_OF_TLS):
+                why = f"not HTTP: {error.message[:200]}"
+            self._complain(str(host), why)
         elif record.levelno >= logging.ERROR:
             log.error("%s", record.getMessage(), exc_info=record.exc_info)
