@@ -182,7 +182,13 @@ async def _serve(
 
         tls = for_coordinator(config.tls)
     server = Server(
-        bound.listening, coordinator, run_id=config.run_id, token=config.token, lease=config.timing.lease, tls=tls
+        bound.listening,
+        coordinator,
+        run_id=config.run_id,
+        token=config.token,
+        lease=config.timing.lease,
+        nodes=config.max_nodes,
+        tls=tls,
     )
     parts.push_async_callback(server.close)
     await server.start()
