@@ -38,6 +38,7 @@ JOB = "scale"
 LEASE = 3.0
 PATIENCE = 120.0
 IDLE = 3.0
+AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n\r\n"
@@ -50,6 +51,7 @@ class Fleet:
     def __init__(self, size: int, least: int, port: int) -> None:
         self.size, self.least, self.port = size, least, port
         self.nodes = [Node(self, number) for number in range(size)]
+        self.gate = asyncio.Semaphore(AT_ONCE)
         self.again: list[asyncio.Task[None]] = []  # connections that were tried again
         self.told: dict[int, int] = {}  # round -> nodes that know their place in it
         self._waiting: tuple[int, int, asyncio.Future[float]] | None = None
@@ -76,6 +78,7 @@ class Node(asyncio.Protocol):
 
     async def connect(self) -> None:
         """As an agent does: again, after a pause, when the coordinator has no time."""
+        await self.fleet.gate.acquire()
         self.buffer, self.upgraded = b"", False
         self.tries += 1
         try:
@@ -91,6 +94,7 @@ class Node(asyncio.Protocol):
         if self.welcome and not self.cut:
             sys.exit(f"the coordinator closed {self.name}'s connection: {error}")
         if not self.welcome:
+            self.fleet.gate.release()
             pause = min(0.05 * 2**self.tries, 1.0) * random.uniform(0.5, 1.0)
             loop = asyncio.get_running_loop()
             loop.call_later(pause, lambda: self.fleet.again.append(loop.create_task(self.connect())))
@@ -126,6 +130,7 @@ class Node(asyncio.Protocol):
                 nothing = {"newest": 0, "restarts": 0, "held": None, "status": "idle", "failures": [], "closing": None}
                 sizes = {"min_nodes": self.fleet.least, "max_nodes": self.fleet.size}
                 self.welcome = True
+                self.fleet.gate.release()
                 self.say("Join", node=node, ready=ready, **sizes, **nothing)
                 self.beat()
             case "Assign":

@@ -155,7 +155,9 @@ class WebSocketLink:
         url = URL.build(
             scheme="wss" if self._tls else "ws", host=self._endpoint.host, port=self._endpoint.port, path=PATH
         )
-        async with asyncio.timeout(HANDSHAKE) as limit, await self._connect(http, url) as ws:
+        async with asyncio.timeout(HANDSHAKE) as limit, contextlib.AsyncExitStack() as stack:
+            ws = await self._connect(http, url)
+            stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
             tune(connection)
             await self._greet(ws)

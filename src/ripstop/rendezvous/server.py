@@ -172,11 +172,10 @@ class Server:
         So agents that come all at once wait in the kernel's queue for each other, and do not push each other out.
         """
         while len(self._strangers) >= self._most_strangers:
-            for gone in [s for s in self._strangers if isinstance(s, asyncio.BaseTransport) and s.is_closing()]:
-                self._part(gone)
-            if len(self._strangers) < self._most_strangers:
-                return
             oldest, timer = next(iter(self._strangers.items()))
+            if _has_left(oldest):
+                self._part(oldest)
+                continue
             patience = timer.when() - HANDSHAKE + FAIR - asyncio.get_running_loop().time()
             if patience > 0:
                 self._room.clear()
@@ -187,7 +186,7 @@ class Server:
             self._turn_away(oldest)
 
     def _lose_patience(self, stranger: Stranger) -> None:
-        if not (isinstance(stranger, asyncio.BaseTransport) and stranger.is_closing()):
+        if not _has_left(stranger):
             self._complain(_host(stranger), f"no proof of the job's secret in {HANDSHAKE:g} s", kind="silence")
         self._turn_away(stranger)
 
@@ -306,6 +305,10 @@ def _host(stranger: Stranger) -> str:
         return stranger.get_name()
     peer = stranger.get_extra_info("peername")
     return str(peer[0]) if peer else "unknown"
+
+
+def _has_left(stranger: Stranger) -> bool:
+    return isinstance(stranger, asyncio.BaseTransport) and stranger.is_closing()
 
 
 def _most_strangers(nodes: int) -> int:
