@@ -117,6 +117,18 @@ class Timing:
     shutdown: float = 30.0  # for workers to stop by themselves after SIGTERM
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files.  `cert` and `key` go together: what this node shows; `ca` signs the others' (None: the system's do).
+
+    A coordinator with a `ca` wants every agent to show a certificate of it.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+
 class Backend(Enum):
     """Where the coordinator is."""
 
@@ -189,6 +201,7 @@ class RunConfig:
     virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
     signals: tuple[str, ...] = LEAVING
     token: str = field(default="", repr=False)
+    tls: Tls | None = None
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
 
@@ -203,6 +216,7 @@ class CoordinatorConfig:
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     token: str = field(default="", repr=False)
+    tls: Tls | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -217,6 +231,7 @@ MOST_SLOTS = 4_096
 LONGEST_NAME = 200
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
 
@@ -366,7 +381,7 @@ def pairs(name: str, text: str) -> dict[str, str]:
 
 def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
     """The waits that `--rdzv-conf` sets, and what there is to say about those that set nothing."""
-    known = {"join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host"}
+    known = {"join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host"} | TLS_CONF
     beats = {"keep_alive_interval", "keep_alive_max_attempt"}
     for key in conf:
         if key not in known | beats | IDLE_CONF:
@@ -460,6 +475,27 @@ def _readable(name: str, key: str, said: Mapping[str, str]) -> Path | None:
             f"{name} {key}={path}: cannot be read: {error.strerror}; name a PEM file you may read"
         ) from None
     return path
+
+
+def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
+    """The certificates that `--rdzv-conf` names, and what there is to say about where they lie."""
+    if not TLS_CONF & conf.keys():
+        return None, []
+    for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if one in conf and other not in conf:
+            raise UsageError(f"{name} {one}={conf[one]}: a certificate and its key go together; add {other}=FILE")
+    found = {key: Path(conf[key]) for key in sorted(TLS_CONF & conf.keys())}
+    for key, path in found.items():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UsageError(
+                f"{name} {key}={path}: cannot be read: {error.strerror}; name a PEM file you may read"
+            ) from None
+    notes = []
+    if "tls_key" in found and found["tls_key"].stat().st_mode & 0o004:
+        notes.append(f"{name} tls_key={found['tls_key']}: everyone can read it; chmod 600 {found['tls_key']}")
+    return Tls(found.get("tls_cert"), found.get("tls_key"), found.get("tls_ca")), notes
 
 
 def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:

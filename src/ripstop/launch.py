@@ -19,6 +19,7 @@ from typing import Any
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
 from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.errors import UsageError
 from ripstop.observe.failure import Report
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
@@ -68,6 +69,7 @@ def coordinate(config: CoordinatorConfig) -> int:
     with _log_lines(config.notes, rendezvous=True):
         bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
         assert bound is not None, "a demanded endpoint is bound, or an error"
+        _may_serve(bound, config)
         _warn_of(bound)
         end = asyncio.run(_coordinate(config, bound))
     if isinstance(end, int):
@@ -87,7 +89,7 @@ async def take_part(
     """This node's part of the job, in any event loop, with workers that `spawner` starts."""
     node = _this_node(config, hosting=bound is not None)
     if config.backend is Backend.ETCD:
-        return await _take_part_elected(config, node, directory, spawner, environ)
+        return await _take_part_elected(config, node, directory, spawner, environ, logs_source)
     async with AsyncExitStack() as parts:
         link: Link
         coordinator: Coordinator | None = None
@@ -109,15 +111,22 @@ async def take_part(
 
 
 async def _take_part_elected(
-    config: RunConfig, node: Node, directory: LogDirectory, spawner: Starter, environ: dict[str, str]
+    config: RunConfig,
+    node: Node,
+    directory: LogDirectory,
+    spawner: Starter,
+    environ: dict[str, str],
+    logs_source: LogsSource | None,
 ) -> Quit:
     """The coordinator is wherever etcd says; it may be within the link."""
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
     settings = _settings(config)
-    link = ElectedLink(config.etcd, settings, node=node.id, token=config.token, local_addr=config.local_addr)
-    driver = Driver(config, node, spawner, link, directory, environ)
+    link = ElectedLink(
+        config.etcd, settings, node=node.id, token=config.token, local_addr=config.local_addr, tls=config.tls
+    )
+    driver = Driver(config, node, spawner, link, directory, environ, logs_source)
     link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
     return await driver.run()
 
@@ -151,8 +160,21 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
     bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1)
     if bound is not None:
+        _may_serve(bound, config)
         _warn_of(bound)
     return bound
+
+
+def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
+    """Would the agents trust the certificate of the endpoint's host?  Asked before anything is started."""
+    if config.tls is not None and config.endpoint is not None:
+        from ripstop.rendezvous.tls import examine_host
+
+        try:
+            examine_host(config.tls, config.endpoint.host)
+        except UsageError:
+            bound.listening.close()
+            raise
 
 
 def _warn_of(bound: Bound) -> None:
@@ -188,7 +210,20 @@ async def _serve(
 ) -> None:
     from ripstop.rendezvous.server import Server  # aiohttp: only where there is a network
 
-    server = Server(bound.listening, coordinator, run_id=config.run_id, token=config.token, lease=config.timing.lease)
+    tls = None
+    if config.tls is not None:
+        from ripstop.rendezvous.tls import for_coordinator
+
+        tls = for_coordinator(config.tls)
+    server = Server(
+        bound.listening,
+        coordinator,
+        run_id=config.run_id,
+        token=config.token,
+        lease=config.timing.lease,
+        nodes=config.max_nodes,
+        tls=tls,
+    )
     parts.push_async_callback(server.close)
     await server.start()
 
@@ -197,8 +232,13 @@ def _remote(config: RunConfig, node: str) -> Link:
     from ripstop.rendezvous.client import WebSocketLink
 
     assert config.endpoint is not None
+    tls = None
+    if config.tls is not None:
+        from ripstop.rendezvous.tls import for_agent
+
+        tls = for_agent(config.tls)
     return WebSocketLink(
-        config.endpoint, run_id=config.run_id, node=node, token=config.token, lease=config.timing.lease
+        config.endpoint, run_id=config.run_id, node=node, token=config.token, lease=config.timing.lease, tls=tls
     )
 
 

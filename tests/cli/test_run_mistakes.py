@@ -188,7 +188,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (
             "--rdzv-conf=leese=1 train.py",
             "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, timeout",
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, timeout, tls_ca, tls_cert, tls_key",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from ripstop.config import Timing
+from ripstop.config import Timing, Tls
 from ripstop.rendezvous.client import WebSocketLink
 from ripstop.rendezvous.coordinator import Coordinator, Session
 from ripstop.rendezvous.endpoint import bind
 from ripstop.rendezvous.machine import Settings
 from ripstop.rendezvous.messages import FromCoordinator, Join, Ready
 from ripstop.rendezvous.server import Server
+from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address, Node
+from tests.certificates import Authority
 
 DEADLINE = 20.0  # for anything awaited: generous, these machines are slow at times
 
@@ -117,13 +119,15 @@ class Harness:
     @staticmethod
     @contextlib.asynccontextmanager
     async def serving(
-        *, nodes: int = 1, lease: float = 3.0, token: str = "s3cret", port: int = 0
+        *, nodes: int = 1, lease: float = 3.0, token: str = "s3cret", port: int = 0, tls: Tls | None = None
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator at a port of its own."""
         coordinator = Harness.coordinator(nodes, lease)
         bound = bind(Address("127.0.0.1", port), demanded=True)
         assert bound is not None
-        server = Server(bound.listening, coordinator, run_id="job", token=token, lease=lease)
+        server = Server(
+            bound.listening, coordinator, run_id="job", token=token, lease=lease, tls=tls and for_coordinator(tls)
+        )
         address = bound.address
         await server.start()
         try:
@@ -135,10 +139,16 @@ class Harness:
     @staticmethod
     @contextlib.asynccontextmanager
     async def linking(
-        address: Address, *, node: str = "a", token: str = "s3cret", run_id: str = "job", lease: float = 3.0
+        address: Address,
+        *,
+        node: str = "a",
+        token: str = "s3cret",
+        run_id: str = "job",
+        lease: float = 3.0,
+        tls: Tls | None = None,
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
         """An agent's link to it, open."""
-        link = WebSocketLink(address, run_id=run_id, node=node, token=token, lease=lease)
+        link = WebSocketLink(address, run_id=run_id, node=node, token=token, lease=lease, tls=tls and for_agent(tls))
         recorder = Recorder()
         link.open(recorder)
         try:
@@ -150,3 +160,15 @@ class Harness:
 @pytest.fixture
 def harness() -> type[Harness]:
     return Harness
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the nodes' certificates."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs somebody else's."""
+    return Authority(tmp_path_factory.mktemp("stranger"))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ripstop.cli.flags import read
-from ripstop.cli.job import JOB_FLAGS, budget, open_door
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.config import COORDINATOR_PORT, CoordinatorConfig, Timing, address, nodes, pairs, secret, timing, word
 from ripstop.errors import UsageError
 
@@ -22,7 +22,7 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --max-restarts N              failures that are healed, in the whole job (0)
   --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
-  --rdzv-conf KEY=VALUE,…       waits, as for ripstop run: join_timeout, last_call_timeout, lease
+  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, tls_cert, tls_key, tls_ca
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
@@ -57,7 +57,12 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         raise UsageError(f"{conf_name} is_host={conf['is_host']}: a coordinator always is the host; leave is_host out")
     waits, notes = timing(conf_name, conf, shutdown=Timing().shutdown)
     token, about_token = secret(environ)
-    notes += about_token if token else [open_door(endpoint)]
+    tls = certificates(conf_name, conf, notes)
+    if tls is not None and tls.cert is None:
+        raise UsageError(
+            f"{conf_name} tls_ca={tls.ca}: a coordinator shows a certificate; add tls_cert=FILE,tls_key=FILE"
+        )
+    notes += about_token if token else open_door(endpoint, tls)
     return CoordinatorConfig(
         run_id=word(given.label("--rdzv-id"), given.text("--rdzv-id", "none")),
         endpoint=endpoint,
@@ -66,5 +71,6 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         budget=budget(given, notes),
         timing=waits,
         token=token,
+        tls=tls,
         notes=tuple(notes),
     )

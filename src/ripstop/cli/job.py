@@ -1,7 +1,9 @@
 """The flags about the job as a whole, which `run` and `coordinator` share."""
 
+from collections.abc import Mapping
+
 from ripstop.cli.flags import Flag, Given
-from ripstop.config import Budget, duration, whole
+from ripstop.config import Budget, Tls, duration, tls, whole
 
 HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (
@@ -30,6 +32,19 @@ def budget(given: Given, notes: list[str]) -> Budget:
     )
 
 
-def open_door(endpoint: object) -> str:
-    """The word for a job that anyone may join."""
-    return f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"
+def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
+    """The job's certificates, found good; `name` is what the user calls `--rdzv-conf`."""
+    found, about = tls(name, conf)
+    notes.extend(about)
+    if found is not None:
+        from ripstop.rendezvous.tls import examine  # ssl: only where there is something to encrypt
+
+        examine(name, found)
+    return found
+
+
+def open_door(endpoint: object, tls: Tls | None) -> list[str]:
+    """The word for a job without a secret: anyone may join, unless certificates keep them out."""
+    if tls is not None and tls.ca is not None:
+        return []
+    return [f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ripstop.cli.flags import Flag, Given, read
-from ripstop.cli.job import JOB_FLAGS, budget, open_door
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting
 from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
@@ -64,6 +64,7 @@ where nodes meet
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
   --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
                               silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0;
+                              tls_cert, tls_key, tls_ca: PEM files, to encrypt what agents and coordinator say
                               for etcd: protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
   --node-rank N, --master-addr HOST, --master-port PORT               for static (port 29500)
   --local-addr HOST           this node's address for the others
@@ -172,9 +173,18 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         where = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
         elector, conf = etcd(*where, conf_name, conf, environ)
     waits, about_waits = timing(conf_name, conf, _shutdown(given, environ))
+    tls = certificates(conf_name, conf, notes)
+    if elector is not None and tls is not None and tls.cert is None:
+        raise UsageError(
+            f"{conf_name} tls_ca={tls.ca}: with etcd any node may become the coordinator, and needs a certificate "
+            "of its own; add tls_cert=FILE,tls_key=FILE"
+        )
+    alone = place.endpoint is None and elector is None
+    if tls is not None and alone:
+        notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     token, about_token = secret(environ)
-    if not token and (place.endpoint is not None or elector is not None):
-        about_token = [open_door(place.endpoint or "the nodes")]
+    if not token and not alone:
+        about_token = open_door(place.endpoint or "the nodes", tls)
     return RunConfig(
         entry=program,
         run_id=_run_id(given, local=place.backend is Backend.LOCAL),
@@ -198,6 +208,7 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         virtual_local_rank=_virtual(given, environ, slots),
         signals=_signals(given),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
+        tls=tls,
         notes=(*notes, *about_waits, *about_token),
     )
 

@@ -2,8 +2,8 @@
 
 It keeps the rules of `link.py`.  While linked it beats three times a lease, and a coordinator that says nothing for a
 lease counts as gone, unless it was this process that was away.  A coordinator must prove that it knows the job's secret
-before anything it says is acted on.  Its refusal is final, except that a node which was once welcome does not give up
-for the word of a stranger at the same address.
+before anything it says is acted on, and with TLS its certificate must be good for the endpoint's name.  Its refusal is
+final, except that a node which was once welcome does not give up for the word of a stranger at the same address.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import os
 import random
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,10 +35,13 @@ from ripstop.rendezvous.messages import (
     Welcome,
 )
 from ripstop.rendezvous.resolver import Resolver
+from ripstop.rendezvous.tls import describe as describe_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 from ripstop.round import Address
 
 FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease
+PATIENCE = 4  # handshakes that are broken off without a word, until it is taken for a refusal
+NO_TLS = 426  # the HTTP status for a client without TLS where there is TLS
 
 Answer = Welcome | Rejected
 ANSWER: tuple[type[Answer], ...] = (Welcome, Rejected)
@@ -54,7 +58,16 @@ class _TryAgain(Exception):
 class WebSocketLink:
     """A `Link` over the network; to be made inside a running event loop."""
 
-    def __init__(self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float) -> None:
+    def __init__(
+        self,
+        endpoint: Address,
+        *,
+        run_id: str,
+        node: str,
+        token: str,
+        lease: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._run_id = run_id
@@ -65,6 +78,8 @@ class WebSocketLink:
         self._task: asyncio.Task[None] | None = None
         self._outbox: Outbox | None = None  # while linked
         self._local_host: str | None = None
+        self._tls = tls
+        self._broken_off = 0  # TLS handshakes that ended without a word, in a row
         self._welcome = False  # has been linked at least once
         self._since = time.time()
         self._tries = 0
@@ -137,18 +152,43 @@ class WebSocketLink:
 
     async def _link(self, http: aiohttp.ClientSession) -> None:
         """One connection, from its making to its end."""
-        url = URL.build(scheme="ws", host=self._endpoint.host, port=self._endpoint.port, path=PATH)
-        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH)
-        async with (
-            asyncio.timeout(HANDSHAKE) as limit,
-            http.ws_connect(url, timeout=timeout, max_msg_size=MAX_FRAME + 1) as ws,
-        ):
+        url = URL.build(
+            scheme="wss" if self._tls else "ws", host=self._endpoint.host, port=self._endpoint.port, path=PATH
+        )
+        async with asyncio.timeout(HANDSHAKE) as limit, contextlib.AsyncExitStack() as stack:
+            ws = await self._connect(http, url)
+            stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
             tune(connection)
             await self._greet(ws)
             limit.reschedule(None)
             self._local_host = connection.getsockname()[0]
             await self._talk(ws, connection, limit)
+
+    async def _connect(self, http: aiohttp.ClientSession, url: URL) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket, to somebody whose certificate is good.  What TLS objects to will not mend itself."""
+        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH)
+        try:
+            ws = await http.ws_connect(url, timeout=timeout, max_msg_size=MAX_FRAME + 1, ssl=self._tls or True)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise self._no(describe_tls(error.certificate_error), "is not trusted") from error
+        except aiohttp.ClientConnectorSSLError as error:
+            raise self._no(describe_tls(error.os_error), "is not understood") from error
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status != NO_TLS:
+                raise
+            raise self._no("it speaks TLS only; add tls_ca=FILE to --rdzv-conf, as on the other nodes") from error
+        except (aiohttp.ServerDisconnectedError, ConnectionError) as error:
+            # The reason is in the coordinator's log only, and it may also just be going down.
+            self._broken_off += 1
+            if self._tls is None or self._broken_off < PATIENCE:
+                raise
+            raise self._no(
+                "it breaks off after the TLS handshake; give this node a certificate that the coordinator's tls_ca "
+                "has signed (tls_cert, tls_key); its log says more"
+            ) from error
+        self._broken_off = 0
+        return ws
 
     async def _greet(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
@@ -167,9 +207,9 @@ class WebSocketLink:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
         self._lease = answer.lease
 
-    def _no(self, why: str) -> _Refused | _TryAgain:
+    def _no(self, why: str, how: str = "refused") -> _Refused | _TryAgain:
         """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""
-        return _TryAgain(why) if self._welcome else _Refused(f"the coordinator at {self._endpoint} refused: {why}")
+        return _TryAgain(why) if self._welcome else _Refused(f"the coordinator at {self._endpoint} {how}: {why}")
 
     # linked -----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
-from ripstop.config import Etcd
+from ripstop.config import Etcd, Tls
 from ripstop.errors import ProtocolError, RipstopError
 from ripstop.observe.failure import Report
 from ripstop.rendezvous import secret
@@ -48,6 +48,7 @@ from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.machine import FAREWELL, Settings
 from ripstop.rendezvous.messages import Closed, FromAgent, FromCoordinator
 from ripstop.rendezvous.server import Server
+from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address
 
 log = logging.getLogger("ripstop.rendezvous")
@@ -86,7 +87,9 @@ class ElectedLink:
     `broken` has the defect, should the coordinator in this process break.
     """
 
-    def __init__(self, etcd: Etcd, settings: Settings, *, node: str, token: str, local_addr: str | None) -> None:
+    def __init__(
+        self, etcd: Etcd, settings: Settings, *, node: str, token: str, local_addr: str | None, tls: Tls | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
         self._prefix = f"{etcd.prefix.rstrip('/')}/{settings.run_id}/"
@@ -94,6 +97,8 @@ class ElectedLink:
         self._node = node
         self._token = token
         self._local_addr = local_addr
+        self._served_tls = for_coordinator(tls) if tls else None
+        self._linked_tls = for_agent(tls) if tls else None
         self._election = Election()
         self._candidacy: _Candidacy | None = None
         self._office: _Office | None = None
@@ -339,6 +344,8 @@ class ElectedLink:
             run_id=self._settings.run_id,
             token=self._token,
             lease=self._settings.timing.lease,
+            nodes=self._settings.max_nodes,
+            tls=self._served_tls,
         )
         coordinator.ended.add_done_callback(self._ended)
         renewing = asyncio.create_task(self._renew(mine.lease, mine.ttl), name="ripstop-lease")
@@ -410,6 +417,7 @@ class ElectedLink:
             node=self._node,
             token=self._token,
             lease=self._settings.timing.lease,
+            tls=self._linked_tls,
         )
         if old is not None:
             self._task(old.close())

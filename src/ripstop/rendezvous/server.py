@@ -1,15 +1,17 @@
 """The coordinator's port: agents' WebSockets at `/agent`, and `/healthz`.
 
-A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds, and when there are too many
-strangers the oldest makes room.  Whatever a stranger sends, the job does not notice; operators do, once per address and
-kind.  Nothing is decided here: a known agent's messages go to the `Coordinator`.
+A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
+before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
+operators do, once per address and kind.  Nothing is decided here: a known agent's messages go to the `Coordinator`.
 """
 
 import asyncio
 import contextlib
 import logging
+import resource
 import secrets
 import socket
+import ssl
 from functools import partial
 
 from aiohttp import web
@@ -28,28 +30,46 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.tls import describe, speaks_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 
 log = logging.getLogger("ripstop.rendezvous")
 
-MAX_STRANGERS = 1024  # connections not yet known
+MAX_STRANGERS = 1024  # connections not yet known, beside one for each node; fewer where descriptors are few
+OWN_DESCRIPTORS = 512  # for what else this process does
+FAIR = 0.5  # seconds that even a crowd leaves each of them
 MAX_COMPLAINTS = 1024  # lines about strangers, in a job's life
 MAX_NAME = 256  # characters of a run id, a node id, a nonce
 NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
+NO_TLS = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+SIGNS_OF_TLS = ("HTTPS", "\\x16\\x03")  # in aiohttp's complaint about a TLS client, by its version
+
+Stranger = asyncio.BaseTransport | asyncio.Task[None]  # a connection that has proven nothing, or its TLS handshake
 
 
 class Server:
     """Serves one coordinator on a listening socket, which it owns from now on."""
 
     def __init__(
-        self, listening: socket.socket, coordinator: Coordinator, *, run_id: str, token: str, lease: float
+        self,
+        listening: socket.socket,
+        coordinator: Coordinator,
+        *,
+        run_id: str,
+        token: str,
+        lease: float,
+        nodes: int = 1,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
         self._run_id = run_id
         self._token = token
         self._lease = lease
-        self._strangers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # the oldest first
+        self._tls = tls
+        self._strangers: dict[Stranger, asyncio.TimerHandle] = {}  # the oldest first
+        self._most_strangers = _most_strangers(nodes)
+        self._room = asyncio.Event()
         self._outboxes: set[Outbox] = set()
         self._complaints: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
@@ -77,10 +97,8 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._accepting
         self._listening.close()
-        for transport, timer in self._strangers.items():
-            timer.cancel()
-            _abort(transport)
-        self._strangers.clear()
+        for stranger in list(self._strangers):
+            self._turn_away(stranger)
         for outbox in self._outboxes:
             outbox.finish()
         if self._runner is not None:
@@ -92,6 +110,7 @@ class Server:
         loop = asyncio.get_running_loop()
         assert runner.server is not None
         while True:
+            await self._make_room()
             try:
                 connection, _ = await loop.sock_accept(self._listening)
             except ConnectionError:
@@ -102,32 +121,81 @@ class Server:
                 continue
             try:
                 tune(connection)
+                if self._tls is not None:
+                    self._encrypt_soon(connection, runner.server, self._tls)
+                    continue
                 transport, _ = await loop.connect_accepted_socket(runner.server, connection)
             except OSError:
                 connection.close()
                 continue
             self._meet(transport)
 
-    def _meet(self, transport: asyncio.BaseTransport) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._make_room()
-        timer = asyncio.get_running_loop().call_later(HANDSHAKE, self._lose_patience, transport)
-        self._strangers[transport] = timer
+    def _encrypt_soon(self, connection: socket.socket, protocol: web.Server, tls: ssl.SSLContext) -> None:
+        """A TLS handshake takes its time, so each has a task of its own, which is a stranger until it is done."""
+        host = str(connection.getpeername()[0])
+        task = asyncio.create_task(self._encrypt(connection, host, protocol, tls), name=host)
+        self._meet(task)
+        task.add_done_callback(self._part)
 
-    def _make_room(self) -> None:
-        for transport in [t for t in self._strangers if t.is_closing()]:
-            self._strangers.pop(transport).cancel()
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest).cancel()
-            self._complain(_host(oldest), f"more than {MAX_STRANGERS} unknown connections", kind="crowd")
-            _abort(oldest)
+    async def _encrypt(self, connection: socket.socket, host: str, protocol: web.Server, tls: ssl.SSLContext) -> None:
+        taken = False
+        try:
+            if await speaks_tls(connection):
+                taken = True
+                loop = asyncio.get_running_loop()
+                transport, _ = await loop.connect_accepted_socket(protocol, connection, ssl=tls)
+                self._meet(transport)
+            else:
+                self._complain(host, "it does not speak TLS, as this coordinator does", kind="tls")
+                connection.send(NO_TLS)
+        except ssl.SSLError as error:
+            self._complain(host, describe(error), kind="tls")
+        except OSError:
+            self._complain(host, "it broke off the TLS handshake; if it is a node, its log says why", kind="tls")
+        finally:
+            if not taken:
+                connection.close()
 
-    def _lose_patience(self, transport: asyncio.BaseTransport) -> None:
-        del self._strangers[transport]
-        if not transport.is_closing():
-            self._complain(_host(transport), f"no proof of the job's secret in {HANDSHAKE:g} s", kind="silence")
-            _abort(transport)
+    def _meet(self, stranger: Stranger) -> None:
+        timer = asyncio.get_running_loop().call_later(HANDSHAKE, self._lose_patience, stranger)
+        self._strangers[stranger] = timer
+
+    def _part(self, stranger: Stranger) -> None:
+        """No stranger any more: it is known, or gone."""
+        if timer := self._strangers.pop(stranger, None):
+            timer.cancel()
+            self._room.set()
+
+    async def _make_room(self) -> None:
+        """Wait until one more stranger may come.  The oldest has to go, but everybody gets a fair time first.
+
+        So agents that come all at once wait in the kernel's queue for each other, and do not push each other out.
+        """
+        while len(self._strangers) >= self._most_strangers:
+            oldest, timer = next(iter(self._strangers.items()))
+            if _has_left(oldest):
+                self._part(oldest)
+                continue
+            patience = timer.when() - HANDSHAKE + FAIR - asyncio.get_running_loop().time()
+            if patience > 0:
+                self._room.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._room.wait(), patience)
+                continue
+            self._complain(_host(oldest), f"more than {self._most_strangers} unknown connections", kind="crowd")
+            self._turn_away(oldest)
+
+    def _lose_patience(self, stranger: Stranger) -> None:
+        if not _has_left(stranger):
+            self._complain(_host(stranger), f"no proof of the job's secret in {HANDSHAKE:g} s", kind="silence")
+        self._turn_away(stranger)
+
+    def _turn_away(self, stranger: Stranger) -> None:
+        self._part(stranger)
+        if isinstance(stranger, asyncio.Task):
+            stranger.cancel()
+        else:
+            _abort(stranger)
 
     def _complain(self, host: str, why: str, *, kind: str) -> None:
         """One line for operators: once per address and kind, however often it happens."""
@@ -148,8 +216,7 @@ class Server:
         try:
             await ws.prepare(request)
             if node := await self._greet(ws, _host(transport)):
-                if timer := self._strangers.pop(transport, None):
-                    timer.cancel()
+                self._part(transport)
                 await self._talk(ws, node, transport)
         except ProtocolError as error:
             self._complain(_host(transport), str(error), kind="protocol")
@@ -233,9 +300,31 @@ def _plain(status: int, text: str) -> web.Response:
     return response
 
 
-def _host(transport: asyncio.BaseTransport) -> str:
-    peer = transport.get_extra_info("peername")
+def _host(stranger: Stranger) -> str:
+    if isinstance(stranger, asyncio.Task):
+        return stranger.get_name()
+    peer = stranger.get_extra_info("peername")
     return str(peer[0]) if peer else "unknown"
+
+
+def _has_left(stranger: Stranger) -> bool:
+    return isinstance(stranger, asyncio.BaseTransport) and stranger.is_closing()
+
+
+def _most_strangers(nodes: int) -> int:
+    """Such a number that strangers never take the descriptors of a job of so many nodes.
+
+    A job too large for the descriptors that this process has gets more, if it may; others leave the limit as it is, for
+    workers inherit it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * nodes + MAX_STRANGERS + OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY:
+        soft = wanted
+    if soft < 2 * nodes + OWN_DESCRIPTORS:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(MAX_STRANGERS + nodes, soft - nodes - OWN_DESCRIPTORS))
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:
@@ -254,6 +343,9 @@ class _HttpErrors(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
-            self._complain(str(host), f"not HTTP: {error.message[:200]}")
+            why = "it speaks TLS; give this coordinator tls_cert and tls_key, or take tls_… from the node's --rdzv-conf"
+            if not any(sign in error.message for sign in SIGNS_OF_TLS):
+                why = f"not HTTP: {error.message[:200]}"
+            self._complain(str(host), why)
         elif record.levelno >= logging.ERROR:
             log.error("%s", record.getMessage(), exc_info=record.exc_info)

@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""How long a round of n nodes takes to form, and to form again when one is lost.
+
+    python bench/rendezvous_scale.py [--nodes 8,64,256,1000,4000] [--torch 8,64] [--runs 3] [--json F]
+
+The coordinator is a real `ripstop coordinator` process.  The nodes are real connections that speak the real protocol
+(handshake, join, beats), many in one process, since what is measured is the coordinator.  Beside it, in the same run,
+torch's c10d rendezvous handler, one process a node.  Times are medians:
+
+  form     the first node starts to connect          -> the last one knows its rank in the first round
+  re-form  one node's connection is cut              -> the last survivor knows its rank in the next round
+  memory   the coordinator's, after the first round less before the first node, for each node
+  idle     the coordinator's share of one core while n nodes beat and nothing happens
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import hmac
+import json
+import multiprocessing
+import os
+import random
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+TOKEN = "bench"
+JOB = "scale"
+LEASE = 3.0
+PATIENCE = 120.0
+IDLE = 3.0
+AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
+UPGRADE = (
+    b"GET /agent HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n\r\n"
+)
+
+
+class Fleet:
+    """All the nodes of one job, and when the last of them was told of a round."""
+
+    def __init__(self, size: int, least: int, port: int) -> None:
+        self.size, self.least, self.port = size, least, port
+        self.nodes = [Node(self, number) for number in range(size)]
+        self.gate = asyncio.Semaphore(AT_ONCE)
+        self.again: list[asyncio.Task[None]] = []  # connections that were tried again
+        self.told: dict[int, int] = {}  # round -> nodes that know their place in it
+        self._waiting: tuple[int, int, asyncio.Future[float]] | None = None
+
+    def assigned(self, number: int) -> None:
+        self.told[number] = self.told.get(number, 0) + 1
+        if self._waiting and self._waiting[0] == number and self.told[number] == self._waiting[1]:
+            self._waiting[2].set_result(time.perf_counter())
+
+    async def all_told(self, number: int, count: int) -> float:
+        done = asyncio.get_running_loop().create_future()
+        self._waiting = (number, count, done)
+        return await asyncio.wait_for(done, PATIENCE)
+
+
+class Node(asyncio.Protocol):
+    """One agent as the coordinator sees it: as little as can be, so that it is not what is measured."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self.fleet, self.name, self.port = fleet, f"node{number}", 20000 + number
+        self.rank = -1
+        self.tries = 0
+        self.welcome = self.cut = False
+
+    async def connect(self) -> None:
+        """As an agent does: again, after a pause, when the coordinator has no time."""
+        await self.fleet.gate.acquire()
+        self.buffer, self.upgraded = b"", False
+        self.tries += 1
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self.fleet.port)
+        except OSError as error:
+            self.connection_lost(error)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        transport.write(UPGRADE)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.welcome and not self.cut:
+            sys.exit(f"the coordinator closed {self.name}'s connection: {error}")
+        if not self.welcome:
+            self.fleet.gate.release()
+            pause = min(0.05 * 2**self.tries, 1.0) * random.uniform(0.5, 1.0)
+            loop = asyncio.get_running_loop()
+            loop.call_later(pause, lambda: self.fleet.again.append(loop.create_task(self.connect())))
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        if not self.upgraded:
+            head, end, rest = self.buffer.partition(b"\r\n\r\n")
+            if not end:
+                return
+            assert head.startswith(b"HTTP/1.1 101"), head
+            self.upgraded, self.buffer = True, rest
+        while len(self.buffer) >= 2:
+            length, start = self.buffer[1], 2
+            if length == 126:
+                length, start = int.from_bytes(self.buffer[2:4], "big"), 4
+            if len(self.buffer) < start + length:
+                return
+            text, self.buffer = self.buffer[start : start + length], self.buffer[start + length :]
+            if b'"Beat"' not in text:
+                self.heard(json.loads(text))
+
+    def heard(self, message: dict) -> None:
+        match message["type"]:
+            case "Challenge":
+                parts = (b"agent", JOB.encode(), self.name.encode(), message["nonce"].encode(), b"00")
+                framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+                proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
+                self.say("Hello", run_id=JOB, node=self.name, nonce="00", proof=proof)
+            case "Welcome":
+                node = {"id": self.name, "host": "127.0.0.1", "slots": 8, "role": "default", "wish": None}
+                ready = {"store_port": self.port, "after": 0}
+                nothing = {"newest": 0, "restarts": 0, "held": None, "status": "idle", "failures": [], "closing": None}
+                sizes = {"min_nodes": self.fleet.least, "max_nodes": self.fleet.size}
+                self.welcome = True
+                self.fleet.gate.release()
+                self.say("Join", node=node, ready=ready, **sizes, **nothing)
+                self.beat()
+            case "Assign":
+                place = message["place"]
+                self.rank = place["group_rank"]
+                if self.rank == 0:
+                    self.say("Ready", store_port=self.port, after=place["round"])
+                self.fleet.assigned(place["round"])
+            case "Hold":
+                pass
+            case _:
+                sys.exit(f"{self.name} was told {message}")
+
+    def beat(self) -> None:
+        if not self.cut:
+            asyncio.get_running_loop().call_later(LEASE / 3, self.beat)
+            self.say("Beat")
+
+    def say(self, kind: str, **fields: object) -> None:
+        payload = json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
+        size = len(payload)
+        head = bytes((0x81, 0x80 | size)) if size < 126 else bytes((0x81, 0xFE)) + size.to_bytes(2, "big")
+        self.transport.write(head + b"\0\0\0\0" + payload)  # masked with zeros
+
+    def lose(self) -> None:
+        self.cut = True
+        self.transport.abort()
+
+
+async def ours(size: int) -> dict[str, float]:
+    """One coordinator, `size` nodes: all figures."""
+    least, port = max(1, size - 1), free_port()
+    argv = [sys.executable, "-m", "ripstop", "coordinator", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={JOB}"]
+    argv += [f"--nnodes={least}:{size}", f"--rdzv-conf=lease={LEASE},last_call_timeout=60"]
+    env = {**os.environ, "RIPSTOP_TOKEN": TOKEN}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(argv, stderr=log, env=env)  # noqa: ASYNC220 - nothing else goes on meanwhile
+        try:
+            await serving(log, process)
+            return await measure(Fleet(size, least, port), process.pid)
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def measure(fleet: Fleet, pid: int) -> dict[str, float]:
+    loop, empty = asyncio.get_running_loop(), memory(pid)
+    began = time.perf_counter()
+    formed = loop.create_task(fleet.all_told(1, fleet.size))
+    await asyncio.gather(*(node.connect() for node in fleet.nodes))
+    figures = {"form": await formed - began, "memory": (memory(pid) - empty) / fleet.size}
+    used, since = cpu(pid), time.perf_counter()
+    await asyncio.sleep(IDLE)
+    figures["idle"] = (cpu(pid) - used) / (time.perf_counter() - since)
+    again = loop.create_task(fleet.all_told(2, fleet.size - 1))
+    began = time.perf_counter()
+    next(node for node in fleet.nodes if node.rank == fleet.size // 2).lose()
+    figures["re-form"] = await again - began
+    for node in fleet.nodes:
+        node.lose()
+    return figures
+
+
+async def serving(log: IO[bytes], process: subprocess.Popen[bytes]) -> None:
+    """The port is bound long before its owner is ready to answer; it says when it is."""
+    end = time.monotonic() + PATIENCE
+    while b"coordinator of job=" not in os.pread(log.fileno(), 4096, 0):
+        assert process.poll() is None and time.monotonic() < end, "the coordinator did not start"
+        await asyncio.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def memory(pid: int) -> float:
+    """KiB that are this process's alone."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return float(sum(int(line.split()[1]) for line in lines if line.startswith("Private_")))
+
+
+def cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# torch ----------------------------------------------------------------------------------------------------------------
+
+
+def torch_node(size: int, port: int, start: multiprocessing.Barrier, ends: multiprocessing.Queue) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    start.wait()
+    params = RendezvousParameters("c10d", f"127.0.0.1:{port}", JOB, size, size, local_addr="127.0.0.1")
+    backend, store = create_backend(params)
+    handler = create_handler(store, backend, params)
+    handler.next_rendezvous()
+    ends.put(time.perf_counter())
+    time.sleep(PATIENCE)  # nobody goes before all have met
+
+
+def theirs(size: int) -> float:
+    """Seconds until all of torch's nodes have met; every one is a process that has torch imported already."""
+    import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
+    import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401 - before the fork, so it costs nothing
+
+    fork = multiprocessing.get_context("fork")
+    start, ends, port = fork.Barrier(size + 1), fork.Queue(), free_port()
+    nodes = [fork.Process(target=torch_node, args=(size, port, start, ends), daemon=True) for _ in range(size)]
+    for node in nodes:
+        node.start()
+    start.wait()
+    began = time.perf_counter()
+    try:
+        return max(ends.get(timeout=PATIENCE) for _ in nodes) - began
+    finally:
+        for node in nodes:
+            node.kill()
+        for node in nodes:
+            node.join()
+
+
+# the table ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="8,64,256,1000,4000")
+    parser.add_argument("--torch", default="8,64")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print(f"descriptors: {soft}, raised to {hard} for the nodes; the coordinator raises its own", file=sys.stderr)
+    sizes, torch_sizes = ([int(n) for n in text.split(",") if n] for text in (options.nodes, options.torch))
+    raw: dict[str, dict[str, list[float]]] = {}
+    for size in sizes:
+        row = raw[str(size)] = {}
+        for _ in range(options.runs):
+            for name, figure in asyncio.run(ours(size)).items():
+                row.setdefault(name, []).append(figure)
+        if size in torch_sizes:
+            row["torch form"] = [theirs(size)]
+        print_row(size, row)
+    if options.json:
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+
+
+def print_row(size: int, row: dict[str, list[float]]) -> None:
+    medians = {name: statistics.median(figures) for name, figures in row.items()}
+    torch = f"{medians['torch form']:9.2f} s" if "torch form" in medians else "          -"
+    print(
+        f"{size:6} nodes  form {medians['form']:7.3f} s  torch's c10d {torch}  re-form {medians['re-form']:6.3f} s  "
+        f"memory {medians['memory']:6.1f} KiB a node  idle {100 * medians['idle']:5.1f} %",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
