@@ -52,6 +52,7 @@ bench: $(BENCH)  ## measure ripstop beside torchrun
 	python bench/recovery.py --launcher torchrun="env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" \
 		--launcher ripstop="ripstop run" --json bench/results/recovery.json
 	python bench/plot.py bench/results/recovery.json docs/images/recovery.svg
+	python bench/tee.py --json bench/results/tee.json
 
 .PHONY: venv
 venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
