@@ -249,7 +249,11 @@ def test_a_console_that_nobody_reads_stops_neither_signals_nor_the_end(job: Job,
     )
     reader, writer = os.pipe()
     agent = subprocess.Popen(
-        [sys.executable, "-m", "ripstop", "run", script], env=job.env, stdout=writer, stderr=writer, start_new_session=True
+        [sys.executable, "-m", "ripstop", "run", script],
+        env=job.env,
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
     )
     try:
         job.wait_for(event="start")
