@@ -25,6 +25,8 @@ OTHERS = {
     *("--local-rank", "--use-env"),  # of torch.distributed.launch
     "--environment",  # of ripstop.compat
     *("--multi-gpu", "--num-processes", "--script"),  # of other people's launchers
+    *("--json", "--seconds"),  # of bench/
+    "--prefix",  # of etcdctl
 }
 
 
