@@ -484,18 +484,11 @@ def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if one in conf and other not in conf:
             raise UsageError(f"{name} {one}={conf[one]}: a certificate and its key go together; add {other}=FILE")
-    found = {key: Path(conf[key]) for key in sorted(TLS_CONF & conf.keys())}
-    for key, path in found.items():
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise UsageError(
-                f"{name} {key}={path}: cannot be read: {error.strerror}; name a PEM file you may read"
-            ) from None
+    ca, cert, key = (_readable(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
     notes = []
-    if "tls_key" in found and found["tls_key"].stat().st_mode & 0o004:
-        notes.append(f"{name} tls_key={found['tls_key']}: everyone can read it; chmod 600 {found['tls_key']}")
-    return Tls(found.get("tls_cert"), found.get("tls_key"), found.get("tls_ca")), notes
+    if key is not None and key.stat().st_mode & 0o004:
+        notes.append(f"{name} tls_key={key}: everyone can read it; chmod 600 {key}")
+    return Tls(cert, key, ca), notes
 
 
 def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:

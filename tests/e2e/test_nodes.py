@@ -28,6 +28,15 @@ def finish(job: Job, *agents: Agent) -> None:
     assert [agent.wait() for agent in agents] == [143] * len(agents)
 
 
+def two_nodes(job: Job, *flags: str, nnodes: str) -> tuple[Agent, Agent]:
+    """Two nodes that train together; the first is the coordinator's."""
+    first = job.node(*flags, nnodes=nnodes)
+    first.says("joined")
+    second = job.node(*flags, nnodes=nnodes)
+    job.steps(2)
+    return first, second
+
+
 def tree(pid: int) -> list[int]:
     """A process and all below it."""
     found = [pid]
@@ -57,10 +66,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
 
 
 def test_only_the_agent_dies_and_its_workers_do_too(job: Job) -> None:
-    first = job.node(nnodes="1:2")
-    first.says("joined")
-    second = job.node(nnodes="1:2")
-    job.steps(2)
+    first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGKILL)
     second.wait()
@@ -94,10 +100,7 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) 
 
 
 def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
-    first = job.node(nnodes="1:2")
-    first.says("joined")
-    second = job.node(nnodes="1:2")
-    job.steps(2)
+    first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGTERM)
     assert second.wait() == 143
@@ -107,10 +110,7 @@ def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Jo
 
 
 def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
-    first = job.node(nnodes="2")
-    first.says("joined")
-    second = job.node(nnodes="2")
-    job.steps(2)
+    first, second = two_nodes(job, nnodes="2")
     second.signal(signal.SIGKILL)
     second.wait()
     first.says("waiting: 1 of at least 2 nodes")
@@ -148,10 +148,7 @@ def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
 
 
 def test_an_agent_stopped_past_its_lease_is_lost_and_comes_back_as_a_newcomer(job: Job) -> None:
-    first = job.node("--rdzv-conf=lease=1", nnodes="1:2")
-    first.says("joined")
-    second = job.node("--rdzv-conf=lease=1", nnodes="1:2")
-    job.steps(2)
+    first, second = two_nodes(job, "--rdzv-conf=lease=1", nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGSTOP)
     job.steps(1, after=before)
@@ -182,10 +179,7 @@ def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_aga
 
 
 def test_the_coordinators_own_agent_dies_and_is_started_again(job: Job) -> None:
-    first = job.node(nnodes="2")
-    first.says("joined")
-    second = job.node(nnodes="2")
-    job.steps(2)
+    first, second = two_nodes(job, nnodes="2")
     first.signal(signal.SIGKILL)
     first.wait()
     second.says("coordinator lost")
@@ -239,10 +233,7 @@ def test_an_endpoint_nobody_answers_at_is_named_with_what_was_tried(job: Job) ->
 
 
 def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
-    first = job.node(nnodes="1:2")
-    first.says("joined")
-    second = job.node(nnodes="1:2")
-    job.steps(2)
+    first, second = two_nodes(job, nnodes="1:2")
     rubbish = [
         b"\x00" * 4096,
         b"GET / HTTP/1.1\r\n\r\n",
