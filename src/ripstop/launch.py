@@ -20,6 +20,8 @@ from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
 from ripstop.config import Backend, CoordinatorConfig, RunConfig
 from ripstop.errors import UsageError
+from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
@@ -93,15 +95,17 @@ async def take_part(
     async with AsyncExitStack() as parts:
         link: Link
         coordinator: Coordinator | None = None
+        events = _event_file(parts, directory, OF_NODE)
         if config.backend is Backend.LOCAL or bound is not None:
-            coordinator = Coordinator(_settings(config, own=node.id))
+            merged = _event_file(parts, directory, OF_JOB)
+            coordinator = Coordinator(_settings(config, own=node.id), sinks=[merged])
             parts.callback(coordinator.stop)
             link = LocalLink(coordinator, node.id)
             if bound is not None:
                 await _serve(parts, coordinator, bound, config)
         else:
             link = _remote(config, node.id)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source)
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
         if coordinator is not None:
             coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
         end = await driver.run()
@@ -122,13 +126,20 @@ async def _take_part_elected(
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
-    settings = _settings(config)
-    link = ElectedLink(
-        config.etcd, settings, node=node.id, token=config.token, local_addr=config.local_addr, tls=config.tls
-    )
-    driver = Driver(config, node, spawner, link, directory, environ, logs_source)
-    link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
-    return await driver.run()
+    async with AsyncExitStack() as parts:
+        link = ElectedLink(
+            config.etcd,
+            _settings(config),
+            node=node.id,
+            token=config.token,
+            local_addr=config.local_addr,
+            tls=config.tls,
+            sinks=[_event_file(parts, directory, OF_JOB)],
+        )
+        events = _event_file(parts, directory, OF_NODE)
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
+        link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
+        return await driver.run()
 
 
 async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
@@ -203,6 +214,12 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         own=own,
     )
+
+
+def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
+    file = EventFile(directory.path / name)
+    parts.callback(file.close)
+    return file.add
 
 
 async def _serve(
