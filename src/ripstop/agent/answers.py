@@ -59,7 +59,5 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
         log.exception("question %s", question)
         raise NoAnswer(f"{question!r} went wrong: {defect}") from defect
     if len(text) > LARGEST:
-        raise NoAnswer(
-            f"an answer has at most {LARGEST} characters, that to {question!r} has {len(text)}; ask for less"
-        )
+        raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
     return text
