@@ -11,16 +11,17 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.log import Stderr, one_line
@@ -60,7 +61,8 @@ def _run(config: RunConfig) -> tuple[Quit, LogDirectory]:
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
     spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
     try:
-        end = asyncio.run(take_part(config, directory, spawner, environ, bound))
+        with _torch_handler(config, environ) as sinks:
+            end = asyncio.run(take_part(config, directory, spawner, environ, bound, sinks=sinks))
     finally:
         spawner.close()
     return end, directory
@@ -87,11 +89,12 @@ async def take_part(
     environ: dict[str, str],
     bound: Bound | None,
     logs_source: LogsSource | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Quit:
-    """This node's part of the job, in any event loop, with workers that `spawner` starts."""
+    """This node's part of the job, in any event loop, with workers that `spawner` starts; `sinks` hear what it sees."""
     node = _this_node(config, hosting=bound is not None)
     if config.backend is Backend.ETCD:
-        return await _take_part_elected(config, node, directory, spawner, environ, logs_source)
+        return await _take_part_elected(config, node, directory, spawner, environ, logs_source, sinks)
     async with AsyncExitStack() as parts:
         link: Link
         coordinator: Coordinator | None = None
@@ -105,7 +108,7 @@ async def take_part(
                 await _serve(parts, coordinator, bound, config)
         else:
             link = _remote(config, node.id)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events, *sinks])
         if coordinator is not None:
             coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
         end = await driver.run()
@@ -121,6 +124,7 @@ async def _take_part_elected(
     spawner: Starter,
     environ: dict[str, str],
     logs_source: LogsSource | None,
+    sinks: Sequence[Sink],
 ) -> Quit:
     """The coordinator is wherever etcd says; it may be within the link."""
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
@@ -137,7 +141,7 @@ async def _take_part_elected(
             sinks=[_event_file(parts, directory, OF_JOB)],
         )
         events = _event_file(parts, directory, OF_NODE)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events, *sinks])
         link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
         return await driver.run()
 
@@ -220,6 +224,52 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
+
+
+@contextmanager
+def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[Sink]]:
+    """A handler of torch's kind, while the job runs."""
+    if not config.event_handler:
+        yield []
+        return
+    from ripstop.workers.event_handler import EventHandler
+
+    handler = EventHandler(config.event_handler, environ)
+    try:
+        yield [torch_sink(config, _program(config.entry), handler.put)]
+    finally:
+        handler.close()
+
+
+def _program(entry: Entry) -> str:
+    match entry:
+        case Script(path):
+            return path
+        case Module(name):
+            return name
+        case Command(argv):
+            return argv[0]
+        case Function():
+            return "function"
+
+
+def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+    """Gives `put` what happens here as torch's agent would have told it."""
+    from ripstop.observe.torch_events import TorchEvents
+
+    events = TorchEvents(
+        run_id=config.run_id,
+        role=config.role,
+        backend=config.backend.value,
+        host=socket.gethostname(),
+        program=program,
+    )
+
+    def sink(entry: Logged) -> None:
+        for text in events.of(entry):
+            put(text)
+
+    return sink
 
 
 async def _serve(
