@@ -43,22 +43,22 @@ SECRETS = (
 )  # the agents' own; workers are not told
 
 
-def run(config: RunConfig) -> int:
-    """Run this node's part of the job."""
+def run(config: RunConfig, link: Link | None = None) -> int:
+    """Run this node's part of the job, with a link of the caller's where no coordinator is to be sought."""
     with _log_lines(config.notes, rendezvous=config.backend is not Backend.LOCAL):
-        end, directory = _run(config)
+        end, directory = _run(config, link)
     _conclude(end, directory)
     return end.code
 
 
-def _run(config: RunConfig) -> tuple[Quit, LogDirectory]:
+def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
     directory = LogDirectory(config.logs, config.run_id)
     bound = bind_endpoint(config)
     environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
     spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
     try:
-        end = asyncio.run(take_part(config, directory, spawner, environ, bound))
+        end = asyncio.run(take_part(config, directory, spawner, environ, bound, link=link))
     finally:
         spawner.close()
     return end, directory
@@ -85,13 +85,15 @@ async def take_part(
     environ: dict[str, str],
     bound: Bound | None,
     logs_source: LogsSource | None = None,
+    link: Link | None = None,
 ) -> Quit:
     """This node's part of the job, in any event loop, with workers that `spawner` starts."""
     node = _this_node(config, hosting=bound is not None)
+    if link is not None:
+        return await Driver(config, node, spawner, link, directory, environ, logs_source).run()
     if config.backend is Backend.ETCD:
         return await _take_part_elected(config, node, directory, spawner, environ, logs_source)
     async with AsyncExitStack() as parts:
-        link: Link
         coordinator: Coordinator | None = None
         if config.backend is Backend.LOCAL or bound is not None:
             coordinator = Coordinator(_settings(config, own=node.id))
@@ -155,7 +157,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
     """The endpoint's socket, if this node is to host the coordinator."""
-    if config.backend in (Backend.LOCAL, Backend.ETCD) or config.is_host is False:
+    if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
     bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1)

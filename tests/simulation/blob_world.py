@@ -1,8 +1,8 @@
 """A rendezvous over a compare-and-set blob under random faults: the nodes are real machines, the store is a model.
 
-The store loses requests, loses the answers of writes that it has made, and gives old states to readers.  Nodes come, die,
-fail, are starved, and have clocks that jump.  Then the faults end (clocks still jump, for that is to be harmless), and
-all that live must come to rest: in one round, or as spares of a full one.
+The store loses requests, loses the answers of writes that it has made, and gives old states to readers.  Nodes come,
+die, fail, are starved, and have clocks that jump.  Then the faults end (clocks still jump, for that is to be harmless),
+and all that live must come to rest: in one round, or as spares of a full one.
 """
 
 from dataclasses import dataclass, field

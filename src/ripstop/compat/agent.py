@@ -35,6 +35,7 @@ from typing import Any
 from ripstop.compat import health_check, watchdog
 from ripstop.compat.health_check import TORCHELASTIC_HEALTH_CHECK_PORT, HealthCheckServer, create_healthcheck_server
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, ProcessFailure, SignalException, start_processes
+from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
 from ripstop.compat.store import barrier
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
 from ripstop.compat.watchdog import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
@@ -250,7 +251,7 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval
             raise
         except Exception as error:
-            if not _is_graceful_exit(error):
+            if not is_a(error, RendezvousGracefulExitError):
                 raise
             log.info("Rendezvous gracefully exited: %s", error)
             return None  # type: ignore[return-value]  # as torch's does
@@ -476,12 +477,6 @@ def _events() -> Any:
     from torch.distributed.elastic import events
 
     return events
-
-
-def _is_graceful_exit(error: Exception) -> bool:
-    """A handler that raises torch's word for it has loaded the module that has it."""
-    module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
-    return module is not None and isinstance(error, module.RendezvousGracefulExitError)
 
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_TORCHS = "torch.distributed.elastic.rendezvous.api"  # torch's own, where a program has loaded it
+
+
 class RendezvousError(Exception):
     """Base of what a rendezvous raises."""
 
@@ -59,7 +62,7 @@ class RendezvousGracefulExitError(RendezvousError):
 
 def is_a(error: BaseException, kind: type[RendezvousError]) -> bool:
     """Whether it is one of ours, or of torch's under the same name: a handler may raise either."""
-    torchs = sys.modules.get("torch.distributed.elastic.rendezvous.api")
+    torchs = sys.modules.get(_TORCHS)
     return isinstance(error, (kind, getattr(torchs, kind.__name__, kind)))
 
 
@@ -250,7 +253,7 @@ class RendezvousHandlerRegistry:
 
 
 class _WithEntryPoints(RendezvousHandlerRegistry):
-    """Finds handlers of other packages too, when they are asked for."""
+    """Finds handlers of other packages too, when they are asked for, and those that a program gave to torch's."""
 
     def _creator(self, backend: str) -> RendezvousHandlerCreator | None:
         if backend not in self._registry:
@@ -258,7 +261,8 @@ class _WithEntryPoints(RendezvousHandlerRegistry):
 
             for point in entry_points(group="torchrun.handlers", name=backend):
                 self.register(backend, point.load()())
-        return super()._creator(backend)
+        torchs = getattr(sys.modules.get(_TORCHS), "rendezvous_handler_registry", None)
+        return super()._creator(backend) or getattr(torchs, "_registry", {}).get(backend)
 
 
 rendezvous_handler_registry: RendezvousHandlerRegistry = _WithEntryPoints()
