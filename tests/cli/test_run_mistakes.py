@@ -128,8 +128,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--rdzv-backend=zeus train.py",
-            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that has "
-            "it as an entry point torchrun.handlers",
+            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that "
+            "has it as an entry point torchrun.handlers",
         ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (

@@ -11,7 +11,7 @@ from ripstop.round import Address
 from tests.simulation.blob_world import World
 from tests.simulation.rules import Violation
 
-SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "21000")) // 70  # each is as long as seventy of the others
+SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "21000")) // 105  # each is as long as a hundred of the others
 LONG = 10_000
 MOST = 300  # schedules until a mutant is noticed
 

@@ -13,7 +13,7 @@ look again later, or be done.  A driver (`compat/rendezvous/dynamic.py`) reads, 
     its own clock calls that node lost.  Time counts only while one looks: a clock that jumps, or a node that was
     stopped, blames nobody for it.
 5.  Closed is final: nothing is written after it.
-6.  A store that has lost the state gets it back from the next beat of a member: the highest round wins.
+6.  A store that has lost the state gets it back from the next member that looks: the highest round wins.
 7.  What another program, version or job wrote is refused, and never overwritten.
 """
 
@@ -135,6 +135,8 @@ class Member:
             return Shut(spare=self._is_spare(state))
         if state.round > self.round and self.node in state.inside() and (formed := self._enter(state, store)):
             return formed
+        if self._formed is not None and state.round < self.round:
+            return self._write(_restored(state, self._formed))  # rule 6
         after = self._without_the_lost(state)
         after = self._come(after, Comer(self.node, self.round, self._rank, store))
         after = self._form(after)

@@ -11,6 +11,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token
@@ -117,13 +118,14 @@ def _tcp_store(params: RendezvousParameters) -> Any:
 def _file_store(params: RendezvousParameters) -> Any:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+    path = params.endpoint
     try:
-        path = params.endpoint
         if not path:
             number, path = tempfile.mkstemp()
             os.close(number)
+        Path(path).touch()  # torch would try for minutes
         return FileStore(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(
-            f"no store for the rendezvous in the file {params.endpoint!r}: {error}; name one that can be written"
+            f"no store for the rendezvous in the file {path!r}: {error}; name one that can be written"
         ) from error

@@ -5,11 +5,14 @@ Names, arguments and defaults are torch's.  Nothing here needs torch: a store is
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 from ripstop.config import truth
@@ -252,6 +255,18 @@ class RendezvousHandlerRegistry:
         return self._registry.get(backend)
 
 
+def _load_torchs() -> None:
+    """Before any handler: torch loads all of them when the first one imports it, and so would load that one twice.
+
+    What it has to say of those that cannot be loaded is said here, of the one that is asked for.
+    """
+    about = logging.getLogger("torch.distributed.elastic.rendezvous.registry")
+    before, about.disabled = about.disabled, True
+    with suppress(ImportError):
+        import_module(_TORCHS)
+    about.disabled = before
+
+
 class _WithEntryPoints(RendezvousHandlerRegistry):
     """Finds handlers of other packages too, when they are asked for, and those that a program gave to torch's."""
 
@@ -260,6 +275,7 @@ class _WithEntryPoints(RendezvousHandlerRegistry):
             from importlib.metadata import entry_points
 
             for point in entry_points(group="torchrun.handlers", name=backend):
+                _load_torchs()
                 self.register(backend, point.load()())
         torchs = getattr(sys.modules.get(_TORCHS), "rendezvous_handler_registry", None)
         return super()._creator(backend) or getattr(torchs, "_registry", {}).get(backend)
