@@ -379,23 +379,96 @@ def answer(word: str) -> tuple[str, ...]:
     return word, *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
 
 
-def test_a_launch_meets_through_a_handler_that_the_program_registered(node: Node) -> None:
-    given: list[RendezvousParameters] = []
+class OneNode(rendezvous.RendezvousHandler):
+    """The least there can be."""
 
-    def create(params: RendezvousParameters) -> DynamicRendezvousHandler:
-        given.append(params)
-        one = node(dist.HashStore(), "1")
-        one.backend_name = "of-a-test"
-        return one
+    backend = "one-node"
+    made: "list[OneNode]"
 
-    rendezvous.rendezvous_handler_registry.register("of-a-test", create)
-    settings = {"conf": ["any", "thing"]}
+    def __init__(self, params: RendezvousParameters) -> None:
+        self.params = params
+        self.rounds = 0
+        self.made.append(self)
+
+    def get_backend(self) -> str:
+        return self.backend
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        self.rounds += 1
+        return rendezvous.RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("unused", 1))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.params.run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def launch(kind: type[OneNode], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+    """Values by rank; the handler is in `kind.made`."""
+    kind.made = []
+    rendezvous.rendezvous_handler_registry.register(kind.backend, kind)
     config = LaunchConfig(
-        1, 1, 2, run_id="j", rdzv_backend="of-a-test", rdzv_endpoint="any where", rdzv_configs=settings
+        1,
+        1,
+        2,
+        run_id="j",
+        rdzv_backend=kind.backend,
+        rdzv_endpoint="any where",
+        rdzv_configs={"conf": ["any", "thing"]},
+        max_restarts=0,
+        start_method="fork",
     )
-    values = elastic_launch(config, answer)("hello")
+    return elastic_launch(config, function)(*args)
+
+
+def test_a_launch_meets_through_a_handler_that_the_program_registered() -> None:
+    values = launch(OneNode, answer, "hello")
     assert values == {0: ("hello", "0", "2", "j"), 1: ("hello", "1", "2", "j")}
-    assert (given[0].endpoint, given[0].get("conf")) == ("any where", ["any", "thing"])
+    params = OneNode.made[0].params
+    assert (params.endpoint, params.get("conf")) == ("any where", ["any", "thing"])
+
+
+class Growing(OneNode):
+    backend = "growing"
+
+    def num_nodes_waiting(self) -> int:
+        return int(self.rounds == 1)
+
+
+def test_a_node_that_waits_is_another_round_and_costs_no_restart() -> None:
+    def work() -> str:
+        if Growing.made[0].rounds == 1:  # as it was when this process was forked
+            threading.Event().wait()
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    assert launch(Growing, work) == {0: "0", 1: "0"}
+    assert Growing.made[0].rounds == 2
+
+
+class Unreachable(OneNode):
+    backend = "unreachable"
+
+    def num_nodes_waiting(self) -> int:
+        raise torch_rendezvous.RendezvousConnectionError("nobody there")
+
+
+def test_workers_go_on_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> int:
+        time.sleep(0.5)  # so that it is asked meanwhile
+        return 7
+
+    assert launch(Unreachable, work) == {0: 7, 1: 7}
+    assert caplog.text.count("the rendezvous cannot be asked, workers go on: nobody there") == 1
 
 
 HANDLER = """
@@ -419,6 +492,8 @@ class Handler(RendezvousHandler):
 
     def next_rendezvous(self):
         assert threading.get_ident() == self.thread
+        if self.round:
+            self.store.add(f"left{self.round}", 1)
         self.round += 1
         store = PrefixStore(f"round{self.round}", self.store)
         rank = store.add("nodes", 1) - 1
