@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -37,7 +38,6 @@ torch_rendezvous = import_module("torch.distributed.elastic.rendezvous")
 
 DEADLINE = 60.0
 CLASSES = ("Handler", "HandlerRegistry", "Info", "Parameters", "StoreInfo")
-BEAT = 0.1  # seconds: a node is lost after three of them
 
 
 # the names ------------------------------------------------------------------------------------------------------------
@@ -154,10 +154,9 @@ def node() -> Iterator[Callable[..., DynamicRendezvousHandler]]:
     def make(store: Any, nodes: str = "2:3", backend: Any = None, **settings: Any) -> DynamicRendezvousHandler:
         least, _, most = nodes.partition(":")
         timeout = RendezvousTimeout(**{"last_call": timedelta(seconds=0.2)} | settings.pop("timeout", {}))
-        beats = {"keep_alive_interval": BEAT, "keep_alive_max_attempt": 3} | settings
         backend = backend or C10dRendezvousBackend(store, "job")
         one = DynamicRendezvousHandler.from_backend(
-            "job", store, backend, int(least), int(most or least), "localhost", timeout, **beats
+            "job", store, backend, int(least), int(most or least), "localhost", timeout, **settings
         )
         made.append(one)
         return one
@@ -220,7 +219,8 @@ def test_a_latecomer_waits_is_counted_and_let_in(node: Node) -> None:
 
 def test_a_node_beyond_the_maximum_is_a_spare_until_one_is_lost(node: Node) -> None:
     store = dist.HashStore()
-    nodes = [node(store, "1:2", timeout={"join": timedelta(seconds=0.5)}) for _ in range(3)]
+    join = {"join": timedelta(seconds=0.5)}
+    nodes = [node(store, "1:2", timeout=join, keep_alive_interval=0.2) for _ in range(3)]
     before = meet(*nodes[:2])
     spare = go(nodes[2])
     with pytest.raises(TimeoutError):
@@ -280,7 +280,7 @@ class Lossy(C10dRendezvousBackend):
         return answer
 
 
-def test_a_write_whose_answer_is_lost_is_not_made_again(node: Node) -> None:
+def test_a_write_whose_answer_is_lost_is_found_and_not_made_again(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store, "3", backend=Lossy(store, "job")) for _ in range(3)]
     assert sorted(ranks(meet(*nodes))) == [(0, 3), (1, 3), (2, 3)]
@@ -324,7 +324,7 @@ NODE = """
 import os, sys, time
 from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 
-conf = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 1}
+conf = {"last_call_timeout": 60, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 handler = get_rendezvous_handler(RendezvousParameters("c10d", sys.argv[1], "job", 2, 3, "localhost", **conf))
 info = handler.next_rendezvous()
 print(info.rank, info.world_size, flush=True)
