@@ -127,7 +127,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
             "--rdzv-conf: ssl_cert is there under two names; keep one of the two",
         ),
-        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static"),
+        (
+            "--rdzv-backend=zeus train.py",
+            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that "
+            "has it as an entry point torchrun.handlers",
+        ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
             f"{C10D}:99999 train.py",

@@ -4,8 +4,9 @@ Rules: a wrong word is refused before anything is started; a word that changes n
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting
@@ -60,7 +61,8 @@ where nodes meet
   --standalone                here, on one node
   --nnodes N | MIN:MAX        how many nodes (1)
   --rdzv-backend NAME         c10d: our coordinator at the endpoint; etcd: on a node that etcd elects, and another when
-                              that one is lost; static: fixed ranks (static)
+                              that one is lost; static: fixed ranks (static); or one of another package's, an entry
+                              point torchrun.handlers: the endpoint and the settings are its own then
   --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); etcd's: HOST[:PORT],…
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
   --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
@@ -129,7 +131,7 @@ FLAGS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     given = _read(argv, os.environ)
     if "--help" in given:
         print(HELP, end="")
@@ -140,15 +142,17 @@ def main(argv: Sequence[str]) -> int:
 
         print(describe(config, os.environ), end="")
         return 0
+    if config.handler is not None:
+        return with_handler(config) if with_handler is not None else handlers.run(argv)
     from ripstop import launch
 
     return launch.run(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig | None:
-    """The configuration that these words mean, None when they ask for help."""
+def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig | None:
+    """The configuration that these words mean, None when they ask for help; `registered` are backends beside ours."""
     given = _read(argv, environ)
-    return None if "--help" in given else _configuration(given, environ)
+    return None if "--help" in given else _configuration(given, environ, registered)
 
 
 def _read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
@@ -160,7 +164,7 @@ def _read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     return behind(given, FLAGS)
 
 
-def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
+def _configuration(given: Given, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
     _idle_words(given, notes)
     program = entry(given, environ, notes)
@@ -168,9 +172,13 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
     slots = _slots(given, environ)
     _threads(environ, slots, notes)
     conf_name = given.label("--rdzv-conf")
-    conf = pairs(conf_name, given.text("--rdzv-conf", ""))
+    plugin = handlers.handler(given, registered)
+    conf = pairs(conf_name, given.text("--rdzv-conf", "")) if plugin is None else {}
     min_nodes, max_nodes = nodes(given.label("--nnodes"), given.text("--nnodes", "1"))
-    place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
+    if plugin is None:
+        place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
+    else:
+        place = handlers.meeting(given, notes)
     elector: Etcd | None = None
     if place.backend is Backend.ETCD:
         where = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
@@ -198,6 +206,7 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         backend=place.backend,
         endpoint=place.endpoint,
         etcd=elector,
+        handler=plugin,
         is_host=place.is_host,
         local_addr=place.local_addr,
         node_rank=place.node_rank,

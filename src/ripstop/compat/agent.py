@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -38,6 +37,7 @@ from ripstop.compat.file_timer import FileTimerRequest
 from ripstop.compat.health_check import TORCHELASTIC_HEALTH_CHECK_PORT, HealthCheckServer, create_healthcheck_server
 from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, ProcessFailure, SignalException, start_processes
+from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
 from ripstop.compat.store import barrier
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
 from ripstop.compat.watchdog import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
@@ -255,7 +255,7 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval
             raise
         except Exception as error:
-            if not _is_graceful_exit(error):
+            if not is_a(error, RendezvousGracefulExitError):
                 raise
             log.info("Rendezvous gracefully exited: %s", error)
             return None  # type: ignore[return-value]  # as torch's does
@@ -478,12 +478,6 @@ class SimpleElasticAgent(ElasticAgent):
 
 def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
     return socket.getfqdn(socket.gethostname())
-
-
-def _is_graceful_exit(error: Exception) -> bool:
-    """A handler that raises torch's word for it has loaded the module that has it."""
-    module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
-    return module is not None and isinstance(error, module.RendezvousGracefulExitError)
 
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:

@@ -31,6 +31,7 @@ from typing import Any
 
 from ripstop import launch
 from ripstop.agent.machine import Quit
+from ripstop.cli.meeting import BACKENDS
 from ripstop.cli.run import configure
 from ripstop.compat import health_check, metrics
 from ripstop.compat.custom_logs import CustomLogs, is_custom
@@ -38,14 +39,21 @@ from ripstop.compat.errors import ChildFailedError, ProcessFailure
 from ripstop.compat.event_thread import Teller
 from ripstop.compat.events import get_logging_handler
 from ripstop.compat.functions import METHODS, FunctionSpawner, Inherited, descriptors
+from ripstop.compat.handler_link import HandlerLink
 from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from ripstop.compat.rendezvous import (
+    RendezvousParameters,
+    get_rendezvous_handler,
+    rendezvous_handler_registry,
+)
 from ripstop.compat.utils import macros
 from ripstop.config import Command, Entry, Module, RunConfig, Script, Start, duration
 from ripstop.errors import UsageError
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.endpoint import Bound
+from ripstop.rendezvous.link import Link
 from ripstop.round import Outcome
 from ripstop.workers import process
 from ripstop.workers.environment import shared_environment
@@ -196,20 +204,42 @@ def _configured(config: LaunchConfig) -> RunConfig:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     if config.log_line_prefix_template is not None:
         environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
-    run = configure([*_words(config), "--no-python", sys.executable], environ)
+    registered = {config.rdzv_backend} if _is_a_handlers(config.rdzv_backend) else set()
+    run = configure([*_words(config), "--no-python", sys.executable], environ, registered)
     assert run is not None, "nobody asked for help"
     return run
 
 
+def _is_a_handlers(backend: str) -> bool:
+    """Is it the name of a rendezvous handler, of the program's own or another package's?"""
+    return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
+
+
+def _link(run: RunConfig, config: LaunchConfig) -> Link | None:
+    """To the handler, where the configuration names one; its settings are of any type, and no words."""
+    if run.handler is None:
+        return None
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        run.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    return HandlerLink(partial(get_rendezvous_handler, parameters), run)
+
+
 def _words(config: LaunchConfig) -> Iterator[str]:
-    conf = dict(config.rdzv_configs)
+    conf = dict(config.rdzv_configs) if not _is_a_handlers(config.rdzv_backend) else {}
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
         del conf["timeout"]  # put there by the default
-    if config.rdzv_backend not in ("c10d", "static"):
+    if config.rdzv_backend not in ("c10d", "static") and not _is_a_handlers(config.rdzv_backend):
         raise ValueError(
             f"rdzv_backend={config.rdzv_backend!r}: there are c10d, and static for fixed ranks; write "
-            "rdzv_backend='c10d', or give a WorkerSpec with a rendezvous handler of your own to LocalElasticAgent"
+            "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
         )
     yield f"--nnodes={config.min_nodes}:{config.max_nodes}"
     yield f"--nproc-per-node={config.nproc_per_node}"
@@ -360,7 +390,8 @@ def _launch(
                 server.ready_callback = lambda: spawner.started
             told = _told_to_handler(run, config.event_log_handler, _name(entrypoint, args))
             with process.within_a_program(), _endpoint(run) as bound, told as sinks:
-                part = partial(launch.take_part, run, directory, spawner, environ, bound, source, sinks)
+                link = _link(run, config)
+                part = partial(launch.take_part, run, directory, spawner, environ, bound, source, sinks, link)
                 end = _drive(part, inherited.signals)
         finally:
             spawner.close()
