@@ -104,23 +104,22 @@ class Phase(Enum):
 
 TRANSITIONS = {  # every move there is, and what makes it
     Phase.GATHERING: {
-        Phase.RUNNING: "enough nodes are ready: a round is committed",
-        Phase.RECOVERING: "a new coordinator hears of a round from its members",
+        Phase.RUNNING: "enough nodes are ready",
+        Phase.RECOVERING: "a new coordinator hears of a round",
         Phase.GATHERING: "a node comes from a newer round",
-        Phase.CLOSING: "too few nodes for join_timeout, or an operator ends the job",
+        Phase.CLOSING: "too few nodes for join_timeout, or an end is asked for",
     },
     Phase.RECOVERING: {
-        Phase.RUNNING: "all its members are back: it goes on undisturbed",
-        Phase.GATHERING: "a lease has passed, and some are not back",
-        Phase.RECOVERING: "a member of a newer round is heard",
-        Phase.CLOSING: "a member was told of the end already, or an operator ends the job",
+        Phase.RUNNING: "all its nodes are back",
+        Phase.GATHERING: "some are not back within a lease",
+        Phase.RECOVERING: "a node comes from a newer round",
+        Phase.CLOSING: "an end is asked for, or one of its nodes was told of it",
     },
     Phase.RUNNING: {
-        Phase.GATHERING: "a worker failed and the budget allows a restart, a node is lost, leaves or comes, or an "
-        "operator restarts or resizes the job",
-        Phase.CLOSING: "all workers exited 0, the budget is spent, or an operator ends the job",
+        Phase.GATHERING: "a failure is healed, nodes come or go, or a restart is asked for",
+        Phase.CLOSING: "all workers exited 0, the budget is spent, or an end is asked for",
     },
-    Phase.CLOSING: {Phase.CLOSED: "all nodes have told how their workers died, or had the time to"},
+    Phase.CLOSING: {Phase.CLOSED: "everybody has told how its workers died"},
     Phase.CLOSED: {},
 }
 
