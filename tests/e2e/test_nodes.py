@@ -116,6 +116,12 @@ def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, 
     assert re.search(r"round=1 node=\S+ has node rank 2, not the 0 it wished for: node \S+ wished for it", first.err)
 
 
+def test_by_address_the_coordinators_node_has_one_among_the_others(job: Job) -> None:
+    agent = job.node("--rdzv-conf=rank_by=address", endpoint=f"localhost:{job.port}")
+    agent.says(r"joined from 127\.0\.0\.1 ")
+    finish(job, agent)
+
+
 def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]

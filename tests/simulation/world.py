@@ -36,7 +36,8 @@ MOST_STEPS = 20_000  # of one schedule: more is a busy loop
 _NOISE = re.compile(  # in a transcript
     r"\b(?:message|place|node|why|text|report)=|, (?:pid|exitcode|signal|oom|log_tail|error_file|logs|traceback)=[^,)]*"
     r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|m(?:in|ax)_nodes=\d+)"
-    r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at|wish|number|label|rank_by)=[^,)]*"
+    r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
+    r"|, (?:wish|number|label|rank_by)=[^,)]*"
 )
 AT_REST = object()
 
