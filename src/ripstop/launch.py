@@ -31,7 +31,7 @@ from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.machine import Settings
-from ripstop.round import Node, Outcome
+from ripstop.round import Node, Outcome, RankBy
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
@@ -96,7 +96,7 @@ async def take_part(
 
     `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making.
     """
-    node = _this_node(config, hosting=bound is not None)
+    node = _this_node(config, bound)
     async with AsyncExitStack() as parts:
         heard = [_event_file(parts, directory, OF_NODE), *sinks]
         if link is not None:
@@ -204,15 +204,16 @@ def _warn_of(bound: Bound) -> None:
         log.warning("%s", bound.note)
 
 
-def _this_node(config: RunConfig, *, hosting: bool) -> Node:
+def _this_node(config: RunConfig, bound: Bound | None) -> Node:
     """This agent.  Its address: what the user gave, else the endpoint's if hosted here, else what the link finds."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
         host = "127.0.0.1"
-    if not host and hosting and config.endpoint is not None:
-        host = config.endpoint.host
+    if not host and bound is not None and config.endpoint is not None:
+        # the others' addresses are numbers; by its name, this one could not be put among them
+        host = bound.address.host if config.rank_by is RankBy.ADDRESS else config.endpoint.host
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-    return Node(name, host, config.slots, config.role, config.node_rank)
+    return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
@@ -223,6 +224,7 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         timing=config.timing,
         budget=config.budget,
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
+        rank_by=config.rank_by,
         own=own,
     )
 

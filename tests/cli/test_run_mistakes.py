@@ -193,11 +193,24 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (
             "--rdzv-conf=leese=1 train.py",
             "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, timeout, tls_ca, tls_cert, tls_key",
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, rank_by, timeout, "
+            "tls_ca, tls_cert, tls_key",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",
             "--rdzv-conf is_host=maybe: neither true nor false; write --rdzv-conf is_host=1 or --rdzv-conf is_host=0",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=rack train.py",
+            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=label train.py",
+            "--rdzv-conf rank_by=label: this node has no label; say where it stands: --node-label=rack7",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=label --node-label=a/b train.py",
+            "--node-label=a/b: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _",
         ),
         (
             "--role=a/b train.py",
@@ -378,6 +391,10 @@ def test_a_mistake_in_a_variable_is_named_by_the_variable(
         ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no program; give the script to ripstop run"),
         ("--rdzv-endpoint=h:0", "--rdzv-endpoint=h:0: nodes cannot find port 0; write h:29400"),
         ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: there is no such flag; --help lists them"),
+        (
+            "--rdzv-endpoint=h --rdzv-conf=rank_by=rack",
+            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+        ),
         (
             "--rdzv-endpoint=h --rdzv-conf=is_host=1",
             "--rdzv-conf is_host=1: a coordinator always is the host; leave is_host out",

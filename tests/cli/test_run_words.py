@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ripstop.cli.flags import Given
+from ripstop.cli.meeting import Meeting, Ranking, ranking
 from ripstop.cli.run import configure
 from ripstop.config import (
     Backend,
@@ -20,7 +22,8 @@ from ripstop.config import (
     Streams,
     Timing,
 )
-from ripstop.round import Address
+from ripstop.errors import UsageError
+from ripstop.round import Address, RankBy
 from ripstop.workers.timer_pipe import Pipe
 
 Read = Callable[..., RunConfig]
@@ -195,6 +198,45 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
     assert read("--nnodes=2 --node-rank=0 --master-addr=a train.py").endpoint == Address("a", 29500)
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "number", "label"),
+    [
+        ("rank_by=join", {}, None, ""),
+        ("rank_by=address", {"SLURM_NODEID": "3"}, None, ""),
+        ("rank_by=slot", {"SLURM_NODEID": "3"}, 3, ""),
+        ("rank_by=slot", {"JOB_COMPLETION_INDEX": "0"}, 0, ""),
+        ("rank_by=slot --node-rank=1", {"SLURM_NODEID": "3"}, 1, ""),
+        ("rank_by=label --node-label=rack7", {}, None, "rack7"),
+        ("rank_by=label", {"PET_NODE_LABEL": "rack7"}, None, "rack7"),
+    ],
+)
+def test_a_node_brings_what_ranks_go_by(
+    read: Read, words: str, environ: dict[str, str], number: int | None, label: str
+) -> None:
+    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={words} train.py", {**TOKEN, **environ})
+    assert config.rank_by == words.split()[0].removeprefix("rank_by=")
+    assert (config.node_number, config.node_label) == (number, label)
+    assert config.notes == ()
+
+
+def ranking_of(machine: str, notes: list[str]) -> Ranking:
+    conf = {"rank_by": "slot"}
+    return ranking(Given({}, {}, ()), conf, Meeting(Backend.COORDINATOR), {}, machine, notes)
+
+
+@pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])
+def test_a_node_that_is_numbered_by_its_name_says_so(machine: str, number: int) -> None:
+    notes: list[str] = []
+    assert ranking_of(machine, notes) == Ranking(RankBy.SLOT, number)
+    assert f"number is {number}, as {machine} says" in notes[0]
+
+
+@pytest.mark.parametrize("machine", ["trainer", "trainer7", "job-7fb9-x2", "-", "x-1234567890"])
+def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
+    with pytest.raises(UsageError, match=f"this node has no number .* and {machine} does not end .*--node-rank=N"):
+        ranking_of(machine, [])
+
+
 # what is said and not done ------------------------------------------------------------------------------------------
 
 
@@ -210,6 +252,9 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("--nnodes=2 --node-rank=1 --master-port=1", "meet at 127.0.0.1"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=is_host=1", "is_host has no effect with static"),
         ("--rdzv-conf=is_host=1", "is_host has no effect on a single node"),
+        ("--rdzv-conf=rank_by=label", "rank_by has no effect on a single node"),
+        ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=rank_by=slot", "rank_by has no effect with static"),
+        (f"{C10D} --node-label=rack7", "--node-label has no effect without --rdzv-conf rank_by=label"),
         ("--rdzv-conf=close_timeout=5", "close_timeout has no effect"),
         ("--rdzv-conf=read_timeout=5", "read_timeout has no effect"),
         ("--monitor-interval=1", "--monitor-interval has no effect: nothing polls"),

@@ -117,7 +117,7 @@ class Driver:
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
-            Settings(node, config.min_nodes, config.max_nodes, config.timing),
+            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by),
             self._loop.time(),
         )
         self._children = Children()

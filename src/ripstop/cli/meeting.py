@@ -5,17 +5,32 @@ given an endpoint that others could come to.  With etcd no node is the meeting p
 that a choice leaves without effect are said in the notes.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ripstop.cli.flags import Given
-from ripstop.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, Backend, address, host, port, truth, whole
+from ripstop.config import (
+    COORDINATOR_PORT,
+    ETCD_PORT,
+    MASTER_PORT,
+    MOST_NODES,
+    Backend,
+    address,
+    host,
+    port,
+    rank_by,
+    truth,
+    whole,
+    word,
+)
 from ripstop.errors import UsageError
-from ripstop.round import Address
+from ripstop.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")
 MASTER = ("--master-addr", "--master-port")
+NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # a node's number, from Slurm and from an indexed Kubernetes Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,15 @@ class Meeting:
     node_rank: int | None = None
     local_addr: str | None = None
     store_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What first ranks go by, and what this node brings for it."""
+
+    by: RankBy = RankBy.JOIN
+    number: int | None = None
+    label: str = ""
 
 
 def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, notes: list[str]) -> Meeting:
@@ -59,6 +83,43 @@ def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, n
     raise UsageError(
         f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static, or install "
         "the package that has it as an entry point torchrun.handlers"
+    )
+
+
+def ranking(
+    given: Given, conf: Mapping[str, str], place: Meeting, environ: Mapping[str, str], machine: str, notes: list[str]
+) -> Ranking:
+    """`machine` is what this machine calls itself."""
+    name = given.label("--rdzv-conf")
+    by = rank_by(name, conf)
+    if "rank_by" in conf and place.backend in (Backend.LOCAL, Backend.STATIC):
+        why = "on a single node" if place.backend is Backend.LOCAL else "with static: --node-rank is the rank"
+        notes.append(f"{name} rank_by has no effect {why}")
+        by = RankBy.JOIN
+    if by is not RankBy.LABEL:
+        idle(given, ["--node-label"], f"without {name} rank_by=label", notes)
+    match by:
+        case RankBy.SLOT:
+            return Ranking(by, number=_number(name, place.node_rank, environ, machine, notes))
+        case RankBy.LABEL if "--node-label" not in given:
+            raise UsageError(f"{name} rank_by=label: this node has no label; say where it stands: --node-label=rack7")
+        case RankBy.LABEL:
+            return Ranking(by, label=word(given.label("--node-label"), given.text("--node-label", "")))
+    return Ranking(by)
+
+
+def _number(name: str, node_rank: int | None, environ: Mapping[str, str], machine: str, notes: list[str]) -> int:
+    if node_rank is not None:
+        return node_rank
+    for variable in NUMBERS:
+        if environ.get(variable):
+            return whole(variable, environ[variable], least=0, most=MOST_NODES - 1)
+    if ordinal := re.search(r"-([0-9]{1,9})$", machine.partition(".")[0]):
+        notes.append(f"{name} rank_by=slot: this node's number is {int(ordinal[1])}, as {machine} says")
+        return int(ordinal[1])
+    raise UsageError(
+        f"{name} rank_by=slot: this node has no number ({', '.join(NUMBERS)} are not set, and {machine} does not end "
+        "in one after a dash); write --node-rank=N"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
-from ripstop.cli.meeting import meeting
+from ripstop.cli.meeting import meeting, ranking
 from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
@@ -67,9 +67,12 @@ where nodes meet
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
   --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
                               silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0;
+                              rank_by=join|address|slot|label: how first ranks are given, the same on all nodes;
                               tls_cert, tls_key, tls_ca: PEM files, to encrypt what agents and coordinator say
                               for etcd: protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
-  --node-rank N, --master-addr HOST, --master-port PORT               for static (port 29500)
+  --node-rank N               this node's rank for static; otherwise the one it would like
+  --node-label NAME           where this node stands, as a rack or switch, for rank_by=label
+  --master-addr HOST, --master-port PORT                              for static (port 29500)
   --local-addr HOST           this node's address for the others
 
 when a worker fails
@@ -104,6 +107,7 @@ FLAGS = (
     Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static")),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
+    Flag("--node-label", "NAME"),
     Flag("--master-addr", "HOST"),
     Flag("--master-port", "PORT"),
     Flag("--local-addr", "HOST"),
@@ -179,6 +183,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
     else:
         place = handlers.meeting(given, notes)
+    rank = ranking(given, conf, place, environ, os.uname().nodename, notes)
     elector: Etcd | None = None
     if place.backend is Backend.ETCD:
         where = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
@@ -210,6 +215,9 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         is_host=place.is_host,
         local_addr=place.local_addr,
         node_rank=place.node_rank,
+        rank_by=rank.by,
+        node_number=rank.number,
+        node_label=rank.label,
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,

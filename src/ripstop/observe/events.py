@@ -68,6 +68,17 @@ class RoundFormed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankWishDenied:
+    """A node has another group rank than the one it wished for (`--node-rank`), and why."""
+
+    round: int
+    name: str
+    wish: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundFound:
     """A coordinator that knew nothing has heard of a round, and waits for its members."""
 
@@ -281,7 +292,7 @@ class AgentEnded:
 
 Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
-    | RoundFormed | RoundFound | RoundResumed | RoundEnded
+    | RoundFormed | RankWishDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
     | WorkerFailed | TimersMissed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
@@ -397,6 +408,8 @@ def words(event: Event) -> str:
             return f"node={name} {why}"
         case RoundFormed(round, nodes, world, store, _, why):
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
+        case RankWishDenied(round, name, wish, rank, why):
+            return f"round={round} node={name} has node rank {rank}, not the {wish} it wished for: {why}"
         case RoundFound(round, nodes):
             return f"round={round} is known to its members; waiting for {nodes} nodes"
         case RoundResumed(round, nodes):
