@@ -20,6 +20,7 @@ __all__ = ["MODULES", "install", "installed", "uninstall"]
 _ELASTIC = "torch.distributed.elastic"
 _SERVER = f"{_ELASTIC}.agent.server"
 _MULTIPROCESSING = f"{_ELASTIC}.multiprocessing"
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 
 # torch's module → ours, below `ripstop.compat`
 MODULES = {
@@ -41,6 +42,9 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    f"{_RENDEZVOUS}.etcd_rendezvous_backend": "etcd_rendezvous_backend",
+    f"{_RENDEZVOUS}.etcd_server": "etcd_server",
+    f"{_RENDEZVOUS}.etcd_store": "etcd_store",
     # the packages of these only pass their names on
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "data",

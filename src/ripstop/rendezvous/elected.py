@@ -43,7 +43,7 @@ from ripstop.rendezvous.election import (
     write_seat,
 )
 from ripstop.rendezvous.endpoint import Bound, bind
-from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable
+from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable, below
 from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.machine import FAREWELL, Settings
 from ripstop.rendezvous.messages import Closed, FromAgent, FromCoordinator
@@ -202,7 +202,7 @@ class ElectedLink:
     async def _until_changed(self, revision: int) -> None:
         # A watch may hang with its member.  Whoever has a coordinator can wait for that to break; who has none, looks.
         patience = None if self._linked else self._settings.timing.lease
-        watching = asyncio.create_task(self._client.until_changed(self._prefix, revision))
+        watching = asyncio.create_task(self._client.until_changed(below(self._prefix), revision))
         nudged = asyncio.create_task(self._look.wait())
         try:
             await asyncio.wait([watching, nudged], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
