@@ -168,9 +168,12 @@ class ElectedLink:
                 pause = FIRST_PAUSE
                 continue
             except Unavailable as error:
+                why = str(error)
+                if lost := await self._client.leaderless():
+                    why += f" ({', '.join(map(str, lost))} has lost the others; see that most of etcd's members run)"
                 if not self._trouble.startswith("etcd cannot"):
-                    log.warning("etcd cannot be reached, trying again: %s", error)
-                self._trouble = f"etcd cannot be reached: {error}"
+                    log.warning("etcd cannot be reached, trying again: %s", why)
+                self._trouble = f"etcd cannot be reached: {why}"
             except (ProtocolError, Denied) as error:
                 self._trouble = str(error)
                 if not self._member:
@@ -354,13 +357,16 @@ class ElectedLink:
         log.info("elected: the coordinator of job=%s is at %s", self._settings.run_id, seat.address)
 
     async def _renew(self, lease: int, ttl: float) -> None:
+        pause = ttl / 4
         while True:
-            await asyncio.sleep(ttl / 4)
+            await asyncio.sleep(pause)
             asked = _now()
             try:
                 given = await self._client.keep_alive(lease, timeout=ttl / 8)
             except (Unavailable, Denied):
-                continue  # who is right about it, the clock knows
+                pause = FIRST_PAUSE  # who is right about it, the clock knows
+                continue
+            pause = ttl / 4
             self._tell(Renewed(asked, given) if given > 0 else Expired())
 
     def _leave_office(self) -> None:

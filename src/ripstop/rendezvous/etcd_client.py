@@ -28,6 +28,7 @@ from ripstop.rendezvous.wire import tune
 from ripstop.round import Address
 
 REQUEST = 2.0  # seconds a member has for an answer
+STATUS = 0.5  # seconds a member has to tell of itself
 MAX_ANSWER = 4 * 1024 * 1024  # bytes
 INVALID, NOT_FOUND, DENIED, UNFIT, UNAUTHENTICATED = 3, 5, 7, 9, 16  # gRPC's codes for: asking again will not help
 
@@ -161,6 +162,22 @@ class EtcdClient:
         except Denied as error:
             if error.code != NOT_FOUND:
                 raise
+
+    # its members ------------------------------------------------------------------------------------------------------
+
+    async def leaderless(self) -> list[Address]:
+        """The members that answer, and know of no leader: they have lost most of the others."""
+
+        async def is_leaderless(endpoint: Address) -> bool:
+            try:
+                async with asyncio.timeout(STATUS):
+                    status = await self._post(endpoint, "maintenance/status", {})
+            except (aiohttp.ClientError, OSError, RipstopError):
+                return False
+            return "leader" not in status
+
+        found = await asyncio.gather(*map(is_leaderless, self._endpoints))
+        return [endpoint for endpoint, is_one in zip(self._endpoints, found, strict=True) if is_one]
 
     # requests ---------------------------------------------------------------------------------------------------------
 
