@@ -93,8 +93,8 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`; without them they say so and skip.  Debian would
-# start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
+# Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`; without them they say
+# so and skip.  Debian would start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
 .PHONY: tools
 tools:
 	@$(call tool,ip,iproute2)
