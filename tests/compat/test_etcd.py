@@ -133,12 +133,17 @@ def test_a_data_directory_of_the_users_is_used_and_kept(tmp_path: Path) -> None:
             server.stop()
 
 
-def test_the_end_of_the_program_ends_its_server() -> None:
+def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not() -> None:
     source = """
-    import subprocess
+    import os, subprocess
     from ripstop.compat.etcd_server import EtcdServer
     server = EtcdServer()
     server.start(stderr=subprocess.DEVNULL)
+    if os.fork() == 0:
+        raise SystemExit
+    os.wait()
+    server.get_client().write({b"still": b"here"}, 5)
+    assert os.path.isdir(server._made)
     print(server.get_port(), server._made)
     """
     done = run(source)

@@ -61,6 +61,7 @@ def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
 
 
 @needs_etcd
+@pytest.mark.long
 def test_a_coordinator_that_etcd_elects_shows_its_certificate_too(
     job: Job, authority: Authority, tmp_path: Path
 ) -> None:

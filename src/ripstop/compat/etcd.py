@@ -153,10 +153,15 @@ class Client:
             return EtcdClient(self._settings)
 
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="ripstop-etcd", daemon=True).start()
+        threading.Thread(target=_run, args=(self._loop,), name="ripstop-etcd", daemon=True).start()
         self._client = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
         self._pid = os.getpid()
         self._close = weakref.finalize(self, _end, self._loop, self._client, self._pid)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def _end(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:

@@ -85,7 +85,7 @@ class EtcdServer:
         program = _program()
         if self._data_dir is None:
             self._made = tempfile.mkdtemp(prefix="ripstop_etcd_")
-        for left in reversed(range(num_retries)):
+        for left in reversed(range(max(1, num_retries))):
             self._start(program, stderr)
             try:
                 self._wait_until_it_answers(timeout)
@@ -95,13 +95,17 @@ class EtcdServer:
                     raise
                 log.warning("%s; trying again", error)
             else:
-                atexit.register(self.stop)
+                atexit.register(self._stop_at_exit, os.getpid())
                 return
 
     def stop(self) -> None:
         """End it, and remove the data directory if it was made for it."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_at_exit)
         stop_etcd(self._process, self._made)
+
+    def _stop_at_exit(self, owner: int) -> None:
+        if os.getpid() == owner:  # and not a fork of it
+            self.stop()
 
     def _start(self, program: str, stderr: int | TextIO | None) -> None:
         client, peer = find_free_port(), find_free_port()

@@ -170,7 +170,7 @@ class ElectedLink:
             except Unavailable as error:
                 why = str(error)
                 if lost := await self._client.leaderless():
-                    why += f" ({', '.join(map(str, lost))} has lost the others; see that most of etcd's members run)"
+                    why += f" (no leader is known to {', '.join(map(str, lost))}; see that most of etcd's members run)"
                 if not self._trouble.startswith("etcd cannot"):
                     log.warning("etcd cannot be reached, trying again: %s", why)
                 self._trouble = f"etcd cannot be reached: {why}"
