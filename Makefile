@@ -93,12 +93,13 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# Tests across network namespaces want `ip`, those with etcd want `etcd`; without them they say so and skip.  Debian would
-# start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
+# Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`; without them they say
+# so and skip.  Debian would start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
 .PHONY: tools
 tools:
 	@$(call tool,ip,iproute2)
 	@$(call tool,etcd,etcd-server)
+	@$(call tool,iptables,iptables)
 
 define tool
 if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

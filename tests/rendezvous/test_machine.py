@@ -575,6 +575,24 @@ def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_leas
     assert job.round == 6
 
 
+def test_a_new_coordinator_waits_less_for_the_rest_of_a_round_that_has_failed_and_charges_nobody() -> None:
+    job = new_job(1, 3)
+    hear(job, "a", join(job, "a", held=place(5, 1, 3), status=Status.RUNNING, newest=5), 1.0)
+    assert job.deadline() == 31.0
+    back = join(job, "b", held=place(5, 2, 3), status=Status.FAILED, failures=(victim(2, 5),), newest=5)
+    assert assigned(hear(job, "b", back, 2.0)) == {}
+    assert job.deadline() == 11.5  # who is alive would have tried again after a third of a lease
+    assert assigned(on(job, Tick(), 11.5)) == {"a": 1, "b": 0}
+    assert job.restarts.used == 0
+
+
+def test_a_round_that_fails_late_while_its_members_are_awaited_is_over_at_once() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 1.0)
+    assert assigned(hear(job, "a", Failed(5, (victim(1, 5),)), 20.0)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
 def test_the_highest_round_wins() -> None:
     job = new_job(1, 2)
     hear(job, "a", join(job, "a", held=place(4, 0, 1), status=Status.RUNNING, newest=4), 1.0)

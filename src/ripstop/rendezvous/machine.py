@@ -17,8 +17,8 @@
 7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
     stale: nobody knows who may still be talking to that port.
 8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
-    when all its members are back within a lease; restarts that were granted are spent; an end that one of them was
-    told of comes to its end.
+    when all its members are back within a lease, or sooner when it has failed meanwhile; restarts that were granted are
+    spent; an end that one of them was told of comes to its end.
 9.  Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
     too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
 """
@@ -221,7 +221,7 @@ class Job:
                 else:
                     times += [self._quorum + timing.settle, self._not_before]
             case Phase.RECOVERING:
-                times.append(self._since + timing.lease)
+                times.append(self._since + self._time_to_return())
             case Phase.CLOSING:
                 times.append(self._since + timing.shutdown + FAREWELL)
             case Phase.CLOSED:
@@ -626,7 +626,7 @@ class Job:
         assert self._witness is not None
         back, size = len(self.places), self._witness.group_size
         if back < size:
-            if now < self._since + self.settings.timing.lease:
+            if now < self._since + self._time_to_return():
                 return []
             self._gather(f"{back} of {size} nodes came back", now)
             return self._form_or_hold(now)
@@ -637,6 +637,14 @@ class Job:
         if self._broken:
             out += self._failed(next(iter(self.places)), self.round, (), now)
         return [*out, *self._advance(now)]
+
+    def _time_to_return(self) -> float:
+        """How long the members of a round that is recovered have; less when it is over anyway.
+
+        Who is alive tries every third of a lease.
+        """
+        lease = self.settings.timing.lease
+        return min(lease, lease / 3 + RECONNECT) if self._broken else lease
 
     def _resize(self, now: float) -> list[Command]:
         """A live round grows when newcomers are ready, and changes size when an operator says so."""
