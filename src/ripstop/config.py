@@ -211,6 +211,8 @@ class RunConfig:
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
     virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
     signals: tuple[str, ...] = LEAVING
+    event_handler: str = ""  # of torch's kind; "": none
+    timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect

@@ -3,7 +3,8 @@
     RipstopError                 a word to the user; never a traceback
     ├── UsageError               a flag, variable or file that cannot be right        exit 2
     ├── ProtocolError            a peer sent what no version of us sends
-    └── StartError               a worker process could not be started                exit 1
+    ├── StartError               a worker process could not be started                exit 1
+    └── NoAnswer                 a node could not answer an operator's question
 
 A message has three parts: the rule, the value seen, the remedy.
 """
@@ -27,3 +28,7 @@ class ProtocolError(RipstopError):
 
 class StartError(RipstopError):
     """Workers could not be started on this node."""
+
+
+class NoAnswer(RipstopError):
+    """What an operator asked of a node cannot be had."""

@@ -11,15 +11,18 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
 from ripstop.errors import UsageError
+from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.observe.events import Entry as Logged
+from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
@@ -58,7 +61,8 @@ def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
     spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
     try:
-        end = asyncio.run(take_part(config, directory, spawner, environ, bound, link=link))
+        with _torch_handler(config, environ) as sinks:
+            end = asyncio.run(take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link))
     finally:
         spawner.close()
     return end, directory
@@ -85,25 +89,28 @@ async def take_part(
     environ: dict[str, str],
     bound: Bound | None,
     logs_source: LogsSource | None = None,
+    sinks: Sequence[Sink] = (),
     link: Link | None = None,
 ) -> Quit:
-    """This node's part of the job, in any event loop, with workers that `spawner` starts."""
+    """This node's part of the job, in any event loop, with workers that `spawner` starts; `sinks` hear what it sees."""
     node = _this_node(config, hosting=bound is not None)
-    if link is not None:
-        return await Driver(config, node, spawner, link, directory, environ, logs_source).run()
     if config.backend is Backend.ETCD:
-        return await _take_part_elected(config, node, directory, spawner, environ, logs_source)
+        return await _take_part_elected(config, node, directory, spawner, environ, logs_source, sinks)
     async with AsyncExitStack() as parts:
         coordinator: Coordinator | None = None
-        if config.backend is Backend.LOCAL or bound is not None:
-            coordinator = Coordinator(_settings(config, own=node.id))
+        events = _event_file(parts, directory, OF_NODE)
+        if link is not None:
+            pass  # to whatever stands in the coordinator's place
+        elif config.backend is Backend.LOCAL or bound is not None:
+            merged = _event_file(parts, directory, OF_JOB)
+            coordinator = Coordinator(_settings(config, own=node.id), sinks=[merged])
             parts.callback(coordinator.stop)
             link = LocalLink(coordinator, node.id)
             if bound is not None:
                 await _serve(parts, coordinator, bound, config)
         else:
             link = _remote(config, node.id)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source)
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events, *sinks])
         if coordinator is not None:
             coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
         end = await driver.run()
@@ -119,18 +126,26 @@ async def _take_part_elected(
     spawner: Starter,
     environ: dict[str, str],
     logs_source: LogsSource | None,
+    sinks: Sequence[Sink],
 ) -> Quit:
     """The coordinator is wherever etcd says; it may be within the link."""
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
-    settings = _settings(config)
-    link = ElectedLink(
-        config.etcd, settings, node=node.id, token=config.token, local_addr=config.local_addr, tls=config.tls
-    )
-    driver = Driver(config, node, spawner, link, directory, environ, logs_source)
-    link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
-    return await driver.run()
+    async with AsyncExitStack() as parts:
+        link = ElectedLink(
+            config.etcd,
+            _settings(config),
+            node=node.id,
+            token=config.token,
+            local_addr=config.local_addr,
+            tls=config.tls,
+            sinks=[_event_file(parts, directory, OF_JOB)],
+        )
+        events = _event_file(parts, directory, OF_NODE)
+        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events, *sinks])
+        link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
+        return await driver.run()
 
 
 async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
@@ -205,6 +220,58 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         own=own,
     )
+
+
+def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
+    file = EventFile(directory.path / name)
+    parts.callback(file.close)
+    return file.add
+
+
+@contextmanager
+def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[Sink]]:
+    """A handler of torch's kind, while the job runs."""
+    if not config.event_handler:
+        yield []
+        return
+    from ripstop.workers.event_handler import EventHandler
+
+    handler = EventHandler(config.event_handler, environ)
+    try:
+        yield [torch_sink(config, _program(config.entry), handler.put)]
+    finally:
+        handler.close()
+
+
+def _program(entry: Entry) -> str:
+    match entry:
+        case Script(path):
+            return path
+        case Module(name):
+            return name
+        case Command(argv):
+            return argv[0]
+        case Function():
+            return "function"
+
+
+def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+    """Gives `put` what happens here as torch's agent would have told it."""
+    from ripstop.observe.torch_events import TorchEvents
+
+    events = TorchEvents(
+        run_id=config.run_id,
+        role=config.role,
+        backend=config.backend.value,
+        host=socket.gethostname(),
+        program=program,
+    )
+
+    def sink(entry: Logged) -> None:
+        for text in events.of(entry):
+            put(text)
+
+    return sink
 
 
 async def _serve(

@@ -34,6 +34,7 @@ from ripstop.rendezvous.messages import (
     Beat,
     Closed,
     Closing,
+    Depart,
     Failed,
     Hold,
     Join,
@@ -137,6 +138,13 @@ def test_a_port_is_asked_for_once() -> None:
 
 
 # rule 1: one group ----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_sent_away_stops_its_workers_and_ends_well() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Depart("drained"))) == [Tell(Leaving("drained")), Stop(1, 15, 30.0, "drained")]
+    assert on(agent, assign(2)) == []
+    assert on(agent, WorkersStopped(1)) == [Tell(Leave("drained")), Quit(0, "drained")]
 
 
 def test_an_idle_agent_starts_its_round_at_once() -> None:

@@ -5,14 +5,30 @@ from collections import Counter
 import pytest
 
 from ripstop.config import Budget, Timing
+from ripstop.observe.events import ScaleAsked
 from ripstop.observe.failure import Failure
-from ripstop.rendezvous.events import Close, Command, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
+from ripstop.rendezvous.events import (
+    Close,
+    Command,
+    Drop,
+    End,
+    Event,
+    Gone,
+    Heard,
+    Record,
+    Release,
+    Restart,
+    Scale,
+    Send,
+    Tick,
+)
 from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, Job, Phase, Settings
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
     Closed,
     Closing,
+    Depart,
     Failed,
     FromAgent,
     Hold,
@@ -51,7 +67,7 @@ def port(name: str) -> int:
 
 def on(job: Job, event: Event, now: float) -> list[Command]:
     """What the job does, without its log."""
-    return [command for command in job.on(event, now) if not isinstance(command, Log)]
+    return [command for command in job.on(event, now) if not isinstance(command, Record)]
 
 
 def hear(job: Job, name: str, message: FromAgent, now: float) -> list[Command]:
@@ -299,7 +315,45 @@ def test_an_operator_scales_up_again() -> None:
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_a_scale_outside_the_range_is_refused(nodes: int) -> None:
     job = running("a", high=4)
-    assert job.on(Scale(nodes), 5.0) == [Log(f"scale to {nodes} refused: the job runs on 1 to 4 nodes")]
+    assert job.on(Scale(nodes), 5.0) == [Record(ScaleAsked(nodes, False, "the job runs on 1 to 4 nodes"))]
+
+
+def test_an_operators_restart_charges_nobody() -> None:
+    job = running("a", "b")
+    offer_anew(job, "a", 4.0)
+    assert assigned(on(job, Restart("because"), 5.0)) == {"a": 0, "b": 1}
+    assert (job.round, job.restarts.used) == (2, 0)
+
+
+def test_a_node_is_sent_away_when_enough_stay() -> None:
+    job = running("a", "b", low=1)
+    assert on(job, Release("b", "drained"), 5.0) == [Send("b", Depart("drained"))]
+
+
+def test_a_node_that_the_job_needs_is_not_sent_away() -> None:
+    job = running("a", "b", low=2)
+    assert on(job, Release("b", "drained"), 5.0) == []
+    assert "needs 2 nodes" in job.objection_to_release("b")
+    assert "no node x" in job.objection_to_release("x")
+
+
+def test_of_two_nodes_one_may_go_but_not_the_other_too() -> None:
+    job = running("a", "b", low=1)
+    on(job, Release("b", "drained"), 5.0)
+    hear(job, "b", Leaving("drained"), 5.1)
+    assert job.objection_to_release("a")
+
+
+def test_the_status_tells_who_does_what() -> None:
+    job = running("a", "b", high=2)
+    hear(job, "c", join(job, "c"), 5.0)
+    hear(job, "d", join(job, "d", ready=None), 5.0)
+    hear(job, "b", Leaving("x"), 5.0)
+    status = job.status(7.0)
+    assert [(n.name, n.state, n.group_rank) for n in status.nodes] == [
+        ("a", "running", 0), ("b", "leaving", 1), ("c", "spare", -1), ("d", "warming", -1),
+    ]  # fmt: skip
+    assert (status.phase, status.round) == ("running", 1)
 
 
 # rule 5: who is lost --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Looks into the machines on purpose: a rule that is broken inside shows outside o
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ripstop.observe.events import NodeGone
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job, Phase
 from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Succeeded
@@ -77,8 +78,9 @@ class Rules:
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
         for command in commands:
-            if isinstance(command, coordinator.Log) and " lost: silent" in command.text:
-                self._check_loss(command.text.split()[0].removeprefix("node="))
+            match command:
+                case coordinator.Record(NodeGone(name, why)) if why.startswith("lost: silent"):
+                    self._check_loss(name)
 
     def _standing(self, job: Job) -> int:
         """How many charges count now."""

@@ -11,11 +11,15 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ripstop.agent import answers
+from ripstop.agent.answers import Workers
+from ripstop.agent.diary import Diary, Trouble
 from ripstop.agent.machine import (
     Agent,
     Event,
@@ -38,9 +42,21 @@ from ripstop.agent.machine import (
     WorkersStopped,
 )
 from ripstop.config import RunConfig
-from ripstop.errors import StartError
+from ripstop.errors import NoAnswer, StartError
+from ripstop.observe import events
+from ripstop.observe.events import (
+    AgentEnded,
+    AgentSaid,
+    Sink,
+    TimersMissed,
+    WarmedUp,
+    WorkerFailed,
+    WorkersStarted,
+    WorkersStopping,
+    WorkersSucceeded,
+)
 from ripstop.rendezvous.link import Link
-from ripstop.rendezvous.messages import FromCoordinator, Rejected
+from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Rejected
 from ripstop.round import Node, Place
 from ripstop.workers.console import Console
 from ripstop.workers.environment import worker_environment
@@ -50,6 +66,9 @@ from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.spawner import Birth, Starter
 from ripstop.workers.store import StorePort
+
+if TYPE_CHECKING:
+    from ripstop.workers.timer_pipe import Watchdog
 
 log = logging.getLogger("ripstop.agent")
 
@@ -68,6 +87,7 @@ class Running:
     left: int  # workers that have not exited 0
     group: Group | None = None
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
+    condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -87,11 +107,13 @@ class Driver:
         directory: LogDirectory,
         environ: Mapping[str, str],
         logs_source: LogsSource | None = None,
+        sinks: Iterable[Sink] = (),
     ) -> None:
         self._config = config
         self._spawner = spawner
         self._link = link
         self._directory = directory
+        self._timers = self._watch_timers(config.timer_pipe) if config.timer_pipe else None
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
@@ -112,7 +134,8 @@ class Driver:
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
         self._signals = [signal.Signals[name] for name in handled]
-        self._troubled: float | None = None  # when the workers that are to be replaced failed or were stopped
+        self._trouble: Trouble | None = None  # of the workers that are to be replaced
+        self._diary = Diary(node.id, link.send, sinks)
 
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
@@ -123,7 +146,9 @@ class Driver:
         self._task(self._warm_up())
         self._arm()
         try:
-            return await self._end
+            end = await self._end
+            self._diary.record(AgentEnded(end.code, end.why))
+            return end
         finally:
             await self._clean_up()
 
@@ -131,9 +156,26 @@ class Driver:
 
     def on_linked(self) -> None:
         self._feed(Linked(self._link.local_host or "127.0.0.1"))
+        self._diary.tell_again()
 
     def on_message(self, message: FromCoordinator) -> None:
-        self._feed(Got(message))
+        if isinstance(message, Ask):
+            self._task(self._answer(message))
+        else:
+            self._feed(Got(message))
+
+    async def _answer(self, ask: Ask) -> None:
+        try:
+            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._workers()))
+        except NoAnswer as why:
+            answer = Answer(ask.number, error=str(why))
+        self._link.send(answer)
+
+    def _workers(self) -> Workers | None:
+        running = self._running
+        if running is None or running.group is None:
+            return None
+        return Workers(running.place, running.group.pids, running.logs)
 
     def on_unlinked(self, why: str) -> None:
         self._feed(Unlinked(why))
@@ -183,12 +225,13 @@ class Driver:
                     self._store, self._offered = self._offered, None
                 self._task(self._start_workers(place, why))
             case Stop(round, signum, grace, why):
-                log.info("round=%d stopping: %s", round, why)
-                if self._troubled is None:
-                    self._troubled = self._loop.time()
+                self._diary.record(WorkersStopping(round, why))
+                now = self._loop.time()
+                self._trouble = self._trouble or Trouble(now, now)
+                self._trouble.told = self._trouble.told or now
                 self._task(self._stop_workers(round, signum, grace))
             case Say(text):
-                log.info("%s", text)
+                self._diary.record(AgentSaid(text))
             case Quit():
                 if not self._end.done():
                     self._end.set_result(command)
@@ -211,9 +254,7 @@ class Driver:
 
     async def _warm_up(self) -> None:
         warm = await self._spawner.warm()
-        what = f" preloaded={','.join(warm.preloaded)}" if warm.preloaded else ""
-        why = f" why={warm.why!r}" if warm.why else ""
-        log.info("start=%s%s seconds=%.2f%s", warm.start.value, what, warm.seconds, why)
+        self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
         self._feed(Warmed())
 
     def _offer(self) -> None:
@@ -261,17 +302,19 @@ class Driver:
         except StartError as error:
             self._could_not_start(running, str(error))
             return
-        self._log_start(place, why, began)
+        self._note_start(place, running.group.pids, why, began)
 
-    def _log_start(self, place: Place, why: str, began: float) -> None:
-        first, last = place.first_rank, place.first_rank + place.slots - 1
+    def _note_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()
-        pause = f" pause_ms={(now - self._troubled) * 1e3:.0f}" if self._troubled is not None else ""
-        self._troubled = None
-        log.info(
-            "round=%d ranks=%d-%d world=%d restarts=%d spawn_ms=%.0f%s why=%r",
-            place.round, first, last, place.world_size, place.restarts, (now - began) * 1e3, pause, why,
-        )  # fmt: skip
+        trouble, self._trouble = self._trouble, None
+        pause = now - trouble.happened if trouble else 0.0
+        self._diary.record(
+            WorkersStarted(
+                place.round, place.first_rank, place.world_size, place.restarts, pids, now - began, pause, why
+            )
+        )
+        if trouble:
+            self._diary.record(trouble.over(place.round, began, now))
 
     def _load_plugin(self) -> LogsSource:
         from ripstop.workers.logs_plugin import LogsPlugin
@@ -288,6 +331,7 @@ class Driver:
             max_restarts=self._config.budget.max_restarts,
             error_file=error_file,
             virtual_local_rank=self._config.virtual_local_rank,
+            timer_pipe=self._config.timer_pipe,
         )
 
     def _birth(self, running: Running, local_rank: int) -> Birth:
@@ -302,12 +346,14 @@ class Driver:
         if exit.exitcode == 0:
             running.left -= 1
             if not running.left:
+                self._diary.record(WorkersSucceeded(round))
                 self._feed(WorkersDone(round))
             return
         if running.was_told_to_end(exit):
             return
-        if self._troubled is None:
-            self._troubled = self._loop.time()
+        if self._trouble is None:
+            now = self._loop.time()
+            self._trouble = Trouble(now - max(0.0, time.time() - exit.at), now)
         failure = gather(
             running.place,
             exit.local_rank,
@@ -319,12 +365,16 @@ class Driver:
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
+            condemned=running.condemned.get(exit.local_rank, ""),
         )
-        log.warning("round=%d rank=%d pid=%d failed: %s", round, failure.rank, exit.pid, failure.message.split("\n")[0])
+        self._diary.record(
+            WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
+        )
         self._feed(WorkersFailed(round, (failure,)))
 
     def _could_not_start(self, running: Running, why: str) -> None:
-        log.error("round=%d workers could not be started: %s", running.place.round, why)
+        round, rank = running.place.round, running.place.first_rank
+        self._diary.record(WorkerFailed(round, rank, 0, f"could not be started: {why}"), level=logging.ERROR)
         failure = not_started(
             running.place,
             0,
@@ -335,17 +385,41 @@ class Driver:
         )
         self._feed(WorkersFailed(running.place.round, (failure,)))
 
+    def _watch_timers(self, pipe: Path) -> "Watchdog":
+        from ripstop.workers.timer_pipe import Watchdog
+
+        return Watchdog(pipe, self._timers_missed)
+
+    def _timers_missed(self, pid: int, why: str, signum: int) -> None:
+        """A process of the workers' did not leave in time what it had set a timer for."""
+        running = self._running
+        if running is None or running.group is None or running.sent or (rank := running.group.rank_of(pid)) is None:
+            return  # it is not, or no more, one that is to run
+        missed = TimersMissed(running.place.round, running.place.first_rank + rank, pid, why)
+        self._diary.record(missed, level=logging.WARNING)
+        if signum:
+            if pid in running.group.pids:
+                running.condemned[rank] = why
+            running.group.send(pid, signum)
+
     async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
         running = self._running
         assert running is not None and running.place.round == round, "only the round that runs is stopped"
+        began = self._loop.time()
         running.sent |= {signum, signal.SIGKILL}
         if running.group is not None:
             await running.group.stop(grace, signum)
         if self._store is not None:
             await self._store.close()
             self._store = None
+        if self._timers is not None:
+            self._timers.new_round()
         for rank in range(running.place.slots):
             self._task(self._console.finish(running.logs.files(rank)))
+        now = self._loop.time()
+        if self._trouble is not None:
+            self._trouble.stopped = now
+        self._diary.record(events.WorkersStopped(round, now - began))
         self._feed(WorkersStopped(round))
 
     # the end ----------------------------------------------------------------------------------------------------------
@@ -361,6 +435,8 @@ class Driver:
         for port in (self._store, self._offered):
             if port is not None:
                 await port.close()
+        if self._timers is not None:
+            self._timers.close()
         await self._link.close()
         await self._drain()
         for task in self._tasks:

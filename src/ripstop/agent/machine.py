@@ -25,6 +25,7 @@ from ripstop.rendezvous.messages import (
     Assign,
     Closed,
     Closing,
+    Depart,
     Failed,
     FromAgent,
     FromCoordinator,
@@ -304,6 +305,8 @@ class Agent:
         out: list[Command] = [Tell(join)]
         if self._leaving:
             out.append(Tell(Leaving(name_of(self._leaving))))
+        elif self._end:
+            out.append(Tell(Leaving(self._end.why)))
         if again:
             out.append(Say("coordinator found again"))
         return out + self._offer()
@@ -360,6 +363,8 @@ class Agent:
                 return self._assigned(place, why)
             case Hold(round, why):
                 return self._hold(round, why)
+            case Depart(why):
+                return self._depart(why)
             case Closing(why):
                 self._closing = message
                 self._next = None
@@ -448,6 +453,12 @@ class Agent:
         if self.state is State.IDLE:
             return [*out, *self._quit(Quit(128 + signum, why))]
         return [*out, Say(f"{why}: stopping the workers and leaving"), *self._stop(why, signum)]
+
+    def _depart(self, why: str) -> list[Command]:
+        """An operator sends this node away, which is no failure of it."""
+        if self._going():
+            return []
+        return [*self._tell(Leaving(why)), Say(f"{why}: leaving"), *self._quit(Quit(0, why))]
 
     def _quit(self, end: Quit) -> list[Command]:
         """Go, after the workers."""

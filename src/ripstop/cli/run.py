@@ -12,6 +12,7 @@ from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting
 from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
+from ripstop.cli.timers import timer_pipe
 from ripstop.config import (
     LEAVING,
     MOST_SLOTS,
@@ -87,11 +88,13 @@ output
   --duplicate-stdout-filters WORD,…      what is teed and holds a word also goes to filtered_stdout.log
   --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
   --logs-specs NAME           have a plugin (entry point torchrun.logs_specs) say where output goes
-  --event-log-handler NAME    taken for torchrun's sake: null, console
+  --event-log-handler NAME    tell torch's events to a handler: console, or a plugin (entry point
+                              torchrun.event_handlers); null for none (null)
 
 Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
 RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD: for an etcd that asks.
+TORCHELASTIC_ENABLE_FILE_TIMER=1: workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed at a miss.
 `ripstop completion bash|zsh|fish` prints what makes a shell complete these.
 """
 
@@ -216,6 +219,8 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         bindings=_bindings(given, environ, slots, notes),
         virtual_local_rank=_virtual(given, environ, slots),
         signals=_signals(given),
+        event_handler=event_handler(given),
+        timer_pipe=timer_pipe(environ, notes),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         tls=tls,
         notes=(*notes, *about_waits, *about_token),
@@ -226,7 +231,6 @@ def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
-    event_handler(given, notes)
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

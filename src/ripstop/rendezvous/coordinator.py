@@ -10,14 +10,34 @@ deadline until what has arrived was heard.
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
+from ripstop.errors import NoAnswer
+from ripstop.observe import events as observe
+from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
-from ripstop.rendezvous.events import Close, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
+from ripstop.observe.journal import Journal
+from ripstop.observe.status import JobStatus
+from ripstop.rendezvous.events import (
+    Close,
+    Drop,
+    End,
+    Event,
+    Gone,
+    Heard,
+    Record,
+    Release,
+    Restart,
+    Scale,
+    Send,
+    Tick,
+)
 from ripstop.rendezvous.machine import Job, Settings
-from ripstop.rendezvous.messages import Beat, FromAgent, FromCoordinator
+from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
 
 TURN = 0.01  # seconds in which the event loop reads what has arrived
+PATIENCE = 10.0  # seconds for an agent's answer
 
 log = logging.getLogger("ripstop.rendezvous")
 
@@ -51,15 +71,24 @@ class Session:
 class Coordinator:
     """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it.
 
-    `may_decide` is asked before every decision: a coordinator whose office has run out does nothing more.
+    `may_decide` is asked before every decision: a coordinator whose office has run out does nothing more.  What happens
+    in the job goes to its journal, and from there to `sinks`.
     """
 
-    def __init__(self, settings: Settings, may_decide: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        may_decide: Callable[[], bool] = lambda: True,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()  # the last event, by the job's clock
         self._job = Job(settings, self._last)
         self._may_decide = may_decide
         self._sessions: dict[str, Session] = {}
+        self._questions: dict[int, tuple[str, asyncio.Future[str]]] = {}  # whom, and what becomes of it
+        self._asked = 0
+        self.journal = Journal(sinks)
         self._deadline: float | None = None  # the job's clock does not pass it before its tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[Report] = self._loop.create_future()
@@ -75,15 +104,64 @@ class Coordinator:
 
     def hear(self, session: Session, message: FromAgent) -> None:
         """A session's message; see `Session.receive`."""
-        if self._sessions.get(session.node) is session:
-            self._feed(Heard(session.node, message))
+        if self._sessions.get(session.node) is not session:
+            return
+        match message:
+            case Told(lines):
+                self._take(session.node, lines)
+            case Answer():
+                self._answered(session.node, message)
+            case _:
+                self._feed(Heard(session.node, message))
 
     def forget(self, session: Session, *, returning: bool) -> None:
         """A session's end; see `Session.detach`."""
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
+            self._give_up_on(session.node)
             if not returning:
                 self._feed(Gone(session.node))
+
+    # for operators ----------------------------------------------------------------------------------------------------
+
+    def status(self) -> JobStatus:
+        """The job as it is."""
+        return self._job.status(self._now())
+
+    def record(self, event: observe.Event) -> None:
+        """Have something noted in the job's journal, and said in the log."""
+        self.journal.record(event, time.time())
+        if text := observe.words(event):
+            log.info("%s", text)
+
+    async def ask(self, node: str, question: str, argument: str = "", patience: float = PATIENCE) -> str:
+        """Have a node answer; `NoAnswer` says why there is no answer."""
+        session = self._sessions.get(node)
+        if session is None:
+            raise NoAnswer(f"no node {node} is linked to the coordinator; `status` lists them")
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[str] = self._loop.create_future()
+        self._questions[number] = (node, answer)
+        session.send(Ask(number, question, argument))
+        try:
+            async with asyncio.timeout(patience):
+                return await answer
+        except TimeoutError:
+            raise NoAnswer(f"node {node} did not answer {question!r} in {patience:g} s") from None
+        finally:
+            del self._questions[number]
+
+    def restart(self, why: str) -> None:
+        """An operator wants a new round."""
+        self._feed(Restart(why))
+
+    def release(self, node: str, why: str) -> str:
+        """An operator wants a node to leave; the result says why it cannot, and is empty when it does."""
+        objection = self._job.objection_to_release(node)
+        if not objection:
+            self._feed(Release(node, why))
+        return objection
 
     def scale(self, nodes: int) -> None:
         """An operator wants so many nodes."""
@@ -121,8 +199,8 @@ class Coordinator:
                 case Drop(node):
                     if session := self._sessions.pop(node, None):
                         session.close()
-                case Log(text):
-                    log.info("%s", text)
+                case Record(noted):
+                    self.record(noted)
                 case End(report):
                     if not self.ended.done():
                         self.ended.set_result(report)
@@ -130,6 +208,26 @@ class Coordinator:
         # a lease instead of once a beat.
         if commands or self._timer is None or not (isinstance(event, Heard) and isinstance(event.message, Beat)):
             self._arm()
+
+    def _take(self, node: str, lines: tuple[str, ...]) -> None:
+        for line in lines:
+            entry = observe.from_json(line)
+            if entry is not None and entry.node == node:  # it speaks for itself only
+                self.journal.take(entry)
+
+    def _answered(self, node: str, answer: Answer) -> None:
+        whom, waiting = self._questions.get(answer.number, (None, None))
+        if waiting is None or whom != node or waiting.done():
+            return
+        if answer.error:
+            waiting.set_exception(NoAnswer(answer.error))
+        else:
+            waiting.set_result(answer.body)
+
+    def _give_up_on(self, node: str) -> None:
+        for whom, waiting in self._questions.values():
+            if whom == node and not waiting.done():
+                waiting.set_exception(NoAnswer(f"the connection of node {node} closed before it answered"))
 
     def _now(self) -> float:
         now = self._loop.time()

@@ -14,11 +14,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 
 from ripstop.config import Etcd, Tls
 from ripstop.errors import ProtocolError, RipstopError
+from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.client import WebSocketLink
@@ -88,7 +89,15 @@ class ElectedLink:
     """
 
     def __init__(
-        self, etcd: Etcd, settings: Settings, *, node: str, token: str, local_addr: str | None, tls: Tls | None = None
+        self,
+        etcd: Etcd,
+        settings: Settings,
+        *,
+        node: str,
+        token: str,
+        local_addr: str | None,
+        tls: Tls | None = None,
+        sinks: Iterable[Sink] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
@@ -97,6 +106,7 @@ class ElectedLink:
         self._node = node
         self._token = token
         self._local_addr = local_addr
+        self._sinks = tuple(sinks)
         self._served_tls = for_coordinator(tls) if tls else None
         self._linked_tls = for_agent(tls) if tls else None
         self._election = Election()
@@ -337,7 +347,7 @@ class ElectedLink:
     async def _take_office(self, seat: Seat) -> None:
         mine, self._candidacy = self._candidacy, None
         assert mine is not None, "only who stood is elected"
-        coordinator = Coordinator(self._settings, lambda: self._election.in_office(_now()))
+        coordinator = Coordinator(self._settings, lambda: self._election.in_office(_now()), self._sinks)
         server = Server(
             mine.bound.listening,
             coordinator,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ripstop.observe import events as observe
 from ripstop.observe.failure import Report
 from ripstop.rendezvous.messages import FromAgent, FromCoordinator
 
@@ -36,13 +37,28 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """An operator wants a new round, of whoever is there; nobody is charged."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An operator wants this node to leave the job, as if it had been told to stop."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """An operator wants the job to end."""
 
     why: str
 
 
-Event = Heard | Gone | Tick | Scale | Close
+Event = Heard | Gone | Tick | Scale | Restart | Release | Close
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -64,10 +80,10 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """A line for operators."""
+class Record:
+    """What operators should know."""
 
-    text: str
+    event: observe.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +93,4 @@ class End:
     report: Report
 
 
-Command = Send | Drop | Log | End
+Command = Send | Drop | Record | End

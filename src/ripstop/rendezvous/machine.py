@@ -28,14 +28,31 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ripstop.config import MOST_SLOTS, Budget, Timing
+from ripstop.observe import events as observe
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
+from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.rendezvous import ranks
-from ripstop.rendezvous.events import Close, Command, Drop, End, Event, Gone, Heard, Log, Scale, Send, Tick
+from ripstop.rendezvous.events import (
+    Close,
+    Command,
+    Drop,
+    End,
+    Event,
+    Gone,
+    Heard,
+    Record,
+    Release,
+    Restart,
+    Scale,
+    Send,
+    Tick,
+)
 from ripstop.rendezvous.messages import (
     Assign,
     Closed,
     Closing,
+    Depart,
     Failed,
     FromAgent,
     Hold,
@@ -131,6 +148,7 @@ class Job:
         self._unstopped: set[str] = set()  # nodes whose evidence is awaited
         self._ended = False
         self._now = now  # of the last event: what was due by then has been done
+        self._notes: list[observe.Event] = []  # for operators, of the event at hand
 
     # the outside ------------------------------------------------------------------------------------------------------
 
@@ -145,16 +163,21 @@ class Job:
             case Heard(node, message):
                 out += self._hear(node, message, now)
             case Gone(node):
-                out += self._gone(node, now)
+                self._gone(node, now)
             case Scale(nodes):
-                out += self._scale(nodes)
+                self._scale(nodes)
+            case Restart(why):
+                self._restart(why, now)
+            case Release(node, why):
+                out += self._release(node, why)
             case Close(why):
                 out += self._close(Outcome.STOPPED, why, now)
             case Tick():
                 pass
         out += self._expire(now)
         out += self._advance(now)
-        return out
+        notes, self._notes = self._notes, []
+        return [*map(Record, notes), *out] if notes else out
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
@@ -185,6 +208,48 @@ class Job:
                 pass
         return min((t for t in times if t > self._now), default=None)
 
+    def objection_to_release(self, node: str) -> str:
+        """Why this node cannot be sent away; empty when it can."""
+        if node not in self.members:
+            return f"no node {node} is part of the job; `status` lists them"
+        staying = sum(n not in self._leaving and n != node for n in self.members)
+        if staying < self.settings.min_nodes:
+            least = self.settings.min_nodes
+            return (
+                f"the job needs {least} nodes, and without {node} it has {staying}; stop the job, or add a node first"
+            )
+        return ""
+
+    def status(self, now: float) -> JobStatus:
+        """The job as it is."""
+        return JobStatus(
+            run_id=self.settings.run_id,
+            phase=self.phase.value,
+            why=self._why,
+            seconds=max(0.0, now - self._since),
+            round=self.round,
+            world_size=sum(place.slots for place in self.places.values()) if self.phase is Phase.RUNNING else 0,
+            restarts=self.restarts.used,
+            max_restarts=self.settings.budget.max_restarts,
+            min_nodes=self.settings.min_nodes,
+            max_nodes=self.settings.max_nodes,
+            target=self._target,
+            nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+        )
+
+    def _node_status(self, name: str, node: Node) -> NodeStatus:
+        place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
+        state = (
+            "absent" if name in self._absent
+            else "leaving" if name in self._leaving
+            else "done" if name in self._done
+            else "running" if place
+            else "spare" if name in self._able
+            else "warming"
+        )  # fmt: skip
+        ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_)
+
     # what is heard ----------------------------------------------------------------------------------------------------
 
     def _hear(self, node: str, message: FromAgent, now: float) -> list[Command]:
@@ -203,12 +268,13 @@ class Job:
             case Succeeded(round):
                 self._succeeded(node, round)
             case Leaving(why):
-                return self._leave_soon(node, why, now)
+                self._leave_soon(node, why, now)
             case Stopped(failures):
                 self._keep(failures, self.round)
                 self._unstopped.discard(node)
             case Leave(why):
-                return [*self._lose(node, f"left: {why}", now), Drop(node)]
+                self._lose(node, f"left: {why}", now)
+                return [Drop(node)]
             case _:
                 pass
         return []
@@ -233,12 +299,12 @@ class Job:
 
     def _join(self, node: str, join: Join, now: float) -> list[Command]:
         if objection := self._objection(node, join):
-            return [Send(node, Rejected(objection)), Drop(node), Log(f"node={node} rejected: {objection}")]
-        out: list[Command] = []
+            self._notes.append(observe.NodeRejected(node, objection))
+            return [Send(node, Rejected(objection)), Drop(node)]
         member = self.members.get(node)
         if member is None:
             member = self.members[node] = Member(join.node)
-            out.append(Log(f"node={node} joined from {join.node.host} with {join.node.slots} slots"))
+            self._notes.append(observe.NodeJoined(node, join.node.host, join.node.slots))
         member.node = join.node
         member.ready = join.ready is not None
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
@@ -248,7 +314,7 @@ class Job:
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
             self.restarts = Restarts(self.settings.budget, join.restarts, now)
-        out += self._sync(node, join, now)
+        out = self._sync(node, join, now)
         self._reclassify(node, now)
         return out
 
@@ -325,10 +391,21 @@ class Job:
         if self.phase is not Phase.RUNNING:
             return []  # while recovering, `_resume` looks at the evidence when everybody is back
         if gone := [*self._absent, *(n for n in self._leaving if n in self.places)]:
-            return self._blame(gone, now)
+            self._blame(gone, now)
+            return []
         if self._verdict:
             return []
         verdict = self.restarts.charge(now, now - self._since)
+        self._notes.append(
+            observe.BudgetCharged(
+                self.round,
+                "application",
+                self.restarts.used,
+                self.settings.budget.max_restarts,
+                verdict.allowed,
+                f"{self._culprit()}; {verdict.why}",
+            )
+        )
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
@@ -339,46 +416,51 @@ class Job:
             return []
         return self._close(Outcome.FAILED, f"{self._culprit()}; {verdict.why}", now)
 
-    def _blame(self, gone: list[str], now: float) -> list[Command]:
+    def _blame(self, gone: list[str], now: float) -> None:
         """A failure while nodes were absent or leaving: it is theirs (rule 5), and nobody is charged."""
-        out: list[Command] = []
         for node in gone:
             if node in self._absent:
-                out += self._lose(node, "lost: its connection closed, and a peer failed", now)
+                self._lose(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
             self._gather(f"a worker failed while node {gone[0]} was going", now)
-        return out
 
     def _succeeded(self, node: str, round: int) -> None:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
             self._done.add(node)
 
-    def _scale(self, nodes: int) -> list[Command]:
+    def _scale(self, nodes: int) -> None:
         low, high = self.settings.min_nodes, self.settings.max_nodes
-        if not low <= nodes <= high:
-            return [Log(f"scale to {nodes} refused: the job runs on {low} to {high} nodes")]
-        self._target = nodes
-        return [Log(f"scale to {nodes} nodes")]
+        fits = low <= nodes <= high
+        why = "" if fits else f"the job runs on {low} to {high} nodes"
+        self._notes.append(observe.ScaleAsked(nodes, fits, why))
+        if fits:
+            self._target = nodes
+
+    def _restart(self, why: str, now: float) -> None:
+        if self.phase is Phase.RUNNING:
+            self._gather(why, now)
+
+    def _release(self, node: str, why: str) -> list[Command]:
+        return [] if self.objection_to_release(node) else [Send(node, Depart(why))]
 
     # who is gone ------------------------------------------------------------------------------------------------------
 
-    def _gone(self, node: str, now: float) -> list[Command]:
+    def _gone(self, node: str, now: float) -> None:
         if node not in self.members or self.phase is Phase.CLOSED:
-            return []  # at the end, who breaks off without a `Leave` may come back for the last word
+            return  # at the end, who breaks off without a `Leave` may come back for the last word
         self._heard.pop(node, None)
         if node not in self.places or node in self._leaving or self._verdict or self.phase is Phase.CLOSING:
-            return self._lose(node, "gone: its connection closed", now)
+            self._lose(node, "gone: its connection closed", now)
+            return
         self._absent.setdefault(node, now)
         self._reclassify(node, now)
-        return []
 
-    def _leave_soon(self, node: str, why: str, now: float) -> list[Command]:
+    def _leave_soon(self, node: str, why: str, now: float) -> None:
         self._leaving.add(node)
         self._reclassify(node, now)
-        out: list[Command] = [Log(f"node={node} is leaving: {why}")]
+        self._notes.append(observe.NodeLeaving(node, why))
         if self._verdict and node in self.places:
-            out += self._blame([node], now)
-        return out
+            self._blame([node], now)
 
     def _expire(self, now: float) -> list[Command]:
         """Leases and hints that have run out."""
@@ -390,12 +472,13 @@ class Job:
             node, heard = next(iter(self._heard.items()))
             if now < heard + lease + LATE:
                 break
-            out += [*self._lose(node, f"lost: silent for {now - heard:.1f} s", now), Drop(node)]
+            self._lose(node, f"lost: silent for {now - heard:.1f} s", now)
+            out.append(Drop(node))
         while self._absent:
             node, since = next(iter(self._absent.items()))
             if now < since + RECONNECT:
                 break
-            out += self._lose(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
+            self._lose(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
         return out
 
     def _forgive(self, now: float, late: float) -> None:
@@ -411,23 +494,23 @@ class Job:
         if self._verdict:
             self._verdict = (now + BLAME, self._verdict[1])
 
-    def _lose(self, node: str, why: str, now: float) -> list[Command]:
+    def _lose(self, node: str, why: str, now: float) -> None:
         if self.members.pop(node, None) is None:
-            return []
+            return
         self._heard.pop(node, None)
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._unstopped.discard(node)
         self._reclassify(node, now)
-        out: list[Command] = [Log(f"node={node} {why}")]
+        self._notes.append(observe.NodeGone(node, why, lost=not why.startswith("left")))
         if self._suspect is not None and node in self.places and now - self._suspect <= self.settings.timing.lease:
             self.restarts.refund()  # its victims were heard first
             self._suspect = None
+            self._notes.append(observe.BudgetRefunded(self.round, node))
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
         elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
             self._gather(f"node {node} {why}", now)
-        return out
 
     def _reclassify(self, node: str, now: float) -> None:
         """Note where a node stands, after anything about it or the round has changed."""
@@ -462,7 +545,8 @@ class Job:
             self._gather(f"round {held.round} was alive elsewhere", now)
             return out
         self._enter(Phase.RECOVERING, now)
-        return [*out, Log(f"round={held.round} is known to its members; waiting for {held.group_size} nodes")]
+        self._notes.append(observe.RoundFound(held.round, held.group_size))
+        return out
 
     def _is_recovered(self, held: Place) -> bool:
         """Is it a place in that very round, and not in one that another coordinator gave the same number?"""
@@ -479,6 +563,7 @@ class Job:
 
     def _gather(self, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
+        self._notes.append(observe.RoundEnded(self.round, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
         self._not_before = now + delay
@@ -514,7 +599,8 @@ class Job:
             return self._form_or_hold(now)
         self._enter(Phase.RUNNING, now)
         self._why = "the coordinator was restarted"
-        out: list[Command] = [Log(f"round={self.round} goes on: all {back} nodes are back")]
+        self._notes.append(observe.RoundResumed(self.round, back))
+        out: list[Command] = []
         if self._broken:
             out += self._failed(next(iter(self.places)), self.round, (), now)
         return [*out, *self._advance(now)]
@@ -597,10 +683,9 @@ class Job:
         left_out = [n for n in self.places if n in self.members and n not in before]
         self._begin({node.id: place for node, place in zip(nodes, places, strict=True)}, now)
         self._enter(Phase.RUNNING, now)
-        out: list[Command] = [
-            Log(f"round={self.round} nodes={len(nodes)} world={places[0].world_size} store={store} why={self._why!r}")
-        ]
-        out += [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
+        names, world = tuple(self.places), places[0].world_size
+        self._notes.append(observe.RoundFormed(self.round, names, world, str(store), self.restarts.used, self._why))
+        out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
         out += [Send(n, Hold(self.round, why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
@@ -630,8 +715,8 @@ class Job:
         if outcome is Outcome.SUCCEEDED:
             return self._finish(now)
         self._unstopped = set(self.members)
-        out: list[Command] = [Log(f"closing: {why}")]
-        out += [Send(n, Closing(why, outcome)) for n in self.members]
+        self._notes.append(observe.JobClosing(outcome, why))
+        out: list[Command] = [Send(n, Closing(why, outcome)) for n in self.members]
         return out + self._finish(now)
 
     def _finish(self, now: float) -> list[Command]:
@@ -643,7 +728,8 @@ class Job:
         self.report = replace(self.report, rounds=self.round, restarts=self.restarts.used, failures=failures)
         self._enter(Phase.CLOSED, now)
         out: list[Command] = [Send(n, Closed(self.report)) for n in self.members]
-        out.append(Log(f"closed: {self.report.outcome}: {self.report.why}"))
+        ended = self.report
+        self._notes.append(observe.JobClosed(ended.outcome, ended.why, ended.rounds, ended.restarts))
         return out + self._end(now)
 
     def _end(self, now: float) -> list[Command]:

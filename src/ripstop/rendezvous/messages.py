@@ -134,6 +134,22 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What happened here, as lines of JSON (`observe/events.py`); lines that were told before may be among them."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was asked for, as JSON; or why it cannot be had."""
+
+    number: int
+    body: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """I am alive; both sides say it."""
 
@@ -158,6 +174,22 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Depart:
+    """An operator wants you to leave the job: stop your workers and go."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An operator wants to know something of you; answer under this number.  It changes nothing."""
+
+    number: int
+    question: str
+    argument: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """The job has failed or is to end: stop your workers and tell how they died."""
 
@@ -173,8 +205,8 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Beat
-FromCoordinator = Assign | Hold | Closing | Closed | Rejected | Beat
+FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromCoordinator = Assign | Hold | Depart | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

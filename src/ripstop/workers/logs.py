@@ -20,6 +20,7 @@ from typing import Protocol
 
 from ripstop.config import Logs, Streams
 from ripstop.errors import StartError, UsageError
+from ripstop.observe.event_file import OF_JOB, OF_NODE
 from ripstop.round import Place
 from ripstop.workers.console import Console, Kept
 
@@ -50,7 +51,10 @@ class LogDirectory:
             return
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # someone else is at work in there: it is theirs now
-            if any(Path(directory, name).lstat().st_size for directory, _, names in tree for name in names):
+            files = [
+                Path(directory, name) for directory, _, names in tree for name in names if name not in (OF_NODE, OF_JOB)
+            ]
+            if any(file.lstat().st_size for file in files):
                 return
             for directory, _, names in tree:
                 for name in names:

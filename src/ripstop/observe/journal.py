@@ -1,0 +1,55 @@
+"""The entries of a whole job, in the order in which its coordinator learned of them.
+
+What an agent tells again after a broken connection is taken once.  Only the latest are kept; a reader that was away
+for longer finds the rest in the event files.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from ripstop.observe.events import Entry, Event, Sink
+
+KEPT = 10_000  # entries
+
+
+class Journal:
+    """Numbers, keeps and passes on what happens in a job."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._own = 0
+        self._seen: dict[str, int] = {}  # the last number of each node
+        self.count = 0  # of all that were ever here
+
+    def record(self, event: Event, at: float) -> Entry:
+        """The coordinator itself has something to say."""
+        self._own += 1
+        entry = Entry(self._own, at, "", event)
+        self._append(entry)
+        return entry
+
+    def take(self, entry: Entry) -> bool:
+        """An agent's entry; false if it was here before."""
+        if entry.seq <= self._seen.get(entry.node, 0):
+            return False
+        self._seen[entry.node] = entry.seq
+        self._append(entry)
+        return True
+
+    def since(self, number: int) -> list[tuple[int, Entry]]:
+        """The kept entries after the `number`-th of the job, numbered."""
+        first = self.count - len(self._entries)
+        skip = max(0, number - first)
+        return [(first + 1 + i, entry) for i, entry in enumerate(self._entries) if i >= skip]
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Have every later entry given to `sink`; the result ends that."""
+        self._sinks.append(sink)
+        return lambda: self._sinks.remove(sink)
+
+    def _append(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        self.count += 1
+        for sink in tuple(self._sinks):
+            sink(entry)

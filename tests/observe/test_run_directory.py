@@ -1,0 +1,27 @@
+"""The directory of sockets belongs to one user."""
+
+from pathlib import Path
+
+import pytest
+
+from ripstop.errors import UsageError
+from ripstop.observe.run_directory import run_directory
+
+
+def test_the_directory_is_this_users_alone(tmp_path: Path) -> None:
+    path = run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == path
+
+
+def test_a_directory_that_lets_others_in_is_refused(tmp_path: Path) -> None:
+    run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}).chmod(0o755)
+    with pytest.raises(UsageError, match="alone"):
+        run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "ripstop").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="alone"):
+        run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
