@@ -19,10 +19,11 @@ MAX_TEXT = 1000  # characters of one field
 MAX_LINE = 1 << 20  # characters of one entry
 
 
-class Cause(StrEnum):
+class Ending(StrEnum):
     """Why a round ended, as few words as there are remedies."""
 
     APPLICATION = "application"  # a worker failed
+    INFRASTRUCTURE = "infrastructure"  # it was not the workers' fault
     NODE_LOST = "node_lost"
     NODE_LEFT = "node_left"
     NODE_JOINED = "node_joined"
@@ -98,7 +99,7 @@ class RoundResumed:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Cause`."""
+    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Ending`."""
 
     round: int
     cause: str

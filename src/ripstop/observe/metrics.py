@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ripstop.observe.events import (
     BudgetCharged,
     BudgetRefunded,
-    Cause,
+    Ending,
     CheckpointSaved,
     Entry,
     FirstStep,
@@ -50,7 +50,7 @@ class Totals:
 
     events: Counter[str] = field(default_factory=Counter)  # by kind
     rounds: int = 0
-    restarts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(Cause, 0)))
+    restarts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(Ending, 0)))
     charged: int = 0
     refunded: int = 0
     worker_failures: int = 0

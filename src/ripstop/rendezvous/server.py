@@ -210,7 +210,7 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self._authorised(request):
-            return _plain(401, "the job's secret is wanted: Authorization: Bearer TOKEN")
+            return _plain(401, "this job shows its numbers to those who send Authorization: Bearer, and its API token")
         if self._token and request.transport is not None:
             self._part(request.transport)  # no stranger: the page of a large job may take its time
         response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
@@ -218,9 +218,12 @@ class Server:
         return response
 
     def _authorised(self, request: web.Request) -> bool:
-        """Who may read: whoever shows the job's secret; anybody where there is none."""
+        """Who may read: whoever shows the token; anybody where there is no secret."""
+        if not self._token:
+            return True
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        return not self._token or (scheme.lower() == "bearer" and secret.same(shown.strip(), self._token))
+        expected = secret.api_token(self._token, self._run_id)
+        return scheme.lower() == "bearer" and secret.same(shown.strip(), expected)
 
     # agents -----------------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,21 @@ class Gpus:
         """What is known of them within this time: everything, or nothing."""
         if self._absent:
             return ()
-        asked = self._asked = self._asked or self._ask()
+        if self._asked is None or self._asked.done():
+            self._asked = self._ask()
+        heard = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(heard.set)
+
+        asked = self._asked
+        asked.add_done_callback(wake)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                return await asyncio.shield(asyncio.wrap_future(asked))
+                await heard.wait()
+                return asked.result()
         return ()
 
     def _ask(self) -> Future[tuple[GpuSample, ...]]:
@@ -43,7 +54,6 @@ class Gpus:
                 found = self._read()
             except Exception:  # no package, no driver, or one that says anything at all
                 self._absent = True
-            self._asked = None
             future.set_result(found)
 
         threading.Thread(target=ask, name="nvml", daemon=True).start()
