@@ -5,8 +5,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ripstop.observe.events import (
     BudgetCharged,
     BudgetRefunded,
-    Ending,
     CheckpointSaved,
+    Ending,
     Entry,
     Event,
     FirstStep,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ripstop.observe.events import (
     BudgetCharged,
     BudgetRefunded,
-    Ending,
     CheckpointSaved,
+    Ending,
     Entry,
     FirstStep,
     NodeGone,
