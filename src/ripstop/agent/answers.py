@@ -39,25 +39,8 @@ class Workers:
 
 
 Question = Callable[[Workers, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-Whenever = Callable[[Workers | None, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-
-_gpus: Any = None  # `Gpus`, once somebody asks
-
-
-async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any]:
-    """What this node and its workers use now: a `NodeSample`."""
-    from ripstop.workers import samples  # here and below: only where somebody asks
-    from ripstop.workers.gpus import Gpus
-
-    global _gpus
-    _gpus = _gpus or Gpus()
-    found = await _gpus.sample()
-    place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
-    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, {}, found))
-
 
 QUESTIONS: dict[str, Question] = {}
-WHENEVER: dict[str, Whenever] = {"sample": sample}  # also when no workers run
 
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:
@@ -85,3 +68,25 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
     if len(text) > LARGEST:
         raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
     return text
+
+
+# also when no workers run ---------------------------------------------------------------------------------------------
+
+Whenever = Callable[[Workers | None, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+
+_gpus: Any = None  # `Gpus`, once somebody asks
+
+
+async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any]:
+    """What this node and its workers use now: a `NodeSample`."""
+    from ripstop.workers import samples  # here and below: only where somebody asks
+    from ripstop.workers.gpus import Gpus
+
+    global _gpus
+    _gpus = _gpus or Gpus()
+    found = await _gpus.sample()
+    place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
+    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, {}, found))
+
+
+WHENEVER: dict[str, Whenever] = {"sample": sample}
