@@ -9,12 +9,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ripstop.observe.events import read_lines
 from ripstop.rendezvous.secret import api_token
+from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus here: apt install prometheus")
@@ -43,8 +45,11 @@ class Prometheus:
         try:
             with urllib.request.urlopen(self._url + urllib.parse.urlencode({"query": what}), timeout=10) as response:
                 found = json.load(response)["data"]["result"]
-        except (urllib.error.URLError, ConnectionError):
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, f"{what}: {error.read().decode()}"
             return {}  # it is starting
+        except (urllib.error.URLError, ConnectionError):
+            return {}  # it does not even listen
         hidden = ("__name__", "instance", "job")
         return {
             tuple(value for name, value in sorted(one["metric"].items()) if name not in hidden): float(one["value"][1])
@@ -78,10 +83,10 @@ def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
 
 
 @contextmanager
-def crashing_job(folder: Path, **env: str) -> Iterator[Job]:
+def crashing_job(folder: Path) -> Iterator[Job]:
     """Two workers on a node, and a coordinator by itself; one of the workers crashes, and they go on for ever."""
-    state = {"STATE": str(folder / "state"), "CRASH_AT": str(CRASH_AT), "RIPSTOP_TOKEN": TOKEN}
-    with Job(folder, **state, **env) as job:
+    env = {"STATE": str(folder / "state"), "CRASH_AT": str(CRASH_AT), "RIPSTOP_TOKEN": TOKEN}
+    with Job(folder, **env, REPORT="1" if find_spec("ripstop.train") else "") as job:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
         coordinator = job.ripstop(
             "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
@@ -95,35 +100,68 @@ def crashing_job(folder: Path, **env: str) -> Iterator[Job]:
         coordinator.wait()
 
 
-def test_prometheus_reads_the_story_of_a_crash(tmp_path: Path) -> None:
-    with crashing_job(tmp_path) as job, prometheus(tmp_path, job) as read:
-        read.until('ripstop_restarts_total{cause="application"} == 1')
-        read.until("ripstop_round == 2")
-        assert read.until("ripstop_worker_memory_bytes > 1e6").keys() == {
-            (*node, rank) for rank in "01" for node in read.query("ripstop_agent_memory_bytes")
-        }
-        phases = read.until("ripstop_recovery_seconds_count > 0")
-        assert {("detect",), ("decide",), ("stop",), ("start",)} <= phases.keys()
-        assert (
-            0 < read.until('histogram_quantile(0.9, ripstop_recovery_seconds_bucket{phase="start"})')[("start",)] < 60
-        )
-        assert read.query("up") == {(): 1.0}
-        assert set(read.query("ripstop_node_up").values()) == {1.0}
-        assert read.query("ripstop_worker_failures_total >= 1")
-        read.until("rate(ripstop_worker_cpu_seconds_total[10s]) > 0")
-    with (tmp_path / "coordinator" / "e2e" / "job-events.jsonl").open() as lines:
-        kinds = {record["kind"] for record in read_lines(lines)}
-    assert {"node_joined", "round_formed", "worker_failed", "recovered", "round_ended"} <= kinds
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with crashing_job(tmp_path_factory.mktemp("job")) as running:
+        yield running
 
 
-def test_prometheus_reads_steps_and_goodput(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def read(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Takes five seconds to look for its targets; so there is one for all tests."""
+    with prometheus(tmp_path_factory.mktemp("prometheus"), job) as running:
+        yield running
+
+
+def test_prometheus_reads_the_story_of_a_crash(read: Prometheus) -> None:
+    read.until('ripstop_restarts_total{cause="application"} == 1')
+    read.until("ripstop_round == 2")
+    phases = read.until("ripstop_recovery_seconds_count > 0")
+    assert {("detect",), ("decide",), ("stop",), ("start",)} <= phases.keys()
+    slowest = read.until("histogram_quantile(0.9, ripstop_recovery_seconds_bucket)")
+    assert 0 < slowest[("start",)] < 60
+    assert read.query("ripstop_worker_failures_total >= 1")
+    assert read.query("up") == {(): 1.0}
+
+
+def test_prometheus_reads_what_every_rank_uses(read: Prometheus) -> None:
+    memory = read.until("ripstop_worker_memory_bytes > 1e6 and on() ripstop_round == 2")
+    (node,) = read.query("ripstop_agent_memory_bytes > 1e6")
+    assert memory.keys() == {(*node, "0"), (*node, "1")}
+    assert read.query("ripstop_worker_cpu_seconds_total >= 0").keys() == memory.keys()
+    assert list(read.query("ripstop_node_up").values()) == [1.0]
+
+
+def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
     pytest.importorskip("ripstop.train")
-    with crashing_job(tmp_path, REPORT="1") as job, prometheus(tmp_path, job) as read:
-        read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
-        assert read.until("ripstop_checkpoint_step") == {(): 40.0}
-        assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(
-            CRASH_AT - 40, abs=15
-        )  # beats are 0.25 s apart
-        assert 0 < read.until("ripstop_goodput_ratio")[()] < 1
-        assert read.until('ripstop_recovery_seconds_count{phase="first_step"} > 0')
-        assert all(0 < rate < 60 for rate in read.until("ripstop_worker_steps_per_second > 0").values())
+    read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
+    assert read.until("ripstop_checkpoint_step") == {(): 40.0}
+    heard = 15  # steps may pass between two heartbeats that are sent
+    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=heard)
+    assert 0 < read.until("ripstop_goodput_ratio")[()] < 1
+    assert read.until('ripstop_recovery_seconds_count{phase="first_step"} > 0')
+    assert all(0 < rate < 60 for rate in read.until("ripstop_worker_steps_per_second > 0").values())
+
+
+def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
+    read.until("ripstop_round == 2")
+    answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
+    assert answers[filled_in(*queries(restarts))] == {(): 1.0}
+
+
+def filled_in(question: str) -> str:
+    """With values for the dashboard's variables."""
+    return question.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+
+
+def test_a_coordinator_by_itself_writes_down_what_happens(job: Job) -> None:
+    file = job.folder / "coordinator" / "e2e" / "job-events.jsonl"
+
+    def story() -> bool | None:
+        with file.open() as lines:
+            kinds = {record["kind"] for record in read_lines(lines)}
+        return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
+
+    wait_until(lambda: file.exists() or None)
+    wait_until(story)

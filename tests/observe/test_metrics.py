@@ -1,5 +1,9 @@
 """What is counted, and the page that says it."""
 
+import shutil
+import subprocess
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ripstop.observe.events import (
@@ -99,6 +103,14 @@ def test_every_metric_is_on_the_page_with_its_type_words_and_labels() -> None:
         labels = {label for sample in family.samples for label in sample.labels}
         assert labels - {"le"} == set(metric.labels)
     assert not families
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: apt install prometheus")
+def test_promtool_finds_no_fault() -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=full_page(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
 def test_names_say_what_prometheus_wants_them_to_say() -> None:
