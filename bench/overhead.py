@@ -3,8 +3,8 @@
 
 python bench/overhead.py [--pairs 4] [--steps 1500] [--json bench/results/overhead.json]
 
-Everything on: a heartbeat every step, hang detection, Prometheus' page read once a second, and a reader of the stream of
-events.  Off: the job alone; events are written then, too.  What this ripstop cannot do yet is left out, and said.  The
+Everything on: a heartbeat every step, hang detection, Prometheus' page read once a second, and a reader of the stream
+of events.  Off: the job alone; events are written then, too.  What this ripstop cannot do is left out, and said.  The
 agent's CPU time is its share of a core while the job runs, the coordinator's in it.
 """
 
