@@ -136,6 +136,7 @@ class Backend(Enum):
     COORDINATOR = "c10d"  # at the endpoint, in whichever agent could bind it
     STATIC = "static"  # the same, with ranks and node count fixed by the user
     ETCD = "etcd"  # in whichever agent etcd has elected
+    HANDLER = "handler"  # nowhere: nodes meet through a handler of another package
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,15 @@ class Etcd:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A rendezvous handler of torch's kind, by the name of its entry point, with what it is given."""
+
+    name: str
+    endpoint: str = ""
+    conf: tuple[tuple[str, str], ...] = ()
 
 
 LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
@@ -188,6 +198,7 @@ class RunConfig:
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
     etcd: Etcd | None = None
+    handler: Handler | None = None
     is_host: bool | None = None  # None: whoever can bind the endpoint
     local_addr: str | None = None
     node_rank: int | None = None
@@ -200,6 +211,8 @@ class RunConfig:
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
     virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
     signals: tuple[str, ...] = LEAVING
+    event_handler: str = ""  # of torch's kind; "": none
+    timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect

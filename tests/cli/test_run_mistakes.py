@@ -8,6 +8,7 @@ from ripstop.cli import main
 
 C10D = "--rdzv-backend=c10d --rdzv-endpoint=node0"
 ETCD = "--rdzv-backend=etcd --rdzv-endpoint=e0"
+TIMERS = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
             "--rdzv-conf: ssl_cert is there under two names; keep one of the two",
         ),
-        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static"),
+        (
+            "--rdzv-backend=zeus train.py",
+            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that "
+            "has it as an entry point torchrun.handlers",
+        ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
             f"{C10D}:99999 train.py",
@@ -244,7 +249,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--event-log-handler=x train.py",
-            "--event-log-handler=x: there is no such handler; write null, console, dynamic_rendezvous",
+            "--event-log-handler=x: there is no such handler, and no entry point torchrun.event_handlers of this name; "
+            "write null, console",
         ),
         (
             "--signals-to-handle=SIGFOO train.py",
@@ -340,6 +346,16 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
             {"RIPSTOP_ETCD_USER": "u"},
             f"{ETCD} train.py",
             "RIPSTOP_ETCD_USER is set and RIPSTOP_ETCD_PASSWORD is not; set both, or none",
+        ),
+        (
+            TIMERS | {"TORCHELASTIC_TIMER_FILE": "file"},
+            "train.py",
+            "TORCHELASTIC_TIMER_FILE=file: is there and no pipe, and is not replaced by one; name another place",
+        ),
+        (
+            TIMERS | {"TORCHELASTIC_TIMER_FILE": "/nowhere/pipe"},
+            "train.py",
+            "TORCHELASTIC_TIMER_FILE=/nowhere/pipe: /nowhere is no directory; make it, or name another place",
         ),
     ],
 )

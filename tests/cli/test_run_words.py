@@ -21,6 +21,7 @@ from ripstop.config import (
     Timing,
 )
 from ripstop.round import Address
+from ripstop.workers.timer_pipe import Pipe
 
 Read = Callable[..., RunConfig]
 TOKEN = {"RIPSTOP_TOKEN": "s"}
@@ -97,7 +98,9 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--start-method=forkserver", "start", Start.ZYGOTE),
         ("--preload=torch,torch.nn", "preload", ("torch", "torch.nn")),
         ("--preload=none", "preload", ()),
-        ("--event-log-handler=null", "notes", ()),
+        ("--event-log-handler=null", "event_handler", ""),
+        ("--event-log-handler=dynamic_rendezvous", "event_handler", ""),
+        ("--event-log-handler=console", "event_handler", "console"),
         ("--signals-to-handle=SIGTERM,SIGUSR1", "signals", ("SIGTERM", "SIGUSR1")),
         ("--signals-to-handle=SIGUSR2,SIGUSR2", "signals", ("SIGUSR2",)),
         ("--virtual-local-rank", "virtual_local_rank", True),
@@ -214,7 +217,6 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("--start-method=exec --preload=torch", "--preload has no effect"),
         ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
         ("--run-path --no-python", "--no-python has no effect beside --run-path"),
-        ("--event-log-handler=console", "--event-log-handler=console has no effect in this version"),
         ("--tee=2 --duplicate-stdout-filters=a", "--duplicate-stdout-filters has no effect without --tee=1"),
         ("--tee=1 --duplicate-stderr-filters=a", "--duplicate-stderr-filters has no effect without --tee=2"),
         ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: 1 for each of the 2 workers"),
@@ -340,3 +342,23 @@ def test_etcd_v2_is_etcd_with_a_word(read: Read) -> None:
         "--rdzv-backend=etcd-v2 is etcd here: ripstop speaks etcd's v3 API",
         "--rdzv-conf is_host has no effect with --rdzv-backend=etcd-v2: etcd elects the host",
     )
+
+
+def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
+    on, at = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+    assert read("train.py", {at: "pipe"}).timer_pipe is None
+    assert read("train.py", {on: "1", at: "pipe"}).timer_pipe == Path.cwd() / "pipe"
+    made_up = read("train.py", {on: "1"}).timer_pipe
+    assert made_up is not None and made_up.name.startswith("watchdog_timer_")
+    config = read("train.py", {on: "yes"})
+    assert config.timer_pipe is None
+    assert config.notes == (f"{on}=yes has no effect: 1 switches timers on",)
+
+
+def test_a_pipe_that_another_agent_reads_is_left_alone(read: Read, tmp_path: Path) -> None:
+    pipe = Pipe(tmp_path / "pipe")
+    environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "pipe")}
+    config = read("train.py", environ)
+    assert config.timer_pipe != tmp_path / "pipe" and config.timer_pipe.parent == tmp_path
+    assert "another agent reads this pipe; this job's is" in config.notes[0]
+    pipe.close()

@@ -13,6 +13,7 @@ from ripstop.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, Backend, ad
 from ripstop.errors import UsageError
 from ripstop.round import Address
 
+BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")
 MASTER = ("--master-addr", "--master-port")
 
@@ -35,12 +36,12 @@ def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, n
     if "--standalone" in given:
         if max_nodes != 1:
             raise UsageError(f"{_said(given, '--nnodes')}: --standalone is for one node; leave out one of the two")
-        _idle(given, (*ENDPOINT, *MASTER, "--node-rank"), "with --standalone", notes)
+        idle(given, (*ENDPOINT, *MASTER, "--node-rank"), "with --standalone", notes)
         return _alone(local_addr, hosting, given, notes)
     node_rank = _node_rank(given, max_nodes)
     match backend := given.text("--rdzv-backend", "static"):
         case "c10d":
-            _idle(given, MASTER, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            idle(given, MASTER, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
             endpoint = _endpoint(given, max_nodes)
             if endpoint is None:
                 return _alone(local_addr, hosting, given, notes)
@@ -55,7 +56,10 @@ def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, n
             return _fixed(given, min_nodes, max_nodes, node_rank, local_addr, notes)
         case "etcd" | "etcd-v2":
             return _elected(given, backend, hosting, node_rank, local_addr, notes)
-    raise UsageError(f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static")
+    raise UsageError(
+        f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static, or install "
+        "the package that has it as an entry point torchrun.handlers"
+    )
 
 
 def _alone(
@@ -80,7 +84,7 @@ def _elected(
         raise UsageError(
             f"{said}: no etcd is named; write --rdzv-endpoint=HOST:{ETCD_PORT}, several of them parted by commas"
         )
-    _idle(given, MASTER, f"with {said}: etcd's endpoint is --rdzv-endpoint", notes)
+    idle(given, MASTER, f"with {said}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{said} is etcd here: ripstop speaks etcd's v3 API")
     if hosting is not None:
@@ -132,7 +136,7 @@ def _endpoint(given: Given, max_nodes: int) -> Address | None:
 def _master(given: Given, notes: list[str]) -> Address | None:
     """Where static nodes meet; None when nothing was said."""
     if given.text("--rdzv-endpoint", ""):
-        _idle(given, MASTER, "beside --rdzv-endpoint", notes)
+        idle(given, MASTER, "beside --rdzv-endpoint", notes)
         return address(given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", ""), default_port=MASTER_PORT)
     if not any(flag in given for flag in MASTER):
         return None
@@ -151,7 +155,7 @@ def _node_rank(given: Given, max_nodes: int) -> int | None:
     return whole(given.label("--node-rank"), given.text("--node-rank", ""), least=0, most=max_nodes - 1, remedy=remedy)
 
 
-def _idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes.extend(f"{given.label(flag)} has no effect {why}" for flag in flags if flag in given)
 
 

@@ -247,6 +247,16 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TimersMissed:
+    """A worker, or a process of its, did not clear its timers in time: which, and what was done about it."""
+
+    round: int
+    rank: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of this node exited 0."""
 
@@ -289,7 +299,7 @@ Event = (
     | RoundFormed | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
-    | WorkerFailed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
+    | WorkerFailed | TimersMissed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
 )  # fmt: skip
 
 
@@ -425,6 +435,8 @@ def words(event: Event) -> str:
             return f"round={round} rank={rank} checkpoint step={step} path={path}"
         case WorkerFailed(round, rank, pid, why):
             return f"round={round} rank={rank} pid={pid} failed: {why}"
+        case TimersMissed(round, rank, pid, why):
+            return f"round={round} rank={rank} pid={pid} {why}"
         case WorkersStopping(round, why):
             return f"round={round} stopping: {why}"
         case AgentSaid(text):
