@@ -23,10 +23,11 @@ from ripstop.observe.events import (
     StepsDone,
     WorkerFailed,
 )
-from ripstop.observe.exposition import METRICS, page
+from ripstop.observe.exposition import METRICS, PHASES, page
 from ripstop.observe.metrics import Totals
 from ripstop.observe.sample import GpuSample, NodeSample, RankSample
 from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.rendezvous.machine import Phase
 
 STORY: list[tuple[str, Event]] = [
     ("", NodeJoined("a", "h", 1)),
@@ -116,6 +117,12 @@ def test_promtool_finds_no_fault() -> None:
 def test_names_say_what_prometheus_wants_them_to_say() -> None:
     assert all((m.type == "counter") == m.name.endswith("_total") for m in METRICS.values())
     assert len({m.help for m in METRICS.values()}) == len(METRICS)
+
+
+def test_a_job_is_in_one_phase_of_all_there_are() -> None:
+    assert [phase.value for phase in Phase] == list(PHASES)
+    lines = [line for line in full_page().splitlines() if line.startswith("ripstop_phase{")]
+    assert [line for line in lines if line.endswith(" 1.0")] == ['ripstop_phase{phase="running"} 1.0']
 
 
 def test_a_node_that_did_not_answer_is_down_and_has_no_ranks() -> None:

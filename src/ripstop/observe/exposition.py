@@ -4,6 +4,7 @@
 short lists.  What is not known is not there: no zeros for GPUs that nobody has, or steps that nobody reports.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -154,8 +155,10 @@ def _job(found: _Found, status: JobStatus) -> None:
     found.put("ripstop_phase_seconds", status.seconds)
     found.put("ripstop_round", status.round)
     found.put("ripstop_world_size", status.world_size)
-    for state in NODE_STATES:
-        found.put("ripstop_nodes", sum(node.state == state for node in status.nodes), state)
+    states = Counter(dict.fromkeys(NODE_STATES, 0))
+    states.update(node.state for node in status.nodes)
+    for state, count in states.items():
+        found.put("ripstop_nodes", count, state)
     found.put("ripstop_nodes_min", status.min_nodes)
     found.put("ripstop_nodes_max", status.max_nodes)
     found.put("ripstop_nodes_target", status.target)
