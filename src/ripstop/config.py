@@ -232,6 +232,7 @@ class CoordinatorConfig:
     rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
+    log_dir: Path | None = None  # for the job's events; None: they are not written
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()

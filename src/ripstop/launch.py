@@ -18,7 +18,7 @@ from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
+from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Logs, Module, RunConfig, Script
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
@@ -71,11 +71,12 @@ def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator alone."""
     with _log_lines(config.notes, rendezvous=True):
+        directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
         assert bound is not None, "a demanded endpoint is bound, or an error"
         _may_serve(bound, config)
         _warn_of(bound)
-        end = asyncio.run(_coordinate(config, bound))
+        end = asyncio.run(_coordinate(config, bound, directory))
     if isinstance(end, int):
         return 128 + end
     print(render(end), end="", file=sys.stderr)
@@ -153,13 +154,14 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     return _Meeting(link, link.broken)
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
+async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> Report | int:
     """How the job ended, or the signal that ended its coordinator."""
     stopped: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
-        coordinator = Coordinator(_settings(config))
+        sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
+        coordinator = Coordinator(_settings(config), sinks=sinks)
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)

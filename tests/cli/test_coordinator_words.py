@@ -1,5 +1,7 @@
 """What the words of `ripstop coordinator` come to mean."""
 
+from pathlib import Path
+
 from ripstop.cli.coordinator import configure
 from ripstop.config import Budget, CoordinatorConfig, Timing
 from ripstop.round import Address, RankBy
@@ -30,3 +32,12 @@ def test_a_coordinator_that_anyone_can_join_says_so() -> None:
     config = configure(["--rdzv-endpoint=head"], {})
     assert config is not None
     assert "whoever can reach head:29400" in config.notes[0]
+
+
+def test_a_coordinator_writes_events_where_it_is_told() -> None:
+    def told(words: str) -> Path | None:
+        config = configure(["--rdzv-endpoint=head", *words.split()], {})
+        assert config is not None
+        return config.log_dir
+
+    assert [told(""), told("--log-dir=/dev/null"), told("--log-dir=logs")] == [None, None, Path("logs")]

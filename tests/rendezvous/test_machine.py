@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ripstop.config import Budget, Timing
-from ripstop.observe.events import RankWishDenied, ScaleAsked, words
+from ripstop.observe.events import Ending, RankWishDenied, RoundEnded, ScaleAsked, words
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.events import (
     Close,
@@ -915,3 +915,34 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
         feed(Gone(name), 2.0)
     feed(Tick(), 2.0 + RECONNECT)
     assert sum(sent.values()) <= count
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        (Heard("b", Failed(1, ())), Ending.APPLICATION),
+        (Heard("b", Leave("SIGTERM")), Ending.NODE_LEFT),
+        (Heard("c", Join(node("c"), 1, 4, ready=Ready(port("c"), 0))), Ending.NODE_JOINED),
+        (Scale(1), Ending.SCALED),
+        (Restart("an operator says so"), Ending.OPERATOR),
+    ],
+    ids=lambda value: value if isinstance(value, Ending) else "",
+)
+def test_a_round_that_ends_says_by_which_cause(event: Event, cause: Ending) -> None:
+    job = running("a", "b", high=4)
+    assert ends(job, event, 5.0) == [cause]
+
+
+def test_a_round_whose_node_is_lost_says_so() -> None:
+    job = running("a", "b")
+    assert ends(job, Gone("b"), 5.0) == []
+    assert ends(job, Tick(), 5.0 + RECONNECT) == [Ending.NODE_LOST]
+
+
+def ends(job: Job, event: Event, now: float) -> list[str]:
+    """The causes of the rounds that this event ends."""
+    return [
+        command.event.cause
+        for command in job.on(event, now)
+        if isinstance(command, Record) and isinstance(command.event, RoundEnded)
+    ]

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from ripstop.cli.flags import read
+from ripstop.cli.flags import Flag, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.config import (
     COORDINATOR_PORT,
@@ -35,9 +36,13 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, tls_cert, tls_key,
                                 tls_ca
+  --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
+
+
+FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig | None:
     """The configuration that these words mean, None when they ask for help."""
-    given = read(JOB_FLAGS, argv, environ)
+    given = read(FLAGS, argv, environ)
     if "--help" in given:
         return None
     if given.program:
@@ -75,6 +80,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
             f"{conf_name} tls_ca={tls.ca}: a coordinator shows a certificate; add tls_cert=FILE,tls_key=FILE"
         )
     notes += about_token if token else open_door(endpoint, tls)
+    log_dir = given.text("--log-dir", "")
     return CoordinatorConfig(
         run_id=word(given.label("--rdzv-id"), given.text("--rdzv-id", "none")),
         endpoint=endpoint,
@@ -83,6 +89,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         rank_by=rank_by(conf_name, conf),
         budget=budget(given, notes),
         timing=waits,
+        log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
         token=token,
         tls=tls,
         notes=tuple(notes),

@@ -11,11 +11,25 @@ and passes over what is no entry: a file torn by a crash is still read.
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, get_args
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
 MAX_LINE = 1 << 20  # characters of one entry
+
+
+class Ending(StrEnum):
+    """Why a round ended, as few words as there are remedies."""
+
+    APPLICATION = "application"  # a worker failed
+    INFRASTRUCTURE = "infrastructure"  # it was not the workers' fault
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    NODE_JOINED = "node_joined"
+    SCALED = "scaled"  # an operator wanted fewer nodes
+    OPERATOR = "operator"  # wanted a new round
+    COORDINATOR = "coordinator"  # a coordinator that took over could not go on with the round it found
 
 
 # the coordinator's ----------------------------------------------------------------------------------------------------
@@ -96,9 +110,10 @@ class RoundResumed:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over; another will be formed when it can, not before `delay` seconds."""
+    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Ending`."""
 
     round: int
+    cause: str
     why: str
     delay: float
 

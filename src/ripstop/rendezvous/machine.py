@@ -29,6 +29,7 @@ from enum import Enum
 
 from ripstop.config import MOST_SLOTS, Budget, Timing
 from ripstop.observe import events as observe
+from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
 from ripstop.observe.status import JobStatus, NodeStatus
@@ -403,7 +404,8 @@ class Job:
         place = self.places[node]
         if join.newest < self.round and place.group_rank:
             return [Send(node, Assign(place, self._why))]
-        self._gather(f"node {node} does not have round {self.round}", now)  # nor its store, if that was there
+        # nor does it have its store, if that was there
+        self._gather(Ending.NODE_LOST, f"node {node} does not have round {self.round}", now)
         return []
 
     def _ready(self, node: str, offer: Ready, now: float) -> None:
@@ -439,7 +441,7 @@ class Job:
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
-            self._gather(f"{self._culprit()}; {verdict.why}", now, verdict.delay)
+            self._gather(Ending.APPLICATION, f"{self._culprit()}; {verdict.why}", now, verdict.delay)
             return []
         if victims:  # rule 6
             self._verdict = (now + BLAME, verdict.why)
@@ -452,7 +454,7 @@ class Job:
             if node in self._absent:
                 self._lose(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
-            self._gather(f"a worker failed while node {gone[0]} was going", now)
+            self._gather(Ending.NODE_LEFT, f"a worker failed while node {gone[0]} was going", now)
 
     def _succeeded(self, node: str, round: int) -> None:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
@@ -468,7 +470,7 @@ class Job:
 
     def _restart(self, why: str, now: float) -> None:
         if self.phase is Phase.RUNNING:
-            self._gather(why, now)
+            self._gather(Ending.OPERATOR, why, now)
 
     def _release(self, node: str, why: str) -> list[Command]:
         return [] if self.objection_to_release(node) else [Send(node, Depart(why))]
@@ -534,7 +536,8 @@ class Job:
         self._leaving.discard(node)
         self._unstopped.discard(node)
         self._reclassify(node, now)
-        self._notes.append(observe.NodeGone(node, why, lost=not why.startswith("left")))
+        lost = not why.startswith("left")
+        self._notes.append(observe.NodeGone(node, why, lost))
         if self._suspect is not None and node in self.places and now - self._suspect <= self.settings.timing.lease:
             self.restarts.refund()  # its victims were heard first
             self._suspect = None
@@ -542,7 +545,7 @@ class Job:
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
         elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
-            self._gather(f"node {node} {why}", now)
+            self._gather(Ending.NODE_LOST if lost else Ending.NODE_LEFT, f"node {node} {why}", now)
 
     def _reclassify(self, node: str, now: float) -> None:
         """Note where a node stands, after anything about it or the round has changed."""
@@ -574,7 +577,7 @@ class Job:
         self.round, self._witness = held.round, held
         self._begin({}, now)
         if not first:
-            self._gather(f"round {held.round} was alive elsewhere", now)
+            self._gather(Ending.COORDINATOR, f"round {held.round} was alive elsewhere", now)
             return out
         self._enter(Phase.RECOVERING, now)
         self._notes.append(observe.RoundFound(held.round, held.group_size))
@@ -594,9 +597,9 @@ class Job:
         self._failures = []
         self._reclassify_all(now)
 
-    def _gather(self, why: str, now: float, delay: float = 0.0) -> None:
+    def _gather(self, cause: Ending, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
-        self._notes.append(observe.RoundEnded(self.round, why, delay))
+        self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
         self._not_before = now + delay
@@ -628,7 +631,7 @@ class Job:
         if back < size:
             if now < self._since + self._time_to_return():
                 return []
-            self._gather(f"{back} of {size} nodes came back", now)
+            self._gather(Ending.COORDINATOR, f"{back} of {size} nodes came back", now)
             return self._form_or_hold(now)
         self._enter(Phase.RUNNING, now)
         self._why = "the coordinator was restarted"
@@ -651,7 +654,7 @@ class Job:
         if self._missing or self._verdict:
             return []  # who is in it will show in a moment
         if len(self.places) > self._target:
-            self._gather(f"scaled down to {self._target} nodes", now)
+            self._gather(Ending.SCALED, f"scaled down to {self._target} nodes", now)
             return self._form_or_hold(now)
         if not self._waiting:
             return []
@@ -665,7 +668,7 @@ class Job:
         hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in self._able)
         if not all(self.members[n].port for n in hosts):
             return []  # nobody is stopped before the next store's port is offered
-        self._gather(f"node {first} joined", now)
+        self._gather(Ending.NODE_JOINED, f"node {first} joined", now)
         return self._form_or_hold(now)
 
     def _form_or_hold(self, now: float) -> list[Command]:
