@@ -18,7 +18,7 @@ from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.config import Backend, CoordinatorConfig, Health, Quarantine, RunConfig
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Sink
@@ -205,6 +205,7 @@ def _this_node(config: RunConfig, *, hosting: bool) -> Node:
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
+    alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return Settings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -213,6 +214,8 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         budget=config.budget,
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         own=own,
+        quarantine=Quarantine(failures=0) if alone else config.quarantine,
+        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 

@@ -6,6 +6,7 @@ from ripstop.agent.machine import (
     FAREWELL,
     HUSH,
     Agent,
+    Checked,
     Command,
     Event,
     Got,
@@ -79,7 +80,10 @@ def join(**state: object) -> Tell:
 
 
 def new_agent() -> Agent:
-    return Agent(Settings(NODE, 1, 4, TIMING))
+    """Healthy."""
+    agent = Agent(Settings(NODE, 1, 4, TIMING))
+    agent.on(Checked(()), 0.0)
+    return agent
 
 
 def ready_agent() -> Agent:
@@ -107,6 +111,7 @@ def test_an_agent_joins_as_soon_as_it_is_linked() -> None:
 
 def test_a_node_learns_its_address_from_the_link() -> None:
     agent = Agent(Settings(Node("a", "", 2), 1, 4, TIMING))
+    agent.on(Checked(()), 0.0)
     assert on(agent, Warmed()) == []
     assert on(agent, Linked("10.0.0.7")) == [Tell(Join(Node("a", "10.0.0.7", 2), 1, 4)), OfferStore()]
 

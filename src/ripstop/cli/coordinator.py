@@ -5,7 +5,19 @@ from collections.abc import Mapping, Sequence
 
 from ripstop.cli.flags import read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
-from ripstop.config import COORDINATOR_PORT, CoordinatorConfig, Timing, address, nodes, pairs, secret, timing, word
+from ripstop.config import (
+    COORDINATOR_PORT,
+    HEALTH_CONF,
+    CoordinatorConfig,
+    Timing,
+    address,
+    nodes,
+    pairs,
+    quarantine,
+    secret,
+    timing,
+    word,
+)
 from ripstop.errors import UsageError
 
 HELP = """\
@@ -22,7 +34,8 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --max-restarts N              failures that are healed, in the whole job (0)
   --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
-  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, tls_cert, tls_key, tls_ca
+  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, tls_cert, tls_key, tls_ca,
+                                quarantine_failures, quarantine_window, quarantine_cooldown
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
@@ -56,6 +69,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
     if "is_host" in conf:
         raise UsageError(f"{conf_name} is_host={conf['is_host']}: a coordinator always is the host; leave is_host out")
     waits, notes = timing(conf_name, conf, shutdown=Timing().shutdown)
+    notes += [f"{conf_name} {key} has no effect here: it is about nodes" for key in conf if key in HEALTH_CONF]
     token, about_token = secret(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
@@ -70,6 +84,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         max_nodes=max_nodes,
         budget=budget(given, notes),
         timing=waits,
+        quarantine=quarantine(conf_name, conf),
         token=token,
         tls=tls,
         notes=tuple(notes),

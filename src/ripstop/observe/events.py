@@ -56,6 +56,45 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeUnhealthy:
+    """A node is not to be counted on, and why."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealthy:
+    """It is again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeQuarantined:
+    """A node was at fault too often: others take its place for so many seconds, if they can."""
+
+    name: str
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReleased:
+    """Its quarantine is over."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKept:
+    """A node that is unhealthy or in quarantine has a place all the same, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundFormed:
     """A round is committed: who is in it, by group rank, and why there is a new one."""
 
@@ -271,6 +310,7 @@ class AgentEnded:
 
 Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
+    | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | NodeKept
     | RoundFormed | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
@@ -385,6 +425,16 @@ def words(event: Event) -> str:
             return f"node={name} is leaving: {why}"
         case NodeGone(name, why):
             return f"node={name} {why}"
+        case NodeUnhealthy(name, problems):
+            return f"node={name} is unhealthy: {'; '.join(problems)}"
+        case NodeHealthy(name):
+            return f"node={name} is healthy again"
+        case NodeQuarantined(name, why, seconds):
+            return f"node={name} is in quarantine for {seconds:g} s: {why}"
+        case NodeReleased(name):
+            return f"node={name} is out of quarantine"
+        case NodeKept(name, why):
+            return f"node={name} keeps its place: {why}"
         case RoundFormed(round, nodes, world, store, _, why):
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
         case RoundFound(round, nodes):

@@ -39,10 +39,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost."""
+    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost; my clock says `time`."""
 
     proof: str
     lease: float
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Join:
 
     `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
     workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
-    coordinator that may be gone now.
+    coordinator that may be gone now; `problems` are why I should not be counted on.
     """
 
     node: Node
@@ -95,6 +96,14 @@ class Join:
     status: Status = Status.IDLE
     failures: tuple[Failure, ...] = ()
     closing: "Closing | None" = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Why I should not be counted on; nothing: I can be."""
+
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +214,7 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromAgent = Join | Ready | Health | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
 FromCoordinator = Assign | Hold | Depart | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 
