@@ -106,7 +106,7 @@ def _off(skew: float, most: float) -> Problem:
     side = "ahead of" if skew > 0 else "behind"
     return Problem(
         "clock",
-        f"the clock is {abs(skew):.0f} s {side} the coordinator's, more than {most:g} s; "
+        f"the clock is {abs(skew):.3g} s {side} the coordinator's, more than {most:g} s; "
         "synchronize both (chrony, ntpd), or raise max_clock_skew",
     )
 

@@ -80,6 +80,7 @@ RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
+PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class Job:
                 pass
         out += self._expire(now)
         out += self._advance(now)
+        self._say_who_is_kept()
         notes, self._notes = self._notes, []
         return [*map(Record, notes), *out] if notes else out
 
@@ -412,6 +414,7 @@ class Job:
 
     def _health(self, node: str, problems: tuple[str, ...], now: float) -> None:
         member = self.members[node]
+        problems = tuple(problem[:WORDS] for problem in problems[:PROBLEMS])
         if problems and not member.problems:
             member.since = now
             self._notes.append(observe.NodeUnhealthy(node, problems))
@@ -646,7 +649,6 @@ class Job:
             case Phase.GATHERING:
                 return self._form_or_hold(now)
             case Phase.RUNNING:
-                self._say_who_is_kept()
                 if self.places.keys() <= self._done:
                     return self._close(Outcome.SUCCEEDED, "all workers exited 0", now)
                 if self._verdict and now >= self._verdict[0]:
@@ -807,7 +809,7 @@ class Job:
         return next((n for n in self._reserve if n in self.places and n not in needed and now >= self._may_go(n)), None)
 
     def _say_who_is_kept(self) -> None:
-        for node in self._needed():
+        for node in self._needed() if self.phase is Phase.RUNNING else ():
             if node in self.places and node not in self._kept:
                 self._kept.add(node)
                 others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
