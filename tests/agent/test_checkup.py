@@ -207,7 +207,7 @@ def test_older_gpus_are_known_by_their_uncorrectable_errors() -> None:
 
 
 def test_only_gpus_that_workers_see_are_looked_at() -> None:
-    nvml = fake_nvml({index: (0, 0, 0, 0) for index in range(4)})
+    nvml = fake_nvml(dict.fromkeys(range(4), (0, 0, 0, 0)))
     assert [gpu.index for gpu in read(nvml, "1,GPU-3")] == [1, 3]
 
 

@@ -1,8 +1,8 @@
 import asyncio
-import time
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
