@@ -11,7 +11,7 @@ from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
-    *("--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run"),
+    *("--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run", "--node-label"),
     *("--health-check", "--health-interval"),
 }
 TORCHS_SINCE_2_12 = {

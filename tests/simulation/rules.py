@@ -35,6 +35,7 @@ class Rules:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.committed: set[tuple[int, int]] = set()  # the coordinator's life, and the round
+        self.ranks: dict[str, int] = {}  # of the nodes in the round that was committed last
         self.ports: dict[Address, tuple[int, int]] = {}
         self.running = (0, 0)  # the round last seen running
         self.earlier: set[str] = set()  # who was in the round before this step
@@ -131,6 +132,9 @@ class Rules:
         life, round = self.world.life, job.round
         earlier = max((r for of, r in self.committed if of == life), default=0)
         demand(earlier < round, f"round {round} comes after round {earlier}")
+        if (life, round - 1) in self.committed:  # and no other round was alive elsewhere
+            self._check_ranks(job)
+        self.ranks = {name: place.group_rank for name, place in job.places.items()}
         self.committed.add((life, round))
         table = sorted(job.places.items(), key=lambda entry: entry[1].group_rank)
         nodes = [job.members[name].node for name, _ in table]
@@ -167,6 +171,12 @@ class Rules:
         before = [name for name in self.earlier if name in job.members and job.members[name].problems]
         right = not troubled or len(job._able) < self.world.low or len(before) > 1
         demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {sorted(job._able)}")
+
+    def _check_ranks(self, job: Job) -> None:
+        for name, place in job.places.items():
+            rank = self.ranks.get(name, place.group_rank)
+            moved = rank != place.group_rank and rank < place.group_size
+            demand(not moved, f"{name} had rank {rank} and has {place.group_rank} of {place.group_size}")
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ripstop.agent.machine import Agent
+from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.policy import Restarts, Verdict
 from ripstop.rendezvous.quarantine import Quarantine
@@ -145,6 +146,11 @@ def a_quarantine_has_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "release", lambda quarantine, now: [])
 
 
+def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    right = ranks.order
+    patch.setattr(ranks, "order", lambda candidates, by: right([(node, None) for node, _ in candidates], by))
+
+
 MUTANTS: list[Patch] = [
     an_old_offer_is_used_again,
     an_offer_outlives_its_connection,
@@ -166,6 +172,7 @@ MUTANTS: list[Patch] = [
     an_unhealthy_node_keeps_its_place,
     an_unhealthy_node_is_given_a_place,
     a_quarantine_has_no_end,
+    ranks_are_given_anew_in_every_round,
 ]
 
 
