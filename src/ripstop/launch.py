@@ -18,7 +18,19 @@ from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Logs, Module, RunConfig, Script
+from ripstop.config import (
+    Backend,
+    Command,
+    CoordinatorConfig,
+    Entry,
+    Function,
+    Health,
+    Logs,
+    Module,
+    Quarantine,
+    RunConfig,
+    Script,
+)
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
@@ -219,6 +231,7 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
+    alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return Settings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -228,6 +241,8 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
+        quarantine=Quarantine(failures=0) if alone else config.quarantine,
+        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 

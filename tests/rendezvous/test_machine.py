@@ -4,8 +4,22 @@ from collections import Counter
 
 import pytest
 
-from ripstop.config import Budget, Timing
-from ripstop.observe.events import Ending, RankWishDenied, RoundEnded, ScaleAsked, words
+from ripstop.config import Budget, Quarantine, Timing
+from ripstop.observe.events import (
+    Ending,
+    NodeHealthy,
+    NodeKept,
+    NodeQuarantined,
+    NodeReleased,
+    NodeUnhealthy,
+    RankWishDenied,
+    RoundEnded,
+    ScaleAsked,
+    words,
+)
+from ripstop.observe.events import (
+    Event as Happening,
+)
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.events import (
     Close,
@@ -31,6 +45,7 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
+    Health,
     Hold,
     Join,
     Leave,
@@ -946,3 +961,194 @@ def ends(job: Job, event: Event, now: float) -> list[str]:
         for command in job.on(event, now)
         if isinstance(command, Record) and isinstance(command.event, RoundEnded)
     ]
+
+
+# rule 9: nodes in trouble ---------------------------------------------------------------------------------------------
+
+FULL = Health(("the disk is full",))
+RECHECK = 30.0  # seconds
+
+
+def recorded(commands: list[Command], *kinds: type[Happening]) -> list[Happening]:
+    return [c.event for c in commands if isinstance(c, Record) and isinstance(c.event, kinds)]
+
+
+def state(job: Job, name: str) -> tuple[str, int]:
+    return next((n.state, n.group_rank) for n in job.status(job._now).nodes if n.name == name)
+
+
+def crash_again(job: Job, name: str, now: float) -> list[Command]:
+    """The node's worker fails, after everybody has offered a port again."""
+    for other in job.places:
+        offer_anew(job, other, now)
+    rank = job.places[name].first_rank
+    return job.on(Heard(name, Failed(job.round, (crash(rank, job.round, now),))), now)
+
+
+def test_an_unhealthy_nodes_place_goes_to_a_spare_and_nobody_is_charged() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "s", join(job, "s"), 5.0)
+    assert recorded(job.on(Heard("b", FULL), 10.0), NodeUnhealthy) == [NodeUnhealthy("b", FULL.problems)]
+    assert job.deadline() == 10.0 + RECHECK
+    commands = on(job, Tick(), 10.0 + RECHECK)
+    assert assigned(commands) == {"a": 0, "s": 1}
+    assert Send("b", Hold(2, "unhealthy: the disk is full")) in commands
+    assert job.restarts.used == 0
+    assert state(job, "b") == ("unhealthy", -1)
+
+
+def test_a_node_that_is_healthy_again_in_time_keeps_its_place() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert recorded(job.on(Heard("b", Health()), 39.0), NodeHealthy) == [NodeHealthy("b")]
+    hear(job, "a", Beat(), 39.0)
+    assert assigned(on(job, Tick(), 41.0)) == {}
+    assert job.round == 1
+
+
+def test_an_unhealthy_node_that_the_job_needs_keeps_its_place_and_that_is_said_once() -> None:
+    job = running("a", "b", low=2)
+    said = recorded(job.on(Heard("b", FULL), 10.0), NodeKept)
+    assert [(event.name, "needs 2 nodes" in event.why) for event in said if isinstance(event, NodeKept)] == [
+        ("b", True)
+    ]
+    for now in (20.0, 40.0, 50.0):
+        for name in "ab":
+            assert recorded(job.on(Heard(name, Beat()), now), NodeKept) == []
+    assert (job.phase, job.round, state(job, "b")) == (Phase.RUNNING, 1, ("running", 1))
+    assert job.status(50.0).nodes[1].trouble == "unhealthy: the disk is full"
+    assert assigned(hear(job, "s", join(job, "s"), 51.0)) == {"a": 0, "s": 1}
+
+
+def test_a_restart_for_another_reason_leaves_an_unhealthy_node_out_at_once() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert assigned(hear(job, "a", Failed(1, (crash(0),)), 11.0)) == {"a": 0}
+
+
+def test_an_unhealthy_node_outside_the_round_is_given_no_place() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "s", join(job, "s", problems=FULL.problems), 5.0)
+    hear(job, "b", Leave("bye"), 10.0)
+    assert job.phase is Phase.GATHERING
+    assert assigned(hear(job, "s", Health(), 12.0)) == {"a": 0, "s": 1}
+
+
+def test_when_most_of_the_round_is_unhealthy_nobody_loses_a_place_for_it() -> None:
+    job = running("a", "b", "c", low=1)
+    for name in "bc":
+        job.on(Heard(name, FULL), 10.0)
+    for name in "abc":
+        hear(job, name, Beat(), 35.0)
+    on(job, Tick(), 10.0 + RECHECK)
+    assert (job.phase, job.round) == (Phase.RUNNING, 1)
+    assert assigned(hear(job, "a", Failed(1, (crash(0),)), 41.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_a_healthy_node_comes_back_into_the_round() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert assigned(on(job, Tick(), 10.0 + RECHECK)) == {"a": 0}
+    offer_anew(job, "a", 41.0)
+    assert assigned(hear(job, "b", Health(), 60.0)) == {"a": 0, "b": 1}
+
+
+def test_too_few_nodes_because_of_their_health_are_named_at_the_end() -> None:
+    job = new_job(2, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    hear(job, "b", join(job, "b", ready=None, problems=FULL.problems), 0.0)
+    for now in (25.0, 50.0):
+        for name in "ab":
+            hear(job, name, Beat(), now)
+    commands = on(job, Tick(), 60.0)
+    assert "node b is unhealthy: the disk is full" in next(
+        c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)
+    )
+
+
+def test_a_node_at_fault_again_and_again_is_in_quarantine_and_a_spare_has_its_place() -> None:
+    job = running("a", "b", low=2, restarts=9)
+    hear(job, "s", join(job, "s"), 5.0)
+    for now in (10.0, 11.0):
+        assert assigned(crash_again(job, "b", now)) == {"a": 0, "b": 1}
+    commands = crash_again(job, "b", 12.0)
+    (event,) = recorded(commands, NodeQuarantined)
+    assert isinstance(event, NodeQuarantined)
+    assert (event.name, event.seconds) == ("b", 600.0)
+    assert event.why == "at fault 3 times in 2 s, last: rank 1 on host exited with code 1"
+    assert assigned(commands) == {"a": 0, "s": 1}
+    assert held(commands) == {"b": 4}
+    assert state(job, "b") == ("quarantined", -1)
+
+
+def test_a_node_in_quarantine_is_released_after_its_time() -> None:
+    job = running("a", "b", restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        crash_again(job, "b", now)
+    assert list(job.places) == ["a"]
+    for now in range(30, 612, 20):
+        for name in "ab":
+            assert assigned(hear(job, name, Beat(), float(now))) == {}
+    offer_anew(job, "a", 611.0)
+    hear(job, "b", Beat(), 611.0)
+    assert job.deadline() == 612.0
+    commands = job.on(Tick(), 612.0)
+    assert recorded(commands, NodeReleased) == [NodeReleased("b")]
+    assert assigned(commands) == {"a": 0, "b": 1}
+
+
+def test_a_node_in_quarantine_comes_back_when_there_are_too_few_others() -> None:
+    job = running("a", "b", low=2, restarts=9)
+    hear(job, "s", join(job, "s"), 5.0)
+    for now in (10.0, 11.0, 12.0):
+        crash_again(job, "b", now)
+    assert set(job.places) == {"a", "s"}
+    offer_anew(job, "a", 13.0)
+    commands = job.on(Heard("s", Leave("bye")), 13.0)
+    assert assigned(commands) == {"a": 0, "b": 1}
+    assert [event.name for event in recorded(commands, NodeKept) if isinstance(event, NodeKept)] == ["b"]
+
+
+def test_victims_of_a_node_are_not_at_fault_even_if_they_are_heard_first() -> None:
+    job = running("a", "b", "c", low=2, restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        over = job.round
+        for name in job.places:
+            offer_anew(job, name, now)
+        job.on(Heard("a", Failed(over, (victim(0, over),))), now)
+        job.on(Heard("b", Failed(over, (crash(1, over, now),))), now + 0.1)
+    assert assigned(hear(job, "a", Ready(99, job.round), 12.2)) == {"a": 0, "c": 1}
+    assert state(job, "b") == ("quarantined", -1)
+
+
+def test_flapping_health_is_a_fault_too() -> None:
+    job = running("a", "b", restarts=9)
+    now = 10.0
+    for _ in range(3):
+        offer_anew(job, "a", now)
+        assert set(job.places) == {"a", "b"}
+        job.on(Heard("b", FULL), now)
+        hear(job, "a", Beat(), now + 25)
+        hear(job, "b", Beat(), now + 25)
+        on(job, Tick(), now + RECHECK)
+        assert set(job.places) == {"a"}
+        offer_anew(job, "a", now + 31)
+        job.on(Heard("b", Health()), now + 40)
+        now += 50
+    assert state(job, "b") == ("quarantined", -1)
+    assert job.restarts.used == 0
+
+
+def test_quarantine_can_be_turned_off() -> None:
+    job = Job(Settings("job7", 1, 2, TIMING, Budget(99, backoff=0.0), quarantine=Quarantine(failures=0)))
+    for name in "ab":
+        job.on(Heard(name, join(job, name)), 0.0)
+    job.on(Tick(), 2.0)
+    for now in range(10, 30):
+        assert set(assigned(crash_again(job, "b", float(now)))) == {"a", "b"}
+
+
+def test_words_of_an_unhealthy_node_are_bounded() -> None:
+    job = running("a", "b")
+    job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
+    assert len(job.status(10.0).nodes[1].trouble) < 5_000

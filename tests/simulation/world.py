@@ -22,7 +22,8 @@ from random import Random
 from typing import Any
 
 from ripstop.agent import machine as agent
-from ripstop.config import Budget, Timing
+from ripstop.agent.health import Problem
+from ripstop.config import Budget, Quarantine, Timing
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
@@ -31,6 +32,7 @@ from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
+RECHECK = 1.0
 PATIENCE = 120.0  # simulated seconds after the last fault in which everything must come to rest
 MOST_STEPS = 20_000  # of one schedule: more is a busy loop
 _NOISE = re.compile(  # in a transcript
@@ -57,6 +59,7 @@ CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
 MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
 WORKERS = {"crash": 5, "victim": 3, "succeed": 1}
+HEALTH = {"sicken": 5, "mend": 2}
 
 MIXES = (
     Mix("quiet", {"join": 1}, most=2),
@@ -64,8 +67,9 @@ MIXES = (
     Mix("nodes come and go", CHURN),
     Mix("the network is bad", NETWORK | {"crash": 2, "join": 2}),
     Mix("the coordinator is restarted", MASTER | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
-    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40),
-    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40, disorder=True),
+    Mix("nodes are bad", HEALTH | {"crash": 3, "join": 3, "reset": 1, "kill": 1}),
+    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40),
+    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40, disorder=True),
 )
 
 
@@ -101,7 +105,7 @@ class SimNode:
 
     __slots__ = (
         "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
-        "newest", "offered", "own", "restarts", "timer", "unlinked_since",
+        "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -109,6 +113,7 @@ class SimNode:
         self.machine = machine
         self.own = own  # in the coordinator's process
         self.alive = True
+        self.sick = False
         self.leaving = 0
         self.closing = False  # it was told that the job is to end
         self.code: int | None = None
@@ -144,6 +149,7 @@ class World:
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
+        self.quarantine = Quarantine(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
         # the coordinator's process
         self.life = 0
         self.job: Job | None = None
@@ -222,7 +228,7 @@ class World:
                 self._feed_job(coordinator.Scale(self.random.randint(self.low, self.high)))
             case "close":
                 self._feed_job(coordinator.Close("an operator wants it"))
-            case "crash" | "victim" | "succeed" | "signal":
+            case "crash" | "victim" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
             case _:
@@ -239,6 +245,8 @@ class World:
             case "succeed":
                 if node.group and node.group.state == "running" and node.group.began <= self.now:
                     self._workers_done(node, node.group)
+            case "sicken" | "mend":
+                self._check_up(node, sick=kind == "sicken")
             case "signal":
                 node.leaving = node.leaving or 15
                 self._feed(node, agent.Signalled(15))
@@ -263,6 +271,8 @@ class World:
         for node in self.nodes.values():
             node.blocked_up = min(node.blocked_up, self.now)
             node.blocked_down = min(node.blocked_down, self.now)
+            if node.sick and self.random.random() < 0.7:
+                self._check_up(node, sick=False)
             if node.group and self.finishing:
                 self.soon(0.1, 1.0, self._try_to_finish, node, node.group)
         self.at(self.now + 0.4, self._look, 0)
@@ -276,7 +286,9 @@ class World:
             self.serial += 1
             own = f"own{self.life}"
         settings = coordinator.Settings(
-            "job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by
+            *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
+            quarantine=self.quarantine,
+            recheck=RECHECK,
         )
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
@@ -414,6 +426,11 @@ class World:
         self._arm(node)
         self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.Warmed())
         self.soon(0.0, 0.05, self._connect, node)
+        self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
+
+    def _check_up(self, node: SimNode, sick: bool) -> None:
+        node.sick = sick
+        self._feed(node, agent.Checked((Problem("disk", "the disk is full"),) if sick else ()))
 
     def _wish(self) -> int | None:
         """In some schedules some nodes would like a rank, several of them the same."""
@@ -479,6 +496,8 @@ class World:
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
         elif node.leaving:
             right = end.code == 128 + node.leaving
+        elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
+            right = not node.machine.admitted
         elif self.fixed and end.code == 2:
             right = "is taken by node" in end.why  # by one that is dead and not yet known to be
         else:

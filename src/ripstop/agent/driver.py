@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING
 
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
+from ripstop.agent.checkup import Checkup
 from ripstop.agent.diary import Diary, Trouble
+from ripstop.agent.health import problems
 from ripstop.agent.machine import (
     Agent,
+    Checked,
     Event,
     Got,
     Linked,
@@ -121,6 +124,8 @@ class Driver:
             self._loop.time(),
         )
         self._children = Children()
+        self._checkup = Checkup(config.health, str(directory.path), environ, self._children)
+        self._checking: asyncio.Task[None] | None = None
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
@@ -157,6 +162,8 @@ class Driver:
     def on_linked(self) -> None:
         self._feed(Linked(self._link.local_host or "127.0.0.1"))
         self._diary.tell_again()
+        if self._checking is None and not self._end.done():  # not before: the coordinator's clock is part of it
+            self._checking = self._task(self._check_up())
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Ask):
@@ -256,6 +263,14 @@ class Driver:
         warm = await self._spawner.warm()
         self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
         self._feed(Warmed())
+
+    async def _check_up(self) -> None:
+        """Look at this node's health, now and again."""
+        health = self._config.health
+        while True:
+            facts = await self._checkup.look(self._link.skew)
+            self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+            await asyncio.sleep(health.interval)
 
     def _offer(self) -> None:
         """Have a port listen for the store of a later round.
@@ -428,6 +443,9 @@ class Driver:
         """Leave nothing behind, however it ended."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait([self._checking])
         if self._running is not None and self._running.group is not None:
             self._running.sent.add(signal.SIGKILL)
             with suppress(StartError):  # said already

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
+from ripstop.cli.health import health
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting, ranking
 from ripstop.cli.output import HANDLERS, event_handler, logs
@@ -25,6 +26,7 @@ from ripstop.config import (
     etcd,
     nodes,
     pairs,
+    quarantine,
     secret,
     signals,
     timing,
@@ -83,6 +85,14 @@ when a worker fails
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
 
+when a node is bad
+  --health-check COMMAND      run before this node joins, and again and again; anything but exit code 0 in time keeps
+                              the node out, or has its place given to another.  No shell: write sh -c '…' for one
+  --health-interval TIME      how often it and ripstop's own checks are run, and how long it may take (30)
+  --rdzv-conf KEY=VALUE,…     min_disk=32M free for logs and temporary files; max_clock_skew=60 when a node joins;
+                              quarantine_failures=3 of a node within quarantine_window=600 keep it out for
+                              quarantine_cooldown=600, if the job can do without it; 0 turns each of them off
+
 output
   --log-dir DIR               where logs go (a new directory below the temporary one); /dev/null keeps none
   -r, --redirects WHICH       to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2
@@ -121,6 +131,8 @@ FLAGS = (
     Flag("--virtual-local-rank"),
     Flag("--config", "FILE"),
     Flag("--dry-run"),
+    Flag("--health-check", "COMMAND"),
+    Flag("--health-interval", "TIME"),
     Flag("--shutdown-timeout", "SECONDS"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
@@ -221,6 +233,8 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
+        health=health(given, conf_name, conf),
+        quarantine=quarantine(conf_name, conf),
         start=how,
         preload=preload(given, how, notes),
         logs=logs(given, environ, slots, notes),

@@ -27,6 +27,7 @@ class Ending(StrEnum):
     NODE_LOST = "node_lost"
     NODE_LEFT = "node_left"
     NODE_JOINED = "node_joined"
+    NODE_UNFIT = "node_unfit"  # it was unhealthy, or in quarantine, and could be spared
     SCALED = "scaled"  # an operator wanted fewer nodes
     OPERATOR = "operator"  # wanted a new round
     COORDINATOR = "coordinator"  # a coordinator that took over could not go on with the round it found
@@ -67,6 +68,45 @@ class NodeGone:
     name: str
     why: str
     lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnhealthy:
+    """A node is not to be counted on, and why."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealthy:
+    """It is again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeQuarantined:
+    """A node was at fault too often: others take its place for so many seconds, if they can."""
+
+    name: str
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReleased:
+    """Its quarantine is over."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKept:
+    """A node that is unhealthy or in quarantine has a place all the same, and why."""
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +347,7 @@ class AgentEnded:
 
 Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
+    | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | NodeKept
     | RoundFormed | RankWishDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
@@ -421,6 +462,16 @@ def words(event: Event) -> str:
             return f"node={name} is leaving: {why}"
         case NodeGone(name, why):
             return f"node={name} {why}"
+        case NodeUnhealthy(name, problems):
+            return f"node={name} is unhealthy: {'; '.join(problems)}"
+        case NodeHealthy(name):
+            return f"node={name} is healthy again"
+        case NodeQuarantined(name, why, seconds):
+            return f"node={name} is in quarantine for {seconds:g} s: {why}"
+        case NodeReleased(name):
+            return f"node={name} is out of quarantine"
+        case NodeKept(name, why):
+            return f"node={name} keeps its place: {why}"
         case RoundFormed(round, nodes, world, store, _, why):
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
         case RankWishDenied(round, name, wish, rank, why):

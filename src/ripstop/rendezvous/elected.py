@@ -131,6 +131,10 @@ class ElectedLink:
         return self._followed.local_host if self._followed else None
 
     @property
+    def skew(self) -> float | None:
+        return self._followed.skew if self._followed else None
+
+    @property
     def trouble(self) -> str:
         if self._linked:
             return ""

@@ -19,7 +19,11 @@
 8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
     when all its members are back within a lease, or sooner when it has failed meanwhile; restarts that were granted are
     spent; an end that one of them was told of comes to its end.
-9.  Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
+9.  A node that is unhealthy, or in quarantine (`quarantine.py`), is in a round only while the job has too few others.
+    An unhealthy one loses its place when it stays so until everybody has looked at its health again, and does not
+    share its trouble with most of the round: then the cause is likely none of theirs.  It is given none before it is
+    healthy.
+10. Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
     too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
 """
 
@@ -27,6 +31,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ripstop import config
 from ripstop.config import MOST_SLOTS, Budget, Timing
 from ripstop.observe import events as observe
 from ripstop.observe.events import Ending
@@ -56,6 +61,7 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
+    Health,
     Hold,
     Join,
     Leave,
@@ -67,6 +73,7 @@ from ripstop.rendezvous.messages import (
     Succeeded,
 )
 from ripstop.rendezvous.policy import Restarts
+from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
@@ -74,11 +81,15 @@ RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
+PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
+    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease.
+
+    Within `recheck` seconds every node has looked at its health again.
+    """
 
     run_id: str
     min_nodes: int
@@ -88,6 +99,8 @@ class Settings:
     fixed_ranks: bool = False
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
+    quarantine: config.Quarantine = field(default_factory=config.Quarantine)
+    recheck: float = config.Health().interval
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -133,6 +146,8 @@ class Member:
     ready: bool = False
     port: int = 0  # offered for a store; 0: none now
     served: int = 0  # the last round whose store was put on a port of this connection
+    problems: tuple[str, ...] = ()  # why it is unhealthy
+    since: float = 0.0  # when it became so
 
 
 class Job:
@@ -154,10 +169,12 @@ class Job:
         self._why = "first round"
         self._quorum: float | None = None  # since when enough nodes are ready
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
-        self._able: set[str] = set()  # ready, here and not leaving: they could be in a round
+        self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
+        self._reserve: dict[str, None] = {}  # the same in trouble: in a round only if it must be
+        self._benched: set[str] = set()  # those of the reserve that are outside the round
         self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
         self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
-        self._missing: set[str] = set()  # in the round, and not able
+        self._missing: set[str] = set()  # in the round, and not ready or not here
         self._warming: set[str] = set()  # outside the round, and not ready
         self._leaving: set[str] = set()
         self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
@@ -170,6 +187,9 @@ class Job:
         self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self._held = False  # survivors of the last round were told to stop
+        self._quarantine = Quarantine(settings.quarantine)
+        self._unblamed = 0  # the last round that was charged, and whose culprit may yet be heard of
+        self._kept: set[str] = set()  # nodes in trouble that are in service; it was said
         self._unstopped: set[str] = set()  # nodes whose evidence is awaited
         self._ended = False
         self._now = now  # of the last event: what was due by then has been done
@@ -201,6 +221,7 @@ class Job:
                 pass
         out += self._expire(now)
         out += self._advance(now)
+        self._say_who_is_kept()
         notes, self._notes = self._notes, []
         return [*map(Record, notes), *out] if notes else out
 
@@ -215,6 +236,8 @@ class Job:
             times.append(next(iter(self._absent.values())) + RECONNECT)
         if self._verdict:
             times.append(self._verdict[0])
+        if (release := self._quarantine.deadline()) is not None:
+            times.append(release)
         match self.phase:
             case Phase.GATHERING:
                 if self._quorum is None:
@@ -227,10 +250,10 @@ class Job:
                 times.append(self._since + timing.shutdown + FAREWELL)
             case Phase.CLOSED:
                 times = [self._since + FAREWELL]
-            case Phase.RUNNING if self._waiting:
-                times.append(next(iter(self._waiting.values())) + timing.settle)
-            case _:
-                pass
+            case Phase.RUNNING:
+                if self._waiting:
+                    times.append(next(iter(self._waiting.values())) + timing.settle)
+                times += [self._may_go(n) for n in self._reserve if n in self.places]
         return min((t for t in times if t > self._now), default=None)
 
     def objection_to_release(self, node: str) -> str:
@@ -269,11 +292,13 @@ class Job:
             else "leaving" if name in self._leaving
             else "done" if name in self._done
             else "running" if place
+            else "unhealthy" if self.members[name].problems
+            else "quarantined" if name in self._reserve
             else "spare" if name in self._able
             else "warming"
         )  # fmt: skip
         ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
-        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_)
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._trouble(name))
 
     # what is heard ----------------------------------------------------------------------------------------------------
 
@@ -288,6 +313,8 @@ class Job:
         match message:
             case Ready():
                 self._ready(node, message, now)
+            case Health(problems):
+                self._health(node, problems, now)
             case Failed(round, failures):
                 return self._failed(node, round, failures, now)
             case Succeeded(round):
@@ -328,6 +355,7 @@ class Job:
             return [Send(node, Rejected(objection)), Drop(node)]
         member = self.members.get(node)
         if member is None:
+            self._quarantine.welcome(join.node, (other.node for other in self.members.values()), now)
             member = self.members[node] = Member(join.node)
             self._notes.append(observe.NodeJoined(node, join.node.host, join.node.slots))
         member.node = join.node
@@ -336,6 +364,7 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._note_word(node, now)
+        self._health(node, join.problems, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
             self.restarts = Restarts(self.settings.budget, join.restarts, now)
@@ -415,8 +444,21 @@ class Job:
         member.ready = True
         self._reclassify(node, now)
 
+    def _health(self, node: str, problems: tuple[str, ...], now: float) -> None:
+        member = self.members[node]
+        problems = tuple(problem[:WORDS] for problem in problems[:PROBLEMS])
+        if problems and not member.problems:
+            member.since = now
+            self._notes.append(observe.NodeUnhealthy(node, problems))
+        elif member.problems and not problems:
+            self._notes.append(observe.NodeHealthy(node))
+        member.problems = problems
+        self._reclassify(node, now)
+
     def _failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[Command]:
         self._keep(failures, round)
+        if round == self._unblamed and node in self.members and not all(looks_like_victim(f) for f in failures):
+            self._fault(node, how(failures[0]), now)  # its victims were heard first
         if round != self.round or node not in self.places:
             return []  # rule 2
         self._broken = True
@@ -441,12 +483,22 @@ class Job:
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
+            self._unblamed = self.round
+            if not victims:
+                self._fault(self._home_of_culprit(), self._culprit(), now)
             self._gather(Ending.APPLICATION, f"{self._culprit()}; {verdict.why}", now, verdict.delay)
             return []
         if victims:  # rule 6
             self._verdict = (now + BLAME, verdict.why)
             return []
         return self._close(Outcome.FAILED, f"{self._culprit()}; {verdict.why}", now)
+
+    def _fault(self, node: str, what: str, now: float) -> None:
+        """This node, and no other, is to blame for the end of the round."""
+        self._unblamed = 0
+        if node in self.members and (why := self._quarantine.fault(self.members[node].node, what, now)):
+            self._notes.append(observe.NodeQuarantined(node, why, self.settings.quarantine.cooldown))
+            self._reclassify(node, now)
 
     def _blame(self, gone: list[str], now: float) -> None:
         """A failure while nodes were absent or leaving: it is theirs (rule 5), and nobody is charged."""
@@ -511,6 +563,10 @@ class Job:
             if now < since + RECONNECT:
                 break
             self._lose(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
+        for node in self._quarantine.release(now):
+            if node in self.members:
+                self._notes.append(observe.NodeReleased(node))
+                self._reclassify(node, now)
         return out
 
     def _forgive(self, now: float, late: float) -> None:
@@ -541,6 +597,7 @@ class Job:
         if self._suspect is not None and node in self.places and now - self._suspect <= self.settings.timing.lease:
             self.restarts.refund()  # its victims were heard first
             self._suspect = None
+            self._unblamed = 0
             self._notes.append(observe.BudgetRefunded(self.round, node))
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
@@ -551,16 +608,29 @@ class Job:
         """Note where a node stands, after anything about it or the round has changed."""
         member = self.members.get(node)
         inside, staying = node in self.places, member is not None and node not in self._leaving
-        able = member is not None and member.ready and staying and node not in self._absent
+        here = member is not None and member.ready and staying and node not in self._absent
+        sick = member is not None and bool(member.problems)
+        able = here and not sick and not self._quarantine.reason(node)
         _put(self._able, node, able)
-        _put(self._missing, node, inside and staying and not able)
-        _put(self._warming, node, not inside and staying and not able)
-        if not able or inside:
+        _put(self._missing, node, inside and staying and not here)
+        _put(self._warming, node, not inside and staying and not here and not sick)
+        reserve = here and not able and (inside or not sick)
+        if reserve:
+            self._reserve[node] = None
+        else:
+            self._reserve.pop(node, None)
+            self._kept.discard(node)
+        if able and not inside:
+            if node not in self._waiting:
+                self._waiting[node] = now
+                self._untold[node] = None
+        else:
             self._waiting.pop(node, None)
-            self._untold.pop(node, None)
-        elif node not in self._waiting:
-            self._waiting[node] = now
-            self._untold[node] = None
+            if not reserve or inside:
+                self._untold.pop(node, None)
+            elif node not in self._benched:
+                self._untold[node] = None
+        _put(self._benched, node, reserve and not inside)
 
     def _reclassify_all(self, now: float) -> None:
         for node in self.members:
@@ -656,8 +726,14 @@ class Job:
         if len(self.places) > self._target:
             self._gather(Ending.SCALED, f"scaled down to {self._target} nodes", now)
             return self._form_or_hold(now)
+        if (node := self._replaceable(now)) and self._next_store_is_offered():
+            why = self._trouble(node)
+            if self.members[node].problems:
+                self._fault(node, why, now)
+            self._gather(Ending.NODE_UNFIT, f"node {node} is {why}", now)
+            return self._form_or_hold(now)
         if not self._waiting:
-            return []
+            return self._tell_newcomers("spare")
         if len(self.places) >= self._target:
             return self._tell_newcomers(f"spare: all {self._target} places are taken")
         if self._done:
@@ -665,18 +741,23 @@ class Job:
         first, since = next(iter(self._waiting.items()))
         if self._warming and now < since + self.settings.timing.settle:
             return []  # one switch for all of them
-        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in self._able)
-        if not all(self.members[n].port for n in hosts):
-            return []  # nobody is stopped before the next store's port is offered
+        if not self._next_store_is_offered():
+            return []
         self._gather(Ending.NODE_JOINED, f"node {first} joined", now)
         return self._form_or_hold(now)
 
+    def _next_store_is_offered(self) -> bool:
+        """Nobody is stopped before it is, by the node of rank 0 if that stays."""
+        able = self._able | set(self._needed())
+        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in able)
+        return all(self.members[n].port for n in hosts)
+
     def _form_or_hold(self, now: float) -> list[Command]:
-        ready, least, timing = len(self._able), self.settings.min_nodes, self.settings.timing
+        ready, least, timing = len(self._able) + len(self._needed()), self.settings.min_nodes, self.settings.timing
         if ready < least:
             self._quorum = None
             if now >= self._since + timing.join:
-                need = f"{least} nodes are needed and {ready} ready after {timing.join:g} s"
+                need = f"{least} nodes are needed and {ready} ready after {timing.join:g} s{self._the_unhealthy()}"
                 return self._close(Outcome.FAILED, f"{need} ({self._why}); start more, or raise join_timeout", now)
             return self._hold(f"waiting: {ready} of at least {least} nodes are ready ({self._why})")
         if self._quorum is None:
@@ -686,15 +767,16 @@ class Job:
         settled = now >= self._quorum + timing.settle
         if self._absent or not (settled or self._complete()):
             return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
-        return self._form(self._candidates()[: self._target], now)
+        return self._form([*self._candidates(), *self._needed()][: self._target], now)
 
     def _complete(self) -> bool:
         """Is there nobody worth waiting for?"""
         if self._missing:
             return False
-        if len(self._able) >= self._target:
+        needed = self._needed()
+        if len(self._able) + len(needed) >= self._target:
             return True
-        survivors = len(self._able) - len(self._waiting)
+        survivors = len(self._able) - len(self._waiting) + sum(n in self.places for n in needed)
         return self.round > 0 and (survivors >= self.settings.min_nodes or not self._warming)
 
     def _candidates(self) -> list[str]:
@@ -712,7 +794,7 @@ class Job:
 
     def _tell_newcomers(self, why: str) -> list[Command]:
         untold, self._untold = self._untold, {}
-        return [Send(n, Hold(self.round, why)) for n in untold]
+        return [Send(n, Hold(self.round, self._trouble(n) or why)) for n in untold]
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
@@ -733,8 +815,57 @@ class Job:
         self._notes += (observe.RankWishDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
         out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        out += [Send(n, Hold(self.round, why)) for n in left_out if n not in self._untold]
+        out += [Send(n, Hold(self.round, self._trouble(n) or why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
+
+    # nodes in trouble -------------------------------------------------------------------------------------------------
+
+    def _trouble(self, node: str) -> str:
+        """Why a node is not to be counted on; empty when it is."""
+        member = self.members.get(node)
+        if member is not None and member.problems:
+            return f"unhealthy: {'; '.join(member.problems)}"
+        why = self._quarantine.reason(node)
+        return f"in quarantine: {why}" if why else ""
+
+    def _needed(self) -> list[str]:
+        """Those in trouble that have a place all the same (rule 9), and so do all if most of the round is unhealthy."""
+        if not self._reserve:
+            return []
+        inside = sorted((n for n in self._reserve if n in self.places), key=lambda n: self.places[n].group_rank)
+        short = max(0, self.settings.min_nodes - len(self._able))
+        if self._is_nobodys_fault():
+            short = max(short, len(inside))
+        return [*inside, *(n for n in self._reserve if n not in self.places)][:short]
+
+    def _is_nobodys_fault(self) -> bool:
+        unhealthy = sum(bool(self.members[n].problems) for n in self._reserve if n in self.places)
+        return unhealthy > 1 and 2 * unhealthy > len(self.places)
+
+    def _may_go(self, node: str) -> float:
+        """When a node in trouble may lose its place: at once if it is in quarantine."""
+        member = self.members[node]
+        return member.since + self.settings.recheck if member.problems else self._now
+
+    def _replaceable(self, now: float) -> str | None:
+        """A node of the live round without which the job is better off."""
+        if not self._reserve or self._done:
+            return None
+        needed = self._needed()
+        return next((n for n in self._reserve if n in self.places and n not in needed and now >= self._may_go(n)), None)
+
+    def _say_who_is_kept(self) -> None:
+        for node in self._needed() if self.phase is Phase.RUNNING else ():
+            if node in self.places and node not in self._kept:
+                self._kept.add(node)
+                others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
+                if self._is_nobodys_fault():
+                    others = "most of the round's nodes are unhealthy, which is likely nobody's own fault"
+                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._trouble(node)})"))
+
+    def _the_unhealthy(self) -> str:
+        node = next((n for n, member in self.members.items() if member.problems), None)
+        return f"; node {node} is {self._trouble(node)}" if node else ""
 
     def _inherited(self, node: str) -> int | None:
         """The rank of the lost node that this one stands in for, if it does."""
@@ -752,6 +883,11 @@ class Job:
         if round == self.round:
             known = {(f.rank, f.at) for f in self._failures}
             self._failures += [f for f in failures if (f.rank, f.at) not in known][: EVIDENCE - len(self._failures)]
+
+    def _home_of_culprit(self) -> str:
+        failure = root_cause(self._failures)
+        rank = failure.rank if failure else -1
+        return next((n for n, p in self.places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)

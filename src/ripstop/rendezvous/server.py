@@ -12,6 +12,7 @@ import resource
 import secrets
 import socket
 import ssl
+import time
 from functools import partial
 
 from aiohttp import web
@@ -264,7 +265,7 @@ class Server:
             self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease)))
+        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
