@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ripstop.errors import NoAnswer
+from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
+from ripstop.workers.stacks import look_at, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
@@ -26,6 +28,7 @@ class Workers:
     place: Place
     pids: tuple[int, ...]
     logs: RoundLogs
+    progress: Mapping[int, Pace]  # of those that report, by local rank
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -38,7 +41,31 @@ class Workers:
 
 Question = Callable[[Workers, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
-QUESTIONS: dict[str, Question] = {}
+
+async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the workers are: of one `rank`, or of all of this node's."""
+    rank = details.get("rank")
+    if rank is not None and type(rank) is not int:
+        raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
+    chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
+    looks = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in chosen)
+    room = LARGEST // 2 // len(looks)  # JSON needs more characters than the text has
+    return {
+        "ranks": [
+            {
+                "rank": workers.place.first_rank + local,
+                "pid": look.pid,
+                "stack": look.stack[:room],
+                "wchan": look.wchan,
+                "state": look.state,
+                "source": look.source,
+            }
+            for local, look in zip(chosen, looks, strict=True)
+        ]
+    }
+
+
+QUESTIONS: dict[str, Question] = {"stacks": stacks}
 
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:

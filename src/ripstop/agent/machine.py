@@ -30,6 +30,8 @@ from ripstop.rendezvous.messages import (
     FromAgent,
     FromCoordinator,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -95,7 +97,15 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFailed:
-    """Workers of this round died, or could not be started."""
+    """Workers of this round died, could not be started, or hang."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """This is where the workers of this round are."""
 
     round: int
     failures: tuple[Failure, ...]
@@ -127,7 +137,10 @@ class Tick:
     """A deadline has passed."""
 
 
-Event = Linked | Unlinked | Got | Warmed | Offered | WorkersFailed | WorkersDone | WorkersStopped | Signalled | Tick
+Event = (
+    Linked | Unlinked | Got | Warmed | Offered
+    | WorkersFailed | Examined | WorkersDone | WorkersStopped | Signalled | Tick
+)  # fmt: skip
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -167,6 +180,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Find out where the workers are, and come back with `Examined`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """A line for the node's operator."""
 
@@ -182,7 +202,7 @@ class Quit:
     report: Report | None = None
 
 
-Command = Tell | OfferStore | Start | Stop | Say | Quit
+Command = Tell | OfferStore | Start | Stop | Examine | Say | Quit
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -269,6 +289,8 @@ class Agent:
                 return [] if self._going() else self._tell(self._ready)
             case WorkersFailed(round, failures):
                 return self._failed(round, failures)
+            case Examined(round, failures):
+                return self._tell(Inspected(round, trim(failures)))
             case WorkersDone(round) if self._holds(round) and self.state is State.RUNNING:
                 self.state = State.SUCCEEDED
                 return self._tell(Succeeded(round))
@@ -365,6 +387,9 @@ class Agent:
                 return self._hold(round, why)
             case Depart(why):
                 return self._depart(why)
+            case Inspect(round):
+                here = self._holds(round) and self.state in (State.RUNNING, State.FAILED)
+                return [Examine(round)] if here else self._tell(Inspected(round))
             case Closing(why):
                 self._closing = message
                 self._next = None

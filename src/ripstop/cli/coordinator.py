@@ -22,6 +22,7 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --max-restarts N              failures that are healed, in the whole job (0)
   --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
+  --max-infra-restarts N        hangs that are healed in any hour, counted apart (3)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, tls_cert, tls_key, tls_ca
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.

@@ -73,6 +73,8 @@ when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
   --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
+  --hang-timeout TIME         diagnose and restart a worker that makes no progress for so long, as 90s, 10m (0: never)
+  --max-infra-restarts N      hangs that are healed in any hour, counted apart from failures (3)
   --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
@@ -112,6 +114,7 @@ FLAGS = (
     Flag("--virtual-local-rank"),
     Flag("--config", "FILE"),
     Flag("--dry-run"),
+    Flag("--hang-timeout", "TIME"),
     Flag("--shutdown-timeout", "SECONDS"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
@@ -201,6 +204,7 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
+        hang_timeout=_hang_timeout(given, notes),
         start=how,
         preload=preload(given, how, notes),
         logs=logs(given, environ, slots, notes),
@@ -218,6 +222,13 @@ def _idle_words(given: Given, notes: list[str]) -> None:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
     event_handler(given, notes)
+
+
+def _hang_timeout(given: Given, notes: list[str]) -> float:
+    timeout = duration(given.label("--hang-timeout"), given.text("--hang-timeout", "0"))
+    if not timeout and "--max-infra-restarts" in given:
+        notes.append(f"{given.label('--max-infra-restarts')} has no effect without --hang-timeout: no hang is noticed")
+    return timeout
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

@@ -9,11 +9,28 @@ from ripstop.round import Outcome
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """Where a worker was when its round made no progress; `observe/stacks.py` says what it means.
+
+    `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
+    kernel's letter for the process.
+    """
+
+    seconds: float
+    sign: str
+    call: str
+    where: str
+    waits: bool
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one worker is dead.
+    """Why one worker is dead, or is to be stopped because its round hangs.
 
     `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
-    `exitcode` and `signal` is set, except for a worker that could not be started at all: then neither is.
+    `exitcode` and `signal` is set, except for a worker that could not be started at all, or hangs: then neither is.
+    A hang's `at` is the last sign of progress, its `traceback` the stack, and its `error_file` has all that was found.
     """
 
     rank: int
@@ -30,6 +47,7 @@ class Failure:
     log_tail: tuple[str, ...] = ()
     error_file: str = ""
     logs: str = ""
+    hang: Hang | None = None
 
 
 @dataclass(frozen=True, slots=True)

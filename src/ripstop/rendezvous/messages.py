@@ -106,6 +106,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspected:
+    """Where my workers of this round are, as `Inspect` asked; none when I have none."""
+
+    round: int
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Succeeded:
     """All my workers of this round exited 0."""
 
@@ -181,6 +189,13 @@ class Depart:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspect:
+    """This round hangs on another node: tell where your workers are, before they are stopped."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An operator wants to know something of you; answer under this number.  It changes nothing."""
 
@@ -205,8 +220,8 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
-FromCoordinator = Assign | Hold | Depart | Ask | Closing | Closed | Rejected | Beat
+FromAgent = Join | Ready | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromCoordinator = Assign | Hold | Depart | Inspect | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
