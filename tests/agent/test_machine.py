@@ -8,6 +8,8 @@ from ripstop.agent.machine import (
     Agent,
     Command,
     Event,
+    Examine,
+    Examined,
     Got,
     Linked,
     Offered,
@@ -37,6 +39,8 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -469,3 +473,18 @@ def test_nothing_happens_after_the_end() -> None:
     for event in (assign(9), Got(Beat()), Linked("x"), Unlinked("x"), Signalled(15), Tick(), Offered(1)):
         assert agent.on(event, 99.0) == []
     assert agent.deadline() is None
+
+
+# hangs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(1))) == [Examine(1)]
+    assert on(agent, Examined(1, (failure(),))) == [Tell(Inspected(1, (failure(),)))]
+    assert agent.state is State.RUNNING  # looking changes nothing
+
+
+def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(2))) == [Tell(Inspected(2))]

@@ -10,7 +10,10 @@ from ripstop.cli.run import FLAGS, configure
 from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
-OURS_ALONE = {"--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run"}
+OURS_ALONE = {
+    *("--preload", "--config", "--dry-run"),
+    *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts"),
+}
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",
     "--duplicate-stderr-filters",

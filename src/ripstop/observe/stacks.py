@@ -3,8 +3,9 @@
 Rules: (1) a worker is where its user's own code is: the innermost frame outside of libraries gives file and line, and
 the library function that was called there, if one was, gives the name; (2) it waits for the others when that call is
 one of `torch.distributed`; (3) in a round that hangs, who waits for the others is their victim: the odd ones are
-those that do not wait; where all wait, or none does, those outside the one place that has more than half of them.
-A process that was stopped from outside is odd before all.
+those that do not wait; where all wait, or none does, those outside the one place that has more than half of them,
+or, if none waits, those that have shown no progress while others have.  A process that was stopped from outside is odd
+before all.
 """
 
 import re
@@ -63,7 +64,10 @@ def odd_ones(hangs: Mapping[int, Hang]) -> frozenset[int]:
     if 0 < len(busy) < len(known):
         return frozenset(busy)
     crowd = max(_groups(known).values(), key=len, default=[])
-    return frozenset(known.keys() - set(crowd)) if 2 * len(crowd) > len(known) else frozenset()
+    if 2 * len(crowd) > len(known):
+        return frozenset(known.keys() - set(crowd))
+    still = {rank for rank in busy if known[rank].sign}
+    return frozenset(still) if len(still) < len(known) else frozenset()
 
 
 def in_words(hangs: Mapping[int, Hang]) -> str:

@@ -68,7 +68,8 @@ async def look(pid: int, file: Path | None = None) -> Look:
     wchan, kernel = _read(pid, "wchan"), _read(pid, "stack")
     if process is None or process.dead:
         return Look(pid, state, wchan, kernel, (), "kernel")
-    text, why = await _py_spy(pid, PATIENCE, "--json")
+    still = ("--nonblocking",) if state == "T" else ()  # it need not be stopped for a moment, nor could it be
+    text, why = await _py_spy(pid, PATIENCE, "--json", *still)
     if threads := from_py_spy(text, pid):
         return Look(pid, state, wchan, kernel, threads, "py-spy")
     if file is not None and state != "T" and (threads := from_faulthandler(await _faulthandler(pid, file))):
