@@ -82,7 +82,7 @@ def test_a_hang_that_no_budget_covers_ends_the_job_and_the_report_has_the_stack(
     cause = json.loads(path.read_text())["root_cause"]
     assert (cause["rank"], cause["hang"]["call"]) == (0, "load_batch")
     assert "load_batch" in cause["traceback"]
-    assert Path(cause["error_file"]).read_text().startswith("rank 0, pid ")
+    assert Path(cause["hang"]["file"]).read_text().startswith("rank 0, pid ")
 
 
 def test_workers_that_make_progress_in_any_way_are_left_alone(job: Job) -> None:

@@ -75,6 +75,14 @@ def test_who_shows_no_stack_is_not_taken_to_hang() -> None:
     assert progress.stuck(15.0) == {}
 
 
+def test_who_cannot_be_seen_is_not_taken_to_hang_and_is_looked_for_later() -> None:
+    progress = Progress(1, 10.0, now=0.0)
+    silent(progress, 10.0)
+    progress.unseen(0, 12.5)
+    assert progress.stuck(12.5) == {}
+    assert progress.deadline() == 15.0
+
+
 def test_who_reports_is_no_longer_looked_at() -> None:
     progress = Progress(1, 10.0, now=0.0)
     progress.beat(0, 1, 1, 1.0)

@@ -81,8 +81,6 @@ class Watch:
                     self._stepped = True
                     first = FirstStep(place.round, place.first_rank + rank, step, now - self._began)
                     self._record(first, logging.INFO)
-                if self._timer is None:
-                    self._arm()
 
     def gone(self, local_rank: int) -> None:
         """This worker has ended."""
@@ -171,6 +169,8 @@ class Watch:
         for rank in due:
             if done := work.get(self._live.get(rank, 0)):
                 self._progress.look(rank, Signs(done.written, done.cpu, stacks.get(rank, "")), now)
+            else:
+                self._progress.unseen(rank, now)
 
     def _with_file(self, rank: int) -> tuple[int, Path]:
         return self._live[rank], stack_file(self._subject.logs.directory(rank))
@@ -204,7 +204,7 @@ class Watch:
 
     def _failure(self, rank: int, found: Look, stuck: Stuck, at: float) -> Failure:
         place = self._subject.place
-        here = spot(found.frames)
+        here, file = spot(found.frames), str(self._file(place.first_rank + rank))
         return Failure(
             rank=place.first_rank + rank,
             local_rank=rank,
@@ -214,9 +214,8 @@ class Watch:
             pid=found.pid,
             message=_message(here, stuck, found),
             traceback=cut_middle(clean(found.stack), STACK),
-            error_file=str(self._file(place.first_rank + rank)),
             logs=str(self._subject.logs.directory(rank)),
-            hang=Hang(round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state),
+            hang=Hang(round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file),
         )
 
     def _file(self, rank: int) -> Path:

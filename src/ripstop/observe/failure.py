@@ -13,7 +13,7 @@ class Hang:
     """Where a worker was when its round made no progress; `observe/stacks.py` says what it means.
 
     `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
-    kernel's letter for the process.
+    kernel's letter for the process, `file` what has all that was found.
     """
 
     seconds: float
@@ -22,6 +22,7 @@ class Hang:
     where: str
     waits: bool
     state: str
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Failure:
 
     `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
     `exitcode` and `signal` is set, except for a worker that could not be started at all, or hangs: then neither is.
-    A hang's `at` is the last sign of progress, its `traceback` the stack, and its `error_file` has all that was found.
+    A hang's `at` is the last sign of progress, and its `traceback` the stack.
     """
 
     rank: int

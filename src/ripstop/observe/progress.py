@@ -105,6 +105,11 @@ class Progress:
             worker.lively = now
         worker.same_stack = 0 if moved or not signs.stack else worker.same_stack + 1
 
+    def unseen(self, rank: int, now: float) -> None:
+        """It could not be seen, which says nothing against it."""
+        if worker := self._workers.get(rank):
+            worker.looked = worker.lively = now
+
     def gone(self, rank: int) -> None:
         """It has ended."""
         self._workers.pop(rank, None)

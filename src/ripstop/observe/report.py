@@ -149,7 +149,9 @@ def _facts(failure: Failure, width: int) -> Iterator[str]:
     if failure.logs:
         yield f"  logs     {failure.logs}"
     if failure.error_file:
-        yield f"  {'stacks' if failure.hang else 'error':<8} {failure.error_file}"
+        yield f"  error    {failure.error_file}"
+    if failure.hang and failure.hang.file:
+        yield f"  stacks   {failure.hang.file}"
     if failure.traceback:
         yield "  stack" if failure.hang else "  traceback"
         yield from (f"    {line}" for line in failure.traceback.split("\n"))

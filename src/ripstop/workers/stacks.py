@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from shutil import which
 
 from ripstop.observe.stacks import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
 from ripstop.workers import linux
@@ -103,8 +102,9 @@ async def native(pids: Iterable[int]) -> list[str]:
 @cache
 def py_spy() -> str | None:
     """The program, if there is one."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) else which("py-spy")
+    from shutil import which  # costs more than this module, which every agent loads at its start
+
+    return which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 async def _py_spy(pid: int, patience: float, *flags: str) -> tuple[str, str]:
