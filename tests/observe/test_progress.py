@@ -51,7 +51,13 @@ def test_who_writes_nothing_uses_no_cpu_and_stands_still_hangs() -> None:
 
 
 @pytest.mark.parametrize(
-    "sign", [Signs(101, 1.0, STACK), Signs(100, 1.1, STACK), Signs(100, 1.0, "other (train.py:4)")]
+    "sign",
+    [
+        Signs(101, 1.0, STACK),
+        Signs(100, 1.1, STACK),
+        Signs(100, 1.0, "other (train.py:4)"),
+        Signs(100, 1.0, STACK, ready=True),
+    ],
 )
 def test_any_sign_of_life_starts_the_time_anew(sign: Signs) -> None:
     progress = Progress(1, 10.0, now=0.0)

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from ripstop.agent.answers import Workers, answer
+from ripstop.agent.watch import Subject, Watch
 from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
+from ripstop.observe.events import Event, WorkerHangs
+from ripstop.observe.failure import Failure
 from ripstop.round import Address, Place
 from ripstop.workers import linux, process, stacks
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.process import Children
+from ripstop.workers.reports import Beat
 from ripstop.workers.spawner import Birth, Spawner, Start
 from tests.e2e.harness import wait_until
 
@@ -122,3 +126,56 @@ def test_the_work_of_a_session_is_that_of_all_its_processes(tmp_path: Path) -> N
     finally:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+# a watch over them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spied", [True, False])
+def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
+    stage, spied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not spied:
+        monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    recorded: list[Event] = []
+
+    async def watch() -> tuple[Failure, ...]:
+        async with Asleep(stage) as workers:
+            hung: asyncio.Future[tuple[Failure, ...]] = asyncio.get_running_loop().create_future()
+            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            watch = Watch(
+                subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
+            )
+            try:
+                async with asyncio.timeout(30):
+                    failures = await hung
+                assert await watch.examine() == failures  # one look a hang
+                await watch.settle()
+            finally:
+                watch.close()
+            return failures
+
+    failures = asyncio.run(watch())
+    assert [(f.rank, f.hang.call) for f in failures if f.hang] == [(4, "sleep_well"), (5, "sleep_well")]
+    assert [event.rank for event in recorded if isinstance(event, WorkerHangs)] == [4, 5]
+    text = (stage.directory / "hang" / "rank_4.txt").read_text()
+    assert ("time_sleep" in text) if spied else ("no native stack: py-spy is not installed" in text)
+    assert f"Python stacks ({'py-spy' if spied else 'faulthandler; '}" in text
+
+
+def test_only_a_worker_and_its_children_are_heard(stage) -> None:
+    async def watch() -> None:
+        async with Asleep(stage) as workers:
+            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
+            watch.report(os.getpid(), Beat(1, 1))
+            watch.report(1, Beat(1, 1))
+            assert watch.paces() == {}
+            watch.report(workers.pids[1], Beat(7, 3))
+            assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
+            watch.gone(1)
+            watch.report(workers.pids[1], Beat(8, 4))  # what comes late from a worker that has ended
+            assert watch.paces() == {}
+            watch.close()
+
+    asyncio.run(watch())

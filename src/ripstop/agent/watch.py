@@ -22,7 +22,7 @@ from ripstop.workers import linux
 from ripstop.workers.failures import clean, cut_middle
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.reports import Beat, Report, Saved
-from ripstop.workers.stacks import Look, look_at, native, stack_file
+from ripstop.workers.stacks import Look, look_at, native, size, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
@@ -161,6 +161,7 @@ class Watch:
         due = {rank: wanted for rank, wanted in self._progress.due(self._loop.time()).items() if rank in self._live}
         if not due:
             return
+        asked_for = {rank: size(self._with_file(rank)[1]) for rank in due}  # stacks that it wrote are no sign of life
         work = linux.work_of_sessions(frozenset(self._live[rank] for rank in due))
         wanted = [rank for rank, stack in due.items() if stack]
         looks = await look_at(self._with_file(rank) for rank in wanted)
@@ -168,7 +169,8 @@ class Watch:
         now = self._loop.time()
         for rank in due:
             if done := work.get(self._live.get(rank, 0)):
-                self._progress.look(rank, Signs(done.written, done.cpu, stacks.get(rank, "")), now)
+                written = done.written - asked_for[rank]
+                self._progress.look(rank, Signs(written, done.cpu, stacks.get(rank, ""), done.ready), now)
             else:
                 self._progress.unseen(rank, now)
 

@@ -26,11 +26,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What can be seen of a worker from outside: bytes written, seconds of CPU time, and its stack, if asked for."""
+    """What can be seen of a worker from outside: bytes written, seconds of CPU time, and its stack, if asked for.
+
+    `ready`: it would go on if it had a processor, of which a crowded machine gives it none.
+    """
 
     written: int
     cpu: float
     stack: str = ""
+    ready: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class Progress:
         before, worker.signs = worker.signs, signs
         since, worker.looked = worker.looked, now
         moved = (
-            signs.written != before.written
+            signs.ready
+            or signs.written != before.written
             or signs.cpu - before.cpu > IDLE * (now - since)
             or (before.stack != "" and signs.stack not in ("", before.stack))
         )

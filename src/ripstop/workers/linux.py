@@ -121,10 +121,11 @@ def children() -> list[Process]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What processes have done since they were started: bytes written, seconds of CPU time."""
+    """What processes have done since they were started: bytes written, seconds of CPU time; `ready` to do more."""
 
     written: int
     cpu: float
+    ready: bool
 
 
 def work_of_sessions(sessions: Container[int]) -> dict[int, Work]:
@@ -132,12 +133,14 @@ def work_of_sessions(sessions: Container[int]) -> dict[int, Work]:
     done: dict[int, Work] = {}
     for process in processes():
         if process.session in sessions and (work := _work(process.pid)) is not None:
-            so_far = done.get(process.session, Work(0, 0.0))
-            done[process.session] = Work(so_far.written + work.written, so_far.cpu + work.cpu)
+            so_far = done.get(process.session, Work(0, 0.0, False))
+            ready = so_far.ready or process.state == "R"
+            done[process.session] = Work(so_far.written + work[0], so_far.cpu + work[1], ready)
     return done
 
 
-def _work(pid: int) -> Work | None:
+def _work(pid: int) -> tuple[int, float] | None:
+    """Bytes written and CPU time of one process."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             fields = file.read(2048).rpartition(b")")[2].split()
@@ -150,7 +153,7 @@ def _work(pid: int) -> Work | None:
         written = next(int(line.split()[1]) for line in lines if line.startswith(b"wchar:"))
     except (OSError, StopIteration):
         written = 0  # not ours to see, as that of a program with other rights
-    return Work(written, cpu)
+    return written, cpu
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -142,15 +142,14 @@ async def _faulthandler(pid: int, file: Path) -> str:
     if not linux.catches(pid, SIGNAL):
         return ""
     try:
-        before = size = _size(file)
+        before = grown = size(file)
         os.kill(pid, SIGNAL)
         async with asyncio.timeout(PATIENCE):
             while True:  # the end of a dump is not marked, nor announced: it is when nothing more comes
                 await asyncio.sleep(SETTLED)
-                grown = _size(file)
-                if grown == size > before:
+                last, grown = grown, size(file)
+                if last == grown > before:
                     break
-                size = grown
         with file.open("rb") as dumps:
             dumps.seek(before)
             return dumps.read(LARGEST).decode(errors="replace")
@@ -158,8 +157,12 @@ async def _faulthandler(pid: int, file: Path) -> str:
         return ""
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size
+def size(file: Path) -> int:
+    """Of a file that may not be there."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _read(pid: int, what: str) -> str:
