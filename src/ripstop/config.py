@@ -98,12 +98,15 @@ class Logs:
 class Budget:
     """How many failures are healed: `max_restarts` in any `window` seconds (0: in the whole run).
 
-    `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.
+    `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.  Hangs are
+    counted apart: `max_infra_restarts` of them in any `infra_window` seconds.
     """
 
     max_restarts: int = 0
     window: float = 0.0
     backoff: float = 30.0
+    max_infra_restarts: int = 3
+    infra_window: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +236,7 @@ class RunConfig:
     timing: Timing = field(default_factory=Timing)
     health: Health = field(default_factory=Health)
     quarantine: Quarantine = field(default_factory=Quarantine)
+    hang_timeout: float = 0.0  # seconds without progress after which a worker is taken to hang; 0: never
     start: Start = Start.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: what the script imports
     logs: Logs = field(default_factory=Logs)

@@ -381,7 +381,9 @@ def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
         return report
     ours = str(directory.path)
     failures = (
-        replace(failure, logs="", error_file="") if failure.logs.startswith(ours) else failure
+        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
+        if failure.logs.startswith(ours)
+        else failure
         for failure in report.failures
     )
     return replace(report, failures=tuple(failures))

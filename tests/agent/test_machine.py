@@ -10,6 +10,8 @@ from ripstop.agent.machine import (
     Checked,
     Command,
     Event,
+    Examine,
+    Examined,
     Got,
     Linked,
     Offered,
@@ -40,6 +42,8 @@ from ripstop.rendezvous.messages import (
     Failed,
     Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -541,3 +545,18 @@ def test_a_join_tells_the_problems_too() -> None:
     (told,) = (command for command in on(agent, Linked("host-a"), 7.0) if isinstance(command, Tell))
     assert isinstance(told.message, Join)
     assert told.message.problems == (LOST.words,)
+
+
+# hangs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(1))) == [Examine(1)]
+    assert on(agent, Examined(1, (failure(),))) == [Tell(Inspected(1, (failure(),)))]
+    assert agent.state is State.RUNNING  # looking changes nothing
+
+
+def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(2))) == [Tell(Inspected(2))]

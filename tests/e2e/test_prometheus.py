@@ -9,7 +9,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
 def crashing_job(folder: Path) -> Iterator[Job]:
     """Two workers on a node, and a coordinator by itself; one of the workers crashes, and they go on for ever."""
     env = {"STATE": str(folder / "state"), "CRASH_AT": str(CRASH_AT), "RIPSTOP_TOKEN": TOKEN}
-    with Job(folder, **env, REPORT="1" if find_spec("ripstop.train") else "") as job:
+    with Job(folder, **env, REPORT="1") as job:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
         coordinator = job.ripstop(
             "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
@@ -133,7 +132,6 @@ def test_prometheus_reads_what_every_rank_uses(read: Prometheus) -> None:
 
 
 def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
-    pytest.importorskip("ripstop.train")
     read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
     assert read.until("ripstop_checkpoint_step") == {(): 40.0}
     heard = 15  # steps may pass between two heartbeats that are sent

@@ -6,7 +6,9 @@ import pytest
 
 from ripstop.config import Budget, Quarantine, Timing
 from ripstop.observe.events import (
+    BudgetCharged,
     Ending,
+    HangDiagnosed,
     NodeHealthy,
     NodeKept,
     NodeQuarantined,
@@ -20,7 +22,7 @@ from ripstop.observe.events import (
 from ripstop.observe.events import (
     Event as Happening,
 )
-from ripstop.observe.failure import Failure
+from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous.events import (
     Close,
     Command,
@@ -36,7 +38,7 @@ from ripstop.rendezvous.events import (
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
+from ripstop.rendezvous.machine import BLAME, FAREWELL, INSPECTION, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -47,6 +49,8 @@ from ripstop.rendezvous.messages import (
     FromAgent,
     Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -1152,3 +1156,77 @@ def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
     job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
     assert len(job.status(10.0).nodes[1].trouble) < 5_000
+
+
+# rule 10: hangs -------------------------------------------------------------------------------------------------------
+
+
+def hang(rank: int, *, waits: bool = True) -> Failure:
+    call, where = ("all_reduce", "train.py:41") if waits else ("load_batch", "data.py:17")
+    return Failure(rank, 0, 1, "host", 10.0, hang=Hang(90.0, "no heartbeat", call, where, waits, "S"))
+
+
+WORDS = "rank 0 waits in all_reduce (train.py:41); rank 1 is in load_batch (data.py:17)"
+
+
+def test_a_round_that_hangs_is_looked_at_everywhere_before_it_ends() -> None:
+    job = running("a", "b", restarts=0)
+    assert hear(job, "a", Failed(1, (hang(0),)), 100.0) == [Send("b", Inspect(1))]
+    assert job.phase is Phase.RUNNING
+    commands = job.on(Heard("b", Inspected(1, (hang(1, waits=False),))), 100.2)
+    assert Record(HangDiagnosed(1, (1,), WORDS)) in commands
+    restart = f"{WORDS}; infrastructure restart 1 of 3 in 3600 s"
+    assert Record(BudgetCharged(1, "infrastructure", 1, 3, True, restart)) in commands
+    assert assigned(commands) == {"a": 0, "b": 1}
+
+
+def test_a_hang_on_a_single_node_ends_its_round_at_once() -> None:
+    job = running("a", restarts=0)
+    assert assigned(hear(job, "a", Failed(1, (hang(0), hang(1, waits=False))), 100.0)) == {"a": 0}
+
+
+def test_a_node_that_finds_the_hang_itself_is_waited_for_no_longer() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    assert assigned(hear(job, "b", Failed(1, (hang(1),)), 100.1)) == {"a": 0, "b": 1}
+    assert job.restarts.used == 1
+
+
+def test_a_node_that_does_not_tell_is_not_waited_for_long() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 10.0)
+    assert job.deadline() == 10.0 + INSPECTION
+    assert on(job, Tick(), 10.0 + INSPECTION - 0.01) == []
+    assert assigned(on(job, Tick(), 10.0 + INSPECTION)) == {"a": 0, "b": 1}
+
+
+def test_a_death_while_a_hang_is_looked_at_is_a_failure_as_ever() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    commands = hear(job, "b", Failed(1, (crash(1),)), 100.1)
+    assert [c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)] == [
+        "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+    ] * 2
+
+
+def test_a_spent_infrastructure_budget_ends_the_job_and_names_the_odd_one() -> None:
+    job = new_job(2, 2)
+    job.restarts = type(job.restarts)(Budget(5, max_infra_restarts=0))
+    for name in ("a", "b"):
+        job.on(Heard(name, join(job, name)), 0.0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    commands = hear(job, "b", Inspected(1, (hang(1, waits=False),)), 100.1)
+    why = f"{WORDS}; 0 of 0 infrastructure restarts in 3600 s are spent"
+    assert commands == [Send(name, Closing(why)) for name in ("a", "b")]
+
+
+def test_places_told_of_another_round_mean_nothing() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    assert hear(job, "b", Inspected(7, (hang(1),)), 100.1) == []
+
+
+def test_a_node_that_is_done_is_not_looked_at() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "b", Succeeded(1), 50.0)
+    assert assigned(hear(job, "a", Failed(1, (hang(0),)), 100.0)) == {"a": 0, "b": 1}

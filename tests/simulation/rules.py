@@ -10,6 +10,7 @@ from ripstop.observe.events import NodeGone
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job, Phase
 from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
+from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Rules:
                 and name in job.places
                 and not (job._absent or job._leaving or job._verdict)
                 and failures[0].message != GLOO
+                and failures[0].hang is None
                 and self._standing(job) >= self.world.budget.max_restarts
                 and self._is_on_time(job)
             ):
@@ -85,6 +87,8 @@ class Rules:
         )
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
+        hangs = job.restarts.spent(Cause.INFRASTRUCTURE)
+        demand(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
                 case coordinator.Record(NodeGone(name, why)) if why.startswith("lost: silent"):
@@ -93,7 +97,7 @@ class Rules:
     def _standing(self, job: Job) -> int:
         """How many charges count now."""
         window = self.world.budget.window
-        return sum(not window or at > self.world.now - window for at in job.restarts._charges)
+        return sum(not window or at > self.world.now - window for at in job.restarts._charges[Cause.APPLICATION])
 
     def _is_on_time(self, job: Job) -> bool:
         due = job.deadline()

@@ -9,7 +9,7 @@ import pytest
 from ripstop.agent.machine import Agent
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.policy import Restarts, Verdict
+from ripstop.rendezvous.policy import Cause, Restarts, Verdict
 from ripstop.rendezvous.quarantine import Quarantine
 from tests.simulation.rules import Violation
 from tests.simulation.world import World
@@ -90,12 +90,23 @@ def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
-    def charge(restarts: Restarts, now: float, lived: float) -> Verdict:
-        restarts._charges.append(now)
+    def charge(restarts: Restarts, now: float, lived: float, cause: Cause = Cause.APPLICATION) -> Verdict:
+        restarts._charges[cause].append(now)
         restarts.used += 1
         return Verdict(True, 0.0, "why not")
 
     patch.setattr(Restarts, "charge", charge)
+
+
+def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    right = Job._inspect
+
+    def inspect(job: Job, node: str, now: float) -> Any:
+        out = right(job, node, now)
+        job._inspection = 1e9
+        return out
+
+    patch.setattr(Job, "_inspect", inspect)
 
 
 def restarts_are_forgotten_with_the_coordinator(patch: pytest.MonkeyPatch) -> None:
@@ -164,6 +175,7 @@ MUTANTS: list[Patch] = [
     the_highest_round_does_not_win,
     rounds_of_the_same_number_are_mixed_up,
     the_budget_is_endless,
+    an_inspection_waits_for_ever,
     restarts_are_forgotten_with_the_coordinator,
     a_lost_assignment_is_not_told_again,
     an_agent_starts_any_round,

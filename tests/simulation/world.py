@@ -24,7 +24,7 @@ from typing import Any
 from ripstop.agent import machine as agent
 from ripstop.agent.health import Problem
 from ripstop.config import Budget, Quarantine, Timing
-from ripstop.observe.failure import Failure
+from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
@@ -58,7 +58,7 @@ class Mix:
 CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
 MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
-WORKERS = {"crash": 5, "victim": 3, "succeed": 1}
+WORKERS = {"crash": 5, "victim": 3, "hang": 2, "succeed": 1}
 HEALTH = {"sicken": 5, "mend": 2}
 
 MIXES = (
@@ -141,7 +141,7 @@ class World:
         low = random.choice((1, 1, 2, 2, 3))
         high = low + random.choice((0, 0, 1, 2, 3))
         window = random.choice((0.0, 0.0, 8.0))
-        self.budget = Budget(random.choice(mix.restarts), window, backoff=2.0)
+        self.budget = Budget(random.choice(mix.restarts), window, 2.0, (0, 1, 100)[seed // 7 % 3], infra_window=20.0)
         self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
         self.fixed = random.random() < 0.1  # a static job: every node brings its rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
@@ -228,7 +228,7 @@ class World:
                 self._feed_job(coordinator.Scale(self.random.randint(self.low, self.high)))
             case "close":
                 self._feed_job(coordinator.Close("an operator wants it"))
-            case "crash" | "victim" | "succeed" | "signal" | "sicken" | "mend":
+            case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
             case _:
@@ -242,6 +242,9 @@ class World:
             case "crash" | "victim":
                 if node.group:
                     self._workers_fail(node, node.group, kind)
+            case "hang":
+                if node.group:
+                    self._workers_hang(node, node.group)
             case "succeed":
                 if node.group and node.group.state == "running" and node.group.began <= self.now:
                     self._workers_done(node, node.group)
@@ -482,6 +485,11 @@ class World:
                     self.soon(0.0, 0.02, self._feed, node, agent.Offered(self.port))
                 case agent.Start(place):
                     self._start(node, place)
+                case agent.Examine(round):
+                    where = (self._hang(node, node.group),) if node.group else ()
+                    self.soon(
+                        0.0, self.random.choice((0.05, 2.0, 999.0)), self._feed, node, agent.Examined(round, where)
+                    )
                 case agent.Stop(round, _, grace):
                     self._stop(node, round, grace)
                 case agent.Quit():
@@ -561,6 +569,20 @@ class World:
             place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=words, traceback=words
         )
         self._feed(node, agent.WorkersFailed(place.round, (failure,)))
+
+    def _workers_hang(self, node: SimNode, group: Group) -> None:
+        """And who waits for them hangs a moment later, unless somebody acts."""
+        if not node.alive or node.group is not group or group.state != "running":
+            return
+        group.state = "failed"
+        for peer in self.nodes.values():
+            if peer.group and peer.group.place.store == group.place.store and self.random.random() < 0.7:
+                self.soon(0.0, 0.5, self._workers_hang, peer, peer.group)
+        self._feed(node, agent.WorkersFailed(group.place.round, (self._hang(node, group),)))
+
+    def _hang(self, node: SimNode, group: Group) -> Failure:
+        hang = Hang(1.0, "no heartbeat", "all_reduce", "train.py:41", self.random.random() < 0.5, "S")
+        return Failure(group.place.first_rank, 0, group.place.round, node.id, self.now, hang=hang)
 
     def _hurt_peers(self, node: SimNode) -> None:
         """Its collectives' partners notice, some of them."""

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from ripstop.errors import NoAnswer
+from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
+from ripstop.workers.stacks import look_at, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
@@ -28,6 +30,7 @@ class Workers:
     place: Place
     pids: tuple[int, ...]
     logs: RoundLogs
+    progress: Mapping[int, Pace]  # of those that report, by local rank
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -40,7 +43,31 @@ class Workers:
 
 Question = Callable[[Workers, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
-QUESTIONS: dict[str, Question] = {}
+
+async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the workers are: of one `rank`, or of all of this node's."""
+    rank = details.get("rank")
+    if rank is not None and type(rank) is not int:
+        raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
+    chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
+    looks = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in chosen)
+    room = LARGEST // 2 // len(looks)  # JSON needs more characters than the text has
+    return {
+        "ranks": [
+            {
+                "rank": workers.place.first_rank + local,
+                "pid": look.pid,
+                "stack": look.stack[:room],
+                "wchan": look.wchan,
+                "state": look.state,
+                "source": look.source,
+            }
+            for local, look in zip(chosen, looks, strict=True)
+        ]
+    }
+
+
+QUESTIONS: dict[str, Question] = {"stacks": stacks}
 
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:
@@ -86,7 +113,8 @@ async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any
     _gpus = _gpus or Gpus()
     found = await _gpus.sample()
     place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
-    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, {}, found))
+    progress = workers.progress if workers else {}
+    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, progress, found))
 
 
 WHENEVER: dict[str, Whenever] = {"sample": sample}

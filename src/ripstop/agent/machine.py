@@ -34,6 +34,8 @@ from ripstop.rendezvous.messages import (
     FromCoordinator,
     Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -107,7 +109,15 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFailed:
-    """Workers of this round died, or could not be started."""
+    """Workers of this round died, could not be started, or hang."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """This is where the workers of this round are."""
 
     round: int
     failures: tuple[Failure, ...]
@@ -141,7 +151,7 @@ class Tick:
 
 Event = (
     Linked | Unlinked | Got | Warmed | Checked | Offered
-    | WorkersFailed | WorkersDone | WorkersStopped | Signalled | Tick
+    | WorkersFailed | Examined | WorkersDone | WorkersStopped | Signalled | Tick
 )  # fmt: skip
 
 
@@ -182,6 +192,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Find out where the workers are, and come back with `Examined`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """A line for the node's operator."""
 
@@ -197,7 +214,7 @@ class Quit:
     report: Report | None = None
 
 
-Command = Tell | OfferStore | Start | Stop | Say | Quit
+Command = Tell | OfferStore | Start | Stop | Examine | Say | Quit
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -292,6 +309,8 @@ class Agent:
                 return [] if self._going() else self._tell(self._ready)
             case WorkersFailed(round, failures):
                 return self._failed(round, failures)
+            case Examined(round, failures):
+                return self._tell(Inspected(round, trim(failures)))
             case WorkersDone(round) if self._holds(round) and self.state is State.RUNNING:
                 self.state = State.SUCCEEDED
                 return self._tell(Succeeded(round))
@@ -415,6 +434,9 @@ class Agent:
                 return self._hold(round, why)
             case Depart(why):
                 return self._depart(why)
+            case Inspect(round):
+                here = self._holds(round) and self.state in (State.RUNNING, State.FAILED)
+                return [Examine(round)] if here else self._tell(Inspected(round))
             case Closing(why):
                 self._closing = message
                 self._next = None

@@ -81,6 +81,8 @@ when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
   --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
+  --hang-timeout TIME         diagnose and restart a worker that makes no progress for so long, as 90s, 10m (0: never)
+  --max-infra-restarts N      hangs that are healed in any hour, counted apart from failures (3)
   --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
@@ -133,6 +135,7 @@ FLAGS = (
     Flag("--dry-run"),
     Flag("--health-check", "COMMAND"),
     Flag("--health-interval", "TIME"),
+    Flag("--hang-timeout", "TIME"),
     Flag("--shutdown-timeout", "SECONDS"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
@@ -235,6 +238,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         timing=waits,
         health=health(given, conf_name, conf),
         quarantine=quarantine(conf_name, conf),
+        hang_timeout=_hang_timeout(given, notes),
         start=how,
         preload=preload(given, how, notes),
         logs=logs(given, environ, slots, notes),
@@ -253,6 +257,13 @@ def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
+
+
+def _hang_timeout(given: Given, notes: list[str]) -> float:
+    timeout = duration(given.label("--hang-timeout"), given.text("--hang-timeout", "0"))
+    if not timeout and "--max-infra-restarts" in given:
+        notes.append(f"{given.label('--max-infra-restarts')} has no effect without --hang-timeout: no hang is noticed")
+    return timeout
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

@@ -171,6 +171,15 @@ class BudgetCharged:
 
 
 @dataclass(frozen=True, slots=True)
+class HangDiagnosed:
+    """A round hangs, and all its nodes were looked at: the ranks that the others wait for, and where everybody is."""
+
+    round: int
+    odd: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetRefunded:
     """The last charge was a mistake: what failed was the victim of this node's loss."""
 
@@ -308,6 +317,18 @@ class TimersMissed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHangs:
+    """A worker makes no progress: for how long, how that shows, and where it is."""
+
+    round: int
+    rank: int
+    pid: int
+    seconds: float
+    sign: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of this node exited 0."""
 
@@ -349,9 +370,10 @@ Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
     | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | NodeKept
     | RoundFormed | RankWishDenied | RoundFound | RoundResumed | RoundEnded
-    | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
+    | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
-    | WorkerFailed | TimersMissed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
+    | WorkerFailed | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping | WorkersStopped
+    | AgentSaid | AgentEnded
 )  # fmt: skip
 
 
@@ -480,6 +502,8 @@ def words(event: Event) -> str:
             return f"round={round} is known to its members; waiting for {nodes} nodes"
         case RoundResumed(round, nodes):
             return f"round={round} goes on: all {nodes} nodes are back"
+        case HangDiagnosed(round, why=why):
+            return f"round={round} hangs: {why}"
         case ScaleAsked(nodes, accepted, why):
             return f"scale to {nodes} nodes" + ("" if accepted else f" refused: {why}")
         case JobClosing(_, why):
@@ -501,6 +525,10 @@ def words(event: Event) -> str:
             return f"round={round} rank={rank} pid={pid} failed: {why}"
         case TimersMissed(round, rank, pid, why):
             return f"round={round} rank={rank} pid={pid} {why}"
+        case WorkerHangs(round, rank, pid, seconds, sign, where):
+            return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s" + (
+                f", {where}" if where else ""
+            )
         case WorkersStopping(round, why):
             return f"round={round} stopping: {why}"
         case AgentSaid(text):

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from ripstop.errors import ProtocolError
-from ripstop.rendezvous.messages import VERSION, Beat, Closed, Failed, Join, Message, Stopped
+from ripstop.rendezvous.messages import VERSION, Beat, Closed, Failed, Inspected, Join, Message, Stopped
 
 MAX_FRAME = 256 * 1024  # bytes of one message; frames are ASCII, so also characters
 MAX_ITEMS = 4096  # elements of one list
@@ -48,8 +48,8 @@ def fit(message: Message) -> str:
     text = _dump(message)
     while len(text) > MAX_FRAME:
         match message:
-            case Failed(failures=failures) | Join(failures=failures) | Stopped(failures=failures) if failures:
-                message = replace(message, failures=_fewer(failures))
+            case Failed() | Join() | Stopped() | Inspected() if message.failures:
+                message = replace(message, failures=_fewer(message.failures))
             case Closed(report) if report.failures:
                 message = Closed(replace(report, failures=_fewer(report.failures)))
             case _:

@@ -25,6 +25,8 @@
     healthy.
 10. Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
     too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
+11. A round that hangs is looked at on all its nodes before it ends: who hangs on one may wait for a rank of another.
+    Nodes have `INSPECTION` seconds for it; a death meanwhile is a failure as ever.
 """
 
 from collections.abc import Iterable
@@ -37,6 +39,7 @@ from ripstop.observe import events as observe
 from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
+from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.events import (
@@ -63,6 +66,8 @@ from ripstop.rendezvous.messages import (
     FromAgent,
     Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -72,16 +77,18 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.rendezvous.policy import Restarts
+from ripstop.rendezvous.policy import Cause, Restarts, Verdict, cause_of
 from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
+INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
 PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
+PLACES = 16_384  # and of a round that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +192,8 @@ class Job:
         self._broken = False  # a worker of the live or last round failed
         self._failures: list[Failure] = []  # of that round
         self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
+        self._inspection: float | None = None  # until when a hanging round is looked at
+        self._awaited: set[str] = set()  # nodes that have not told where their workers are
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self._held = False  # survivors of the last round were told to stop
         self._quarantine = Quarantine(settings.quarantine)
@@ -238,6 +247,8 @@ class Job:
             times.append(self._verdict[0])
         if (release := self._quarantine.deadline()) is not None:
             times.append(release)
+        if self._inspection is not None:
+            times.append(self._inspection)
         match self.phase:
             case Phase.GATHERING:
                 if self._quorum is None:
@@ -317,6 +328,10 @@ class Job:
                 self._health(node, problems, now)
             case Failed(round, failures):
                 return self._failed(node, round, failures, now)
+            case Inspected(round, failures):
+                self._keep(failures, round)
+                if round == self.round:
+                    self._awaited.discard(node)
             case Succeeded(round):
                 self._succeeded(node, round)
             case Leaving(why):
@@ -469,23 +484,16 @@ class Job:
             return []
         if self._verdict:
             return []
-        verdict = self.restarts.charge(now, now - self._since)
-        self._notes.append(
-            observe.BudgetCharged(
-                self.round,
-                "application",
-                self.restarts.used,
-                self.settings.budget.max_restarts,
-                verdict.allowed,
-                f"{self._culprit()}; {verdict.why}",
-            )
-        )
+        if cause_of(self._failures) is Cause.INFRASTRUCTURE:
+            return self._inspect(node, now)
+        verdict = self._charge(Cause.APPLICATION, now)
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
             self._unblamed = self.round
             if not victims:
-                self._fault(self._home_of_culprit(), self._culprit(), now)
+                culprit = root_cause(self._failures)
+                self._fault(self._home_of(culprit.rank) if culprit else "", self._culprit(), now)
             self._gather(Ending.APPLICATION, f"{self._culprit()}; {verdict.why}", now, verdict.delay)
             return []
         if victims:  # rule 6
@@ -499,6 +507,39 @@ class Job:
         if node in self.members and (why := self._quarantine.fault(self.members[node].node, what, now)):
             self._notes.append(observe.NodeQuarantined(node, why, self.settings.quarantine.cooldown))
             self._reclassify(node, now)
+
+    def _charge(self, cause: Cause, now: float) -> Verdict:
+        verdict = self.restarts.charge(now, now - self._since, cause)
+        used = self.restarts.spent(cause)
+        why = f"{self._culprit()}; {verdict.why}"
+        self._notes.append(
+            observe.BudgetCharged(self.round, cause, used, self.restarts.limit(cause), verdict.allowed, why)
+        )
+        return verdict
+
+    def _inspect(self, node: str, now: float) -> list[Command]:
+        """Have a round that hangs looked at on all its nodes (rule 11)."""
+        if self._inspection is not None:
+            self._awaited.discard(node)
+            return []
+        self._inspection = now + INSPECTION
+        self._awaited = {n for n in self.places if n != node and n not in self._done}
+        return [Send(n, Inspect(self.round)) for n in self.places if n in self._awaited]
+
+    def _conclude(self, now: float) -> list[Command]:
+        """All that can be known of the hang is known."""
+        self._inspection = None
+        hangs = hangs_among(self._failures, self.round)
+        odd = tuple(sorted(odd_ones(hangs)))
+        self._notes.append(observe.HangDiagnosed(self.round, odd, in_words(hangs)))
+        verdict = self._charge(Cause.INFRASTRUCTURE, now)
+        why = f"{self._culprit()}; {verdict.why}"
+        if not verdict.allowed:
+            return self._close(Outcome.FAILED, why, now)
+        if len(odd) == 1:
+            self._fault(self._home_of(odd[0]), f"rank {odd[0]} hung", now)
+        self._gather(Ending.INFRASTRUCTURE, why, now, verdict.delay)
+        return self._form_or_hold(now)
 
     def _blame(self, gone: list[str], now: float) -> None:
         """A failure while nodes were absent or leaving: it is theirs (rule 5), and nobody is charged."""
@@ -581,6 +622,8 @@ class Job:
         self._since += late
         if self._verdict:
             self._verdict = (now + BLAME, self._verdict[1])
+        if self._inspection is not None:
+            self._inspection = max(self._inspection, now + BLAME)
 
     def _lose(self, node: str, why: str, now: float) -> None:
         if (member := self.members.pop(node, None)) is None:
@@ -591,6 +634,7 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._unstopped.discard(node)
+        self._awaited.discard(node)
         self._reclassify(node, now)
         lost = not why.startswith("left")
         self._notes.append(observe.NodeGone(node, why, lost))
@@ -675,7 +719,7 @@ class Job:
         self._not_before = now + delay
         self._quorum = None
         self._held = False
-        self._verdict = None
+        self._verdict = self._inspection = None
 
     def _advance(self, now: float) -> list[Command]:
         """Do what the state now allows: resume, form, hold, finish, end."""
@@ -689,6 +733,8 @@ class Job:
                     return self._close(Outcome.SUCCEEDED, "all workers exited 0", now)
                 if self._verdict and now >= self._verdict[0]:
                     return self._close(Outcome.FAILED, f"{self._culprit()}; {self._verdict[1]}", now)
+                if self._inspection is not None:
+                    return [] if self._awaited and now < self._inspection else self._conclude(now)
                 return self._resize(now)
             case Phase.CLOSING:
                 return self._finish(now)
@@ -798,6 +844,7 @@ class Job:
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
+        chosen = sorted(chosen, key=lambda n: n not in before)  # who has a rank comes before who only inherits it
         candidates = [(self.members[n].node, before.get(n, self._inherited(n))) for n in chosen]
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = self.members[nodes[0].id]
@@ -882,22 +929,28 @@ class Job:
     def _keep(self, failures: Iterable[Failure], round: int) -> None:
         if round == self.round:
             known = {(f.rank, f.at) for f in self._failures}
-            self._failures += [f for f in failures if (f.rank, f.at) not in known][: EVIDENCE - len(self._failures)]
+            for failure in failures:
+                if (failure.rank, failure.at) in known:
+                    continue
+                if len(self._failures) < EVIDENCE:
+                    self._failures.append(failure)
+                elif failure.hang and len(self._failures) < PLACES:
+                    self._failures.append(replace(failure, traceback="", log_tail=()))
 
-    def _home_of_culprit(self) -> str:
-        failure = root_cause(self._failures)
-        rank = failure.rank if failure else -1
+    def _home_of(self, rank: int) -> str:
         return next((n for n, p in self.places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
+        if failure and failure.hang:
+            return in_words(hangs_among(self._failures, self.round))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
         self._why = why
-        self._verdict = None
+        self._verdict = self._inspection = None
         self.report = Report(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)
         if outcome is Outcome.SUCCEEDED:

@@ -117,6 +117,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspected:
+    """Where my workers of this round are, as `Inspect` asked; none when I have none."""
+
+    round: int
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Succeeded:
     """All my workers of this round exited 0."""
 
@@ -192,6 +200,13 @@ class Depart:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspect:
+    """This round hangs on another node: tell where your workers are, before they are stopped."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An operator wants to know something of you; answer under this number.  It changes nothing."""
 
@@ -216,8 +231,8 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Health | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
-FromCoordinator = Assign | Hold | Depart | Ask | Closing | Closed | Rejected | Beat
+FromAgent = Join | Ready | Health | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromCoordinator = Assign | Hold | Depart | Inspect | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
