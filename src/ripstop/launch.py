@@ -23,8 +23,10 @@ from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
+from ripstop.observe.job_socket import JobSocket
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
+from ripstop.rendezvous import secret
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
@@ -96,6 +98,7 @@ async def take_part(
         link: Link
         coordinator: Coordinator | None = None
         events = _event_file(parts, directory, OF_NODE)
+        way_in = _way_in(parts, config, node.id)
         if config.backend is Backend.LOCAL or bound is not None:
             merged = _event_file(parts, directory, OF_JOB)
             coordinator = Coordinator(_settings(config, own=node.id), sinks=[merged])
@@ -103,8 +106,10 @@ async def take_part(
             link = LocalLink(coordinator, node.id)
             if bound is not None:
                 await _serve(parts, coordinator, bound, config)
+            way_in.lead(coordinator, str(bound.address) if bound else "")
         else:
             link = _remote(config, node.id)
+            way_in.follow(str(config.endpoint))
         driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
         if coordinator is not None:
             coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
@@ -127,6 +132,7 @@ async def _take_part_elected(
 
     assert config.etcd is not None
     async with AsyncExitStack() as parts:
+        way_in = _way_in(parts, config, node.id)
         link = ElectedLink(
             config.etcd,
             _settings(config),
@@ -135,6 +141,7 @@ async def _take_part_elected(
             local_addr=config.local_addr,
             tls=config.tls,
             sinks=[_event_file(parts, directory, OF_JOB)],
+            seated=lambda address, own: way_in.lead(own, str(address)) if own else way_in.follow(str(address)),
         )
         events = _event_file(parts, directory, OF_NODE)
         driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
@@ -151,6 +158,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
         coordinator = Coordinator(_settings(config))
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
+        _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
         signalled = asyncio.create_task(stopped.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
@@ -165,7 +173,9 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
 
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
-    """The endpoint's socket, if this node is to host the coordinator."""
+    """The socket of the endpoint, if this node is to host the coordinator, or of `--api` where it is alone."""
+    if config.backend is Backend.LOCAL and config.api is not None:
+        return bind(config.api, demanded=True, shared=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
@@ -222,6 +232,14 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     return file.add
 
 
+def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
+    """For operators on this machine."""
+    token = secret.api_token(config.token, config.run_id) if config.token else ""
+    found = JobSocket(os.environ, config.run_id, node, token, config.tls)
+    parts.push_async_callback(found.close)
+    return found
+
+
 async def _serve(
     parts: AsyncExitStack, coordinator: Coordinator, bound: Bound, config: RunConfig | CoordinatorConfig
 ) -> None:
@@ -240,6 +258,7 @@ async def _serve(
         lease=config.timing.lease,
         nodes=config.max_nodes,
         tls=tls,
+        agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
     )
     parts.push_async_callback(server.close)
     await server.start()

@@ -41,6 +41,7 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    f"{_ELASTIC}.control_plane": "control_plane",
     # the packages of these only pass their names on
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "data",
