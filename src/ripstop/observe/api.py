@@ -182,7 +182,7 @@ class Api:
             else:
                 unanswered.append({"node": node.name, "why": str(answer)})
         if unanswered and not stacks:
-            raise Refused(501, f"no node can tell its workers' stacks: {unanswered[0]['why']}")
+            raise Refused(409, f"no node can tell its workers' stacks: {unanswered[0]['why']}")
         return _json({"stacks": stacks, "unanswered": unanswered})
 
     async def _ask_all(
@@ -233,7 +233,7 @@ class Api:
     async def logs(self, call: Call) -> web.StreamResponse:
         words, job = call.words, self._job
         if words["offset"] is not None and words["tail"] is not None:
-            raise Malformed("tail and offset both say where to begin; keep one of the two")
+            raise Refused(409, "tail and offset both say where to begin; keep one of the two")
         begin: dict[str, Any] = {"rank": words["rank"], "stream": words["stream"]}
         if words["offset"] is None:
             begin["tail"] = 100 if words["tail"] is None else words["tail"]
@@ -520,7 +520,7 @@ ROUTES = (
         "Where workers are in their code.",
         _STACKS,
         query=(Value("rank", int, "of this worker alone"),),
-        refusals=(404, 409, 501),
+        refusals=(404, 409),
     ),
     Route("POST", f"{PREFIX}/restart", Api.restart, "A new round with the same nodes.", _DONE, refusals=(409,)),
     Route(

@@ -44,12 +44,12 @@ class JobSocket:
             node,
             os.getpid(),
             time.time(),
-            token=token,
             tls=tls is not None,
             tls_ca=_path(certificates.ca),
             tls_cert=_path(certificates.cert),
             tls_key=_path(certificates.key),
         )
+        self._token = token
         self._listening: socket.socket | None = None
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -73,12 +73,12 @@ class JobSocket:
         except OSError as error:
             self._give_up(f"no socket in {self._directory}: {error.strerror or error}")
             return
-        self._say(socket=f"{self._name}.sock", endpoint=endpoint)
+        self._say(socket=f"{self._name}.sock", endpoint=endpoint, token="")
 
     def follow(self, endpoint: str) -> None:
         """It is elsewhere, there."""
         self.job = None
-        self._say(socket="", endpoint=endpoint)
+        self._say(socket="", endpoint=endpoint, token=self._token)
 
     async def close(self) -> None:
         """Nobody finds the job any more; what is being answered is answered, briefly."""

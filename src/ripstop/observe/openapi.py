@@ -56,7 +56,9 @@ class Value:
         return self.check(text)
 
     def check(self, value: object) -> int | str | bool:
-        """From a JSON body, or read."""
+        """From a JSON body, or read; JSON knows no difference between 2 and 2.0."""
+        if self.kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
         if type(value) is not self.kind:
             word = {int: "a whole number", str: "a text", bool: "true or false"}[self.kind]
             raise Malformed(f"{self.name} is {word}, received {str(value)[:80]!r}")
@@ -199,7 +201,6 @@ _REFUSALS = {
     409: "Not as the job is now.",
     413: "The body is too large.",
     415: "The body is not said to be JSON.",
-    501: "No node can answer that.",
     503: "Not now: too many streams, or the coordinator is elsewhere.",
 }
 

@@ -1,15 +1,16 @@
 """The jobs of this user on this machine: a file for each agent, in `run_directory()`, that says how to reach its job.
 
 An agent holds a lock on its file for as long as it lives, however it dies; so a file that can be locked is a dead
-agent's, and whoever finds it removes it, with its socket.  A file is there whole or not at all.  It holds the token
-with which the job is steered from this machine, so it is readable by this user alone, as the directory is.
+agent's, and whoever finds it removes it, with its socket.  A file is there whole or not at all.  Where
+the job is steered at an endpoint it holds the token for that, so it is readable by this user alone, as is the
+directory.
 """
 
 import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -86,12 +87,12 @@ def _read(path: Path) -> Sign | None:
 
 def _parse(data: bytes) -> Sign | None:
     """None for what another version has written."""
-    with suppress(ValueError, TypeError):
+    try:
         record = json.loads(data)
-        sign = Sign(**{name: value for name, value in record.items() if name in {f.name for f in fields(Sign)}})
-        if all(type(value) is type(getattr(sign, name)) for name, value in asdict(sign).items()):
-            return sign
-    return None
+        known = {field.name: record[field.name] for field in fields(Sign)}
+    except (ValueError, LookupError, TypeError):
+        return None
+    return Sign(**known) if all(type(known[field.name]) is field.type for field in fields(Sign)) else None
 
 
 @contextmanager
