@@ -44,6 +44,14 @@ def test_torchs_handlers_and_the_programs_own_answer_and_a_failure_is_recorded(p
     assert not path.exists()
 
 
+def test_a_main_function_that_returns_at_once_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_WORKER_SERVER_SOCKET", str(path))
+    for _ in range(50):
+        with worker_main():
+            pass
+    assert not path.exists()
+
+
 def test_without_the_variable_it_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_WORKER_SERVER_SOCKET", raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

@@ -15,6 +15,7 @@ from ripstop.cli import main
 from ripstop.observe.registry import Registration, Sign
 from ripstop.observe.run_directory import run_directory
 from tests.certificates import Authority
+from tests.e2e.etcd import cluster, needs_etcd
 from tests.e2e.harness import SCRIPTS, Agent, Job, free_port, wait_until
 
 CHATTY = SCRIPTS / "chatty.py"
@@ -262,3 +263,23 @@ def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: 
     assert "speaks TLS only" in refused(job, "status", *at, RIPSTOP_TOKEN=TOKEN)
     says(job, "stop", *at, conf, RIPSTOP_TOKEN=TOKEN)
     assert agent.wait() == 1
+
+
+@needs_etcd
+def test_whoever_is_elected_can_be_asked_on_its_own_machine(job: Job, tmp_path: Path) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    with cluster(1, tmp_path) as (etcd,):
+        flags = ["--nnodes=1:2", "--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=lease=1"]
+        agents = []
+        for place in places:
+            place.mkdir()
+            agents.append(job.run(*flags, "--rdzv-id=e2e", str(CHATTY), env={"XDG_RUNTIME_DIR": str(place)}))
+            agents[-1].says("ranks=")
+        host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
+        here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
+        wait_until(lambda: True if "world 2" in says(job, "status", **here) else None, why=job.story)
+        assert refused(job, "status", **there).startswith("a job without a secret is not steered over the network; ")
+        agents[host].signal(signal.SIGKILL)
+        wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.story)
+        says(job, "stop", **there)
+        assert agents[1 - host].wait() == 1

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 def script(shell: str) -> str:
     from ripstop.cli.run import FLAGS as RUN
 
-    flags = _flags()
+    flags = commands_flags()
     others = {command: given for command, given in flags.items() if command != "run"}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
@@ -111,7 +111,7 @@ def script(shell: str) -> str:
     return text
 
 
-def _flags() -> dict[str, tuple[Flag, ...]]:
+def commands_flags() -> dict[str, tuple[Flag, ...]]:
     """Of every command that has some."""
     from importlib import import_module
 

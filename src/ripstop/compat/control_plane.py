@@ -4,7 +4,8 @@ The server behind `TORCH_WORKER_SERVER_SOCKET` is torch's own, with its handlers
 `fr_trace_json` …) and those that the program registers.  As with torchrun, whoever wants it sets the variable, for
 each worker another; the launcher does not.  What is ours: (1) an exception is recorded, in the `with` block as in a
 decorated function; (2) the socket that a killed worker left behind is no obstacle to the next one, nor does a socket
-stay behind; (3) a server that cannot be had is said on stderr, and the program runs without it.
+stay behind; (3) a main function that returns at once ends, where torch's server waits for ever if it is told to stop
+before it has begun; (4) a server that cannot be had is said on stderr, and the program runs without it.
 """
 
 import os
@@ -20,6 +21,7 @@ from ripstop.observe import recording
 __all__ = ["worker_main"]
 
 TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+PATIENCE = 10.0  # seconds for the server's first word
 
 
 @contextmanager
@@ -46,6 +48,7 @@ def _worker_server(path: str | None) -> Iterator[None]:
     try:
         _remove_dead(Path(path))
         server = _WorkerServer(path)
+        _wait_for(path)
     except (OSError, RuntimeError) as error:
         sys.stderr.write(f"ripstop: no worker server at {TORCH_WORKER_SERVER_SOCKET}={path}: {error}\n")
         yield
@@ -56,6 +59,15 @@ def _worker_server(path: str | None) -> Iterator[None]:
         server.shutdown()
         with suppress(OSError):
             Path(path).unlink()
+
+
+def _wait_for(path: str) -> None:
+    """Until it answers (3)."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PATIENCE)
+        probe.connect(path)
+        probe.sendall(b"POST /handler/ping HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+        probe.recv(1)
 
 
 def _remove_dead(path: Path) -> None:
