@@ -93,14 +93,6 @@ def test_status_says_what_the_job_is(alone: Job) -> None:
     assert status(alone, "--job=alone")["nodes"][0]["state"] == "running"
 
 
-def test_nothing_that_serves_http_is_loaded_before_somebody_asks(job: Job) -> None:
-    agent = job.run("--standalone", str(CHATTY))
-    agent.says("round=1")
-    assert not maps(agent, "_http_parser")
-    until_running(job)
-    assert maps(agent, "_http_parser")
-
-
 def maps(agent: Agent, name: str) -> bool:
     return name in Path(f"/proc/{agent.pid}/maps").read_text()
 
@@ -169,9 +161,12 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
     assert list(run_directory(job.env).iterdir()) == []
 
 
-def test_output_that_only_the_console_has_is_said_to_be_there(job: Job) -> None:
-    job.run("--standalone", str(CHATTY))
+def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is_said_to_be_there(job: Job) -> None:
+    agent = job.run("--standalone", str(CHATTY))
+    agent.says("round=1")
+    assert not maps(agent, "_http_parser")
     until_running(job)
+    assert maps(agent, "_http_parser")
     assert refused(job, "logs", "0", "--stream=stdout") == (
         "rank 0's stdout goes to its node's console alone; start the job with --tee=3 or --redirects=3"
     )
@@ -265,6 +260,7 @@ def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: 
     assert agent.wait() == 1
 
 
+@pytest.mark.long
 @needs_etcd
 def test_whoever_is_elected_can_be_asked_on_its_own_machine(job: Job, tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]

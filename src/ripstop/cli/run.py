@@ -204,7 +204,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         )
     alone = place.endpoint is None and elector is None
     token, about_token = secret(environ)
-    api = _api(given, token, tls, alone=alone, notes=notes)
+    api = _api(given, token, tls, local=place.backend is Backend.LOCAL, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     if not token and not alone:
@@ -244,11 +244,11 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
     )
 
 
-def _api(given: Given, token: str, tls: Tls | None, *, alone: bool, notes: list[str]) -> Address | None:
+def _api(given: Given, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
     if "--api" not in given:
         return None
     name = given.label("--api")
-    if not alone:
+    if not local:
         notes.append(f"{name} has no effect on a job of several nodes: it is steered at its coordinator's port")
         return None
     where = address(name, given.text("--api", ""), default_port=API_PORT)
