@@ -253,6 +253,27 @@ def test_streams_are_counted_and_one_too_many_is_refused(harness: Any, monkeypat
     in_a_job(harness, scenario)
 
 
+def test_who_follows_a_silent_log_and_leaves_is_forgotten(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MAX_STREAMS", 1)
+    silence = json.dumps({"round": 1, "offset": 0, "next": 0, "size": 0, "text": ""})
+
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        async def answer(message: Any) -> None:
+            await asyncio.sleep(0.01)  # as a node that waits, but not as long
+            links[0].send(Answer(message.number, silence))
+
+        tasks: list[asyncio.Task[None]] = []
+        monkeypatch.setattr(agents[0], "on_message", lambda ask: tasks.append(asyncio.create_task(answer(ask))))
+        statuses: list[int] = []
+        while statuses.count(200) < 3:
+            async with caller.stream("/logs/0?follow=true") as stream:
+                statuses.append(stream.status)
+            await asyncio.sleep(0.01)
+        assert set(statuses) <= {200, 503}
+
+    in_a_job(harness, scenario)
+
+
 def test_stacks_come_from_the_nodes_that_can_tell(harness: Any) -> None:
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         asking = asyncio.create_task(caller.get("/stacks"))

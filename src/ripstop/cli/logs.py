@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--json is for what was written, --follow goes on for ever; leave out one of the two")
     target = find(given)
     ranks = [rank] if rank is not None else [found["rank"] for found in get(target, "/ranks")["ranks"]]
+    if not ranks:
+        raise Objection("no workers run now; ripstop status says what the job waits for")
     wanted = [stream] if stream else list(STREAMS)
     pieces, objections = _ends(target, ranks, wanted, 0 if "--follow" in given else tail)
     if objections and not pieces:

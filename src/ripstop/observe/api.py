@@ -9,7 +9,7 @@ is JSON, so that no page in somebody's browser can ask for one.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -74,7 +74,6 @@ class Call:
 
 
 Admit = Callable[[web.Request], str]  # who a request is from; raises `Refused`
-Handler = Callable[["Api", Call], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -135,7 +134,8 @@ class Api:
         self._over.set()
 
     @property
-    def _job(self) -> Steerable:
+    def job(self) -> Steerable:
+        """The job, for whoever answers a call."""
         job = self._find()
         if job is None:
             raise Refused(503, "the job's coordinator is not in this process now; ask again, `ripstop` finds it")
@@ -147,13 +147,13 @@ class Api:
         return _json(openapi.describe(ROUTES))
 
     async def status(self, call: Call) -> web.StreamResponse:
-        return _json(asdict(self._job.status()))
+        return _json(asdict(self.job.status()))
 
     async def members(self, call: Call) -> web.StreamResponse:
-        return _json({"members": [asdict(node) for node in self._job.status().nodes]})
+        return _json({"members": [asdict(node) for node in self.job.status().nodes]})
 
     async def ranks(self, call: Call) -> web.StreamResponse:
-        job = self._job
+        job = self.job
         nodes = sorted(_placed(job.status()), key=lambda node: node.first_rank)
         answers = dict(zip(nodes, await self._ask_all(job, nodes, "workers", {}), strict=True))
         ranks = []
@@ -172,7 +172,7 @@ class Api:
         return _json({"ranks": ranks})
 
     async def stacks(self, call: Call) -> web.StreamResponse:
-        job, rank = self._job, call.words["rank"]
+        job, rank = self.job, call.words["rank"]
         nodes = _placed(job.status()) if rank is None else [_node_of(job.status(), rank)]
         details = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
@@ -199,7 +199,7 @@ class Api:
     # events -----------------------------------------------------------------------------------------------------------
 
     async def events(self, call: Call) -> web.StreamResponse:
-        job, since = self._job, call.words["since"]
+        job, since = self.job, call.words["since"]
         if "text/event-stream" in call.request.headers.get("Accept", ""):
             last = call.request.headers.get("Last-Event-ID", "")
             since = int(last) if last.isascii() and last.isdigit() and len(last) < 16 else since
@@ -209,7 +209,7 @@ class Api:
         last = events[-1]["number"] if events else min(since, job.journal.count)
         return _json({"events": events, "last": last, "more": len(events) < len(found)})
 
-    async def _event_stream(self, journal: Journal, last: int) -> AsyncIterator[str]:
+    async def _event_stream(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
         """The reader's place is a number, so that nothing waits for it here; one that is too far behind is cut off."""
         yield ": events of the job\n\n"
         if last > journal.count:
@@ -231,7 +231,7 @@ class Api:
     # logs -------------------------------------------------------------------------------------------------------------
 
     async def logs(self, call: Call) -> web.StreamResponse:
-        words, job = call.words, self._job
+        words, job = call.words, self.job
         if words["offset"] is not None and words["tail"] is not None:
             raise Refused(409, "tail and offset both say where to begin; keep one of the two")
         begin: dict[str, Any] = {"rank": words["rank"], "stream": words["stream"]}
@@ -259,12 +259,11 @@ class Api:
         found = {"rank": begin["rank"], "node": node.name, "stream": begin["stream"], "round": piece["round"]}
         return found | {"offset": first, "next": piece["next"], "text": "".join(texts)}
 
-    async def _follow(self, job: Steerable, begin: dict[str, Any], piece: dict[str, Any]) -> AsyncIterator[str]:
+    async def _follow(self, job: Steerable, begin: dict[str, Any], piece: dict[str, Any]) -> AsyncGenerator[str, None]:
         """A rank's log, through all rounds to come."""
         with _news(job.journal) as news:
             while not self._over.is_set():
-                if piece["text"]:
-                    yield piece["text"]
+                yield piece["text"]
                 news.clear()
                 try:
                     node = _node_of(job.status(), begin["rank"])
@@ -297,7 +296,8 @@ class Api:
             for task in waiting:
                 task.cancel()
 
-    async def _stream(self, call: Call, media: str, pieces: AsyncIterator[str]) -> web.StreamResponse:
+    async def _stream(self, call: Call, media: str, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
+        """An empty piece is a moment to see whether anybody listens."""
         if self._streams >= MAX_STREAMS:
             raise Refused(503, f"{MAX_STREAMS} streams are open, which is all there can be; close one of them")
         response = web.StreamResponse(headers={"Cache-Control": "no-store", "Content-Type": f"{media}; charset=utf-8"})
@@ -306,8 +306,11 @@ class Api:
         try:
             await response.prepare(call.request)
             async for piece in pieces:
-                async with asyncio.timeout(SLOW):
-                    await response.write(piece.encode("utf-8", "replace"))
+                if call.request.transport is None:
+                    break  # it has left
+                if piece:
+                    async with asyncio.timeout(SLOW):
+                        await response.write(piece.encode("utf-8", "replace"))
             await response.write_eof()
         except TimeoutError:
             if call.request.transport is not None:
@@ -316,12 +319,13 @@ class Api:
             pass  # it has left
         finally:
             self._streams -= 1
+            await pieces.aclose()
         return response
 
     # to steer ---------------------------------------------------------------------------------------------------------
 
     async def restart(self, call: Call) -> web.StreamResponse:
-        job, status = self._job, self._job.status()
+        job, status = self.job, self.job.status()
         objection = ""
         if status.phase != "running":
             objection = f"the job is {status.phase}, and only a running one can be restarted; wait, `status` says more"
@@ -330,7 +334,7 @@ class Api:
         return _json({"done": f"round {status.round} is being replaced"})
 
     async def drain(self, call: Call) -> web.StreamResponse:
-        job, node = self._job, call.words["node"]
+        job, node = self.job, call.words["node"]
         if all(member.name != node for member in job.status().nodes):
             objection = f"no node {node} is part of the job; `status` lists them"
             self._audit(job, call, f"drain of node {node}", objection, status=404)
@@ -339,7 +343,7 @@ class Api:
         return _json({"done": f"node {node} is leaving"})
 
     async def scale(self, call: Call) -> web.StreamResponse:
-        job, nodes, status = self._job, call.words["nodes"], self._job.status()
+        job, nodes, status = self.job, call.words["nodes"], self.job.status()
         objection = self._ending(job)
         if not status.min_nodes <= nodes <= status.max_nodes:
             span = f"{status.min_nodes} to {status.max_nodes} nodes"
@@ -349,7 +353,7 @@ class Api:
         return _json({"done": f"{nodes} nodes are wanted, {len(_placed(status))} have ranks now"})
 
     async def stop(self, call: Call) -> web.StreamResponse:
-        job, why = self._job, call.words["why"]
+        job, why = self.job, call.words["why"]
         self._audit(job, call, "stop", self._ending(job))
         job.finish(f"stopped by {call.by}" + (f": {why}" if why else ""))
         return _json({"done": "the job is being stopped"})
