@@ -247,6 +247,7 @@ class RunConfig:
     timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
+    api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
 
@@ -271,6 +272,7 @@ class CoordinatorConfig:
 # readers ------------------------------------------------------------------------------------------------------------
 
 COORDINATOR_PORT = 29400
+API_PORT = 29480
 ETCD_PORT = 2379
 ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500

@@ -36,8 +36,10 @@ from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
+from ripstop.observe.job_socket import JobSocket
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
+from ripstop.rendezvous import secret
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
@@ -141,11 +143,13 @@ async def _meet(
 ) -> _Meeting:
     """The coordinator is in this process, or at the endpoint."""
     if config.backend is not Backend.LOCAL and bound is None:
+        _way_in(parts, config, node.id).follow(str(config.endpoint))
         return _Meeting(_remote(config, node.id))
     coordinator = Coordinator(_settings(config, own=node.id), sinks=[_event_file(parts, directory, OF_JOB)])
     parts.callback(coordinator.stop)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
+    _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
     return _Meeting(LocalLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
@@ -154,6 +158,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
+    way_in = _way_in(parts, config, node.id)
     link = ElectedLink(
         config.etcd,
         _settings(config),
@@ -162,6 +167,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         local_addr=config.local_addr,
         tls=config.tls,
         sinks=[_event_file(parts, directory, OF_JOB)],
+        seated=lambda address, own: way_in.lead(own, str(address)) if own else way_in.follow(str(address)),
     )
     return _Meeting(link, link.broken)
 
@@ -176,6 +182,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
         coordinator = Coordinator(_settings(config), sinks=sinks)
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
+        _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
         signalled = asyncio.create_task(stopped.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
@@ -190,7 +197,9 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
 
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
-    """The endpoint's socket, if this node is to host the coordinator."""
+    """The socket of the endpoint, if this node is to host the coordinator, or of `--api` where it is alone."""
+    if config.backend is Backend.LOCAL and config.api is not None:
+        return bind(config.api, demanded=True, shared=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
@@ -250,6 +259,14 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
+
+
+def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
+    """For operators on this machine."""
+    token = secret.api_token(config.token, config.run_id) if config.token else ""
+    found = JobSocket(os.environ, config.run_id, node, token, config.tls)
+    parts.push_async_callback(found.close)
+    return found
 
 
 @contextmanager
@@ -316,6 +333,7 @@ async def _serve(
         lease=config.timing.lease,
         nodes=config.max_nodes,
         tls=tls,
+        agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
     )
     parts.push_async_callback(server.close)
     await server.start()

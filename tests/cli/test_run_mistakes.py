@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr, exit code 2, and nothing is started."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("", "nothing to run; name the script after the flags: ripstop run … train.py"),
         ("--standalone", "nothing to run; name the script after the flags: ripstop run … train.py"),
         ("--nnodes", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
+        (
+            "--standalone --api=127.0.0.1 train.py",
+            "--api=127.0.0.1:29480: whoever steers a job over the network shows a token made of its secret, and it has "
+            "none; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
+        ),
         ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
         ("--nprok-per-node=2 train.py", "--nprok-per-node=2: there is no such flag; did you mean --nproc-per-node?"),
         ("--max_restrats 2 train.py", "--max_restrats: there is no such flag; did you mean --max-restarts?"),
@@ -443,3 +449,15 @@ def test_a_command_that_is_not_there_is_told_what_there_is(
 ) -> None:
     assert main([name]) == 2
     assert capsys.readouterr().err == f"ripstop: error: {name}: there is no such command; write {remedy}\n"
+
+
+def test_an_api_address_that_is_taken_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIPSTOP_TOKEN", "s3cret")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = said(f"--standalone --api=127.0.0.1:{port} train.py", capsys)
+    assert line.startswith(
+        f"this node is to listen at 127.0.0.1:{port}, but that port is taken; choose another in --api"
+    )

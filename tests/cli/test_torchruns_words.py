@@ -11,7 +11,7 @@ from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
-    *("--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
+    *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts"),
 }
 TORCHS_SINCE_2_12 = {

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ripstop.errors import NoAnswer
@@ -21,6 +22,7 @@ from ripstop.workers.stacks import look_at, stack_file
 log = logging.getLogger("ripstop.agent")
 
 LARGEST = 192 * 1024  # characters of an answer
+LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,50 @@ async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-QUESTIONS: dict[str, Question] = {"stacks": stacks}
+async def _workers(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    return {"round": workers.place.round, "pids": workers.pids}
+
+
+async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    """A piece of a worker's log: from `offset` in the log of `round`, or the last `tail` lines of the present one.
+
+    A round that is over is read to its end, and then the present one from its beginning.  At the end of that, the
+    answer waits for more, up to `wait` seconds.
+    """
+    from ripstop.workers import tail  # nobody may ever ask
+
+    rank, stream, now = int(details["rank"]), str(details["stream"]), workers.place.round
+    path = _log_file(workers, rank, stream)
+    round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
+    if round < now:
+        before = path.parent.parent.parent / f"round_{round}" / str(rank) / path.name
+        if before.is_file():
+            piece = await asyncio.to_thread(tail.read, before, offset)
+            if piece.text:
+                return {"round": round} | asdict(piece)
+        offset = 0
+    if "tail" in details:
+        offset = await asyncio.to_thread(tail.last_lines, path, int(details["tail"]))
+    piece = await asyncio.to_thread(tail.read, path, offset)
+    if wait and not piece.text:
+        await tail.grown(path, piece.size, min(wait, LONGEST_WAIT))
+        piece = await asyncio.to_thread(tail.read, path, offset)
+    return {"round": now} | asdict(piece)
+
+
+def _log_file(workers: Workers, rank: int, stream: str) -> Path:
+    local = workers.local_rank(rank)
+    path = workers.logs.stdout(local) if stream == "stdout" else workers.logs.stderr(local)
+    if path is None:
+        raise NoAnswer(
+            f"rank {rank}'s {stream} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+        )
+    if not path.is_file():
+        raise NoAnswer(f"rank {rank}'s {stream} goes to {path}, where nothing can be read")
+    return path
+
+
+QUESTIONS: dict[str, Question] = {"log": _log, "stacks": stacks, "workers": _workers}
 
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:

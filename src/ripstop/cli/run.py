@@ -15,6 +15,7 @@ from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
 from ripstop.config import (
+    API_PORT,
     LEAVING,
     MOST_SLOTS,
     Backend,
@@ -22,6 +23,8 @@ from ripstop.config import (
     Etcd,
     Numa,
     RunConfig,
+    Tls,
+    address,
     duration,
     etcd,
     nodes,
@@ -34,6 +37,7 @@ from ripstop.config import (
     word,
 )
 from ripstop.errors import UsageError
+from ripstop.round import Address
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
@@ -76,6 +80,8 @@ where nodes meet
   --node-label NAME           where this node stands, as a rack or switch, for rank_by=label
   --master-addr HOST, --master-port PORT                              for static (port 29500)
   --local-addr HOST           this node's address for the others
+  --api HOST[:PORT]           steer a job on one node over the network, too, with RIPSTOP_TOKEN (port 29480); a job of
+                              several nodes is steered at its coordinator's port
 
 when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
@@ -123,6 +129,7 @@ FLAGS = (
     Flag("--master-addr", "HOST"),
     Flag("--master-port", "PORT"),
     Flag("--local-addr", "HOST"),
+    Flag("--api", "HOST[:PORT]"),
     Flag("--module", short="-m"),
     Flag("--no-python"),
     Flag("--run-path"),
@@ -211,9 +218,10 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
             "of its own; add tls_cert=FILE,tls_key=FILE"
         )
     alone = place.endpoint is None and elector is None
-    if tls is not None and alone:
-        notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     token, about_token = secret(environ)
+    api = _api(given, token, tls, local=place.backend is Backend.LOCAL, notes=notes)
+    if tls is not None and alone and api is None:
+        notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     if not token and not alone:
         about_token = open_door(place.endpoint or "the nodes", tls)
     return RunConfig(
@@ -249,8 +257,29 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         timer_pipe=timer_pipe(environ, notes),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         tls=tls,
+        api=api,
         notes=(*notes, *about_waits, *about_token),
     )
+
+
+def _api(given: Given, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
+    if "--api" not in given:
+        return None
+    name = given.label("--api")
+    if not local:
+        notes.append(f"{name} has no effect on a job of several nodes: it is steered at its coordinator's port")
+        return None
+    where = address(name, given.text("--api", ""), default_port=API_PORT)
+    if not token and (tls is None or tls.ca is None):
+        raise UsageError(
+            f"{name}={where}: whoever steers a job over the network shows a token made of its secret, and it has none; "
+            "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE"
+        )
+    if tls is not None:
+        from ripstop.rendezvous.tls import examine_host
+
+        examine_host(tls, where.host)
+    return where
 
 
 def _idle_words(given: Given, notes: list[str]) -> None:

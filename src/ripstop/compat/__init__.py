@@ -42,6 +42,7 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    f"{_ELASTIC}.control_plane": "control_plane",
     f"{_ELASTIC}.events": "events",
     f"{_ELASTIC}.events.api": "events",
     f"{_ELASTIC}.events.handlers": "events",

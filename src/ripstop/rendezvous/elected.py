@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from ripstop.config import Etcd, Tls
@@ -85,7 +85,8 @@ class _Office:
 class ElectedLink:
     """A `Link` to whoever is elected; to be made inside a running event loop.
 
-    `broken` has the defect, should the coordinator in this process break.
+    `broken` has the defect, should the coordinator in this process break.  `seated` is told where the coordinator is,
+    whenever it is another, and which it is if it is in this process.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ElectedLink:
         local_addr: str | None,
         tls: Tls | None = None,
         sinks: Iterable[Sink] = (),
+        seated: Callable[[Address, Coordinator | None], None] = lambda _address, _own: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
@@ -107,6 +109,7 @@ class ElectedLink:
         self._token = token
         self._local_addr = local_addr
         self._sinks = tuple(sinks)
+        self._seated = seated
         self._served_tls = for_coordinator(tls) if tls else None
         self._linked_tls = for_agent(tls) if tls else None
         self._election = Election()
@@ -430,6 +433,8 @@ class ElectedLink:
     # following --------------------------------------------------------------------------------------------------------
 
     def _follow(self, seat: Seat) -> None:
+        own = self._office is not None and self._office.seat.revision == seat.revision
+        self._seated(seat.address, self._office.coordinator if self._office and own else None)
         old = self._followed
         self._followed = new = WebSocketLink(
             seat.address,

@@ -28,19 +28,21 @@ class Bound:
         return Address(host, port)
 
 
-def bind(endpoint: Address, *, demanded: bool = False, shared: bool = True) -> Bound | None:
+def bind(
+    endpoint: Address, *, demanded: bool = False, shared: bool = True, flag: str = "--rdzv-endpoint"
+) -> Bound | None:
     """Listen at the endpoint, or None when another agent is to.
 
     `demanded`: the user said that this node is the host, so not being able to is an error.  `shared`: other machines
-    are to come, so a loopback address deserves a word.
+    are to come, so a loopback address deserves a word.  `flag` is what the user calls the endpoint.
     """
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         if demanded:
             raise UsageError(
-                f"is_host: this node is to listen at {endpoint}, but {endpoint.host} has no address here "
-                f"({error.strerror}); mend the name in --rdzv-endpoint or give an IP address"
+                f"this node is to listen at {endpoint}, but {endpoint.host} has no address here "
+                f"({error.strerror}); mend the name in {flag} or give an IP address"
             ) from error
         return None  # the name may come to life later; the client keeps asking
     trouble: OSError | None = None
@@ -61,24 +63,25 @@ def bind(endpoint: Address, *, demanded: bool = False, shared: bool = True) -> B
         return Bound(listening, _note(endpoint, str(address[0])) if shared else "")
     assert trouble is not None, "a name has at least one address"
     if demanded or trouble.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-        raise UsageError(_explain(endpoint, trouble)) from trouble
+        raise UsageError(_explain(endpoint, trouble, flag)) from trouble
     return None
 
 
-def _explain(endpoint: Address, error: OSError) -> str:
+def _explain(endpoint: Address, error: OSError, flag: str) -> str:
     start = f"this node is to listen at {endpoint}, but "
     match error.errno:
         case errno.EADDRINUSE:
             return (
-                f"{start}that port is taken; choose another in --rdzv-endpoint, "
+                f"{start}that port is taken; choose another in {flag}, "
                 f"or stop what listens there (ss -ltnp 'sport = :{endpoint.port}')"
             )
         case errno.EADDRNOTAVAIL:
-            return f"{start}that is no address of this machine; set is_host=1 only on the node that has it"
+            remedy = "set is_host=1 only on the node that has it" if flag == "--rdzv-endpoint" else f"mend {flag}"
+            return f"{start}that is no address of this machine; {remedy}"
         case errno.EACCES:
             return f"{start}port {endpoint.port} is privileged; choose one above 1023"
         case _:
-            return f"{start}the system says: {error.strerror}; choose another address in --rdzv-endpoint"
+            return f"{start}the system says: {error.strerror}; choose another address in {flag}"
 
 
 def _note(endpoint: Address, bound: str) -> str:

@@ -1,8 +1,11 @@
-"""The coordinator's port: agents' WebSockets at `/agent`, `/metrics` for Prometheus, and `/healthz`.
+"""The coordinator's port: agents at `/agent` (WebSockets), operators at `/api`, Prometheus at `/metrics`, `/healthz`.
 
 A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
 before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
 operators do, once per address and kind.  Nothing is decided here: a known agent's messages go to the `Coordinator`.
+
+Operators show a token that is made of the secret.  A job without one is steered over the network only where TLS asks
+everybody for a certificate; else through the socket on its coordinator's machine (`observe/job_socket.py`).
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from ripstop.errors import ProtocolError
+from ripstop.observe.api import MAX_BODY, Api, Refused
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
@@ -62,6 +66,7 @@ class Server:
         lease: float,
         nodes: int = 1,
         tls: ssl.SSLContext | None = None,
+        agents: bool = True,
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
@@ -70,6 +75,7 @@ class Server:
         self._token = token
         self._lease = lease
         self._tls = tls
+        self._agents = agents  # whether they come here, too
         self._strangers: dict[Stranger, asyncio.TimerHandle] = {}  # the oldest first
         self._most_strangers = _most_strangers(nodes)
         self._room = asyncio.Event()
@@ -80,8 +86,10 @@ class Server:
 
     async def start(self) -> None:
         """Begin to accept connections."""
-        app = web.Application()
-        app.router.add_get(PATH, self._agent)
+        app = web.Application(client_max_size=MAX_BODY)
+        if self._agents:
+            app.router.add_get(PATH, self._agent)
+        Api(lambda: self._coordinator, self._admit).mount(app)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
@@ -207,24 +215,43 @@ class Server:
             self._complaints.add((host, kind))
             log.warning("refused peer=%s why=%r (said once)", host, why)
 
-    # readers ----------------------------------------------------------------------------------------------------------
+    # operators --------------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: web.Request) -> str:
+        """Who asks for something of the API; `Refused` for a stranger, and the connection closes."""
+        transport = request.transport
+        if transport is None:
+            raise Refused(401, "this connection is gone")
+        if self._token:
+            self._check_token(request, _host(transport))
+        elif self._tls is None or self._tls.verify_mode is not ssl.CERT_REQUIRED:
+            raise Refused(
+                403,
+                "a job without a secret is not steered over the network; start it with RIPSTOP_TOKEN, "
+                "or ask as its user on its coordinator's machine",
+            )
+        self._part(transport)
+        return _host(transport)
+
+    def _check_token(self, request: web.Request, host: str) -> None:
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not shown:
+            raise Refused(401, "this job is steered with its token; send Authorization: Bearer and `ripstop token`'s")
+        if not secret.same(shown.strip(), secret.api_token(self._token, self._run_id)):
+            self._complain(host, "a wrong token for the API", kind="token")
+            why = f"the token is not that of job {self._run_id}"
+            raise Refused(401, f"{why}; set that job's RIPSTOP_TOKEN, and give --job={self._run_id}")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        if not self._authorised(request):
-            return _plain(401, "this job shows its numbers to those who send Authorization: Bearer, and its API token")
-        if self._token and request.transport is not None:
-            self._part(request.transport)  # no stranger: the page of a large job may take its time
+        """Numbers are for whoever shows the token, and for anybody where there is no secret."""
+        if self._token:
+            try:
+                self._admit(request)  # no stranger: the page of a large job may take its time
+            except Refused as refused:
+                return _plain(refused.status, str(refused))
         response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
         response.force_close()
         return response
-
-    def _authorised(self, request: web.Request) -> bool:
-        """Who may read: whoever shows the token; anybody where there is no secret."""
-        if not self._token:
-            return True
-        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        expected = secret.api_token(self._token, self._run_id)
-        return scheme.lower() == "bearer" and secret.same(shown.strip(), expected)
 
     # agents -----------------------------------------------------------------------------------------------------------
 
