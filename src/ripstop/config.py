@@ -12,7 +12,7 @@ from enum import Enum, IntFlag
 from pathlib import Path
 
 from ripstop.errors import UsageError
-from ripstop.round import Address
+from ripstop.round import Address, RankBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,29 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Health:
+    """When this node is good enough for the job; looked at before it joins, and then every `interval` seconds.
+
+    `command` is the user's own check, which may take as long as `interval`; none when empty.  0 bytes of disk, 0
+    seconds of clock: that check is off.
+    """
+
+    command: tuple[str, ...] = ()
+    interval: float = 30.0
+    min_disk: int = 32 << 20  # bytes free where logs and temporary files go
+    max_skew: float = 60.0  # seconds between this node's clock and the coordinator's, when it joins
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A node at fault `failures` times in `window` seconds is out of the job for `cooldown`; 0 failures: never."""
+
+    failures: int = 3
+    window: float = 600.0
+    cooldown: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
 class Tls:
     """PEM files.  `cert` and `key` go together: what this node shows; `ca` signs the others' (None: the system's do).
 
@@ -139,6 +162,7 @@ class Backend(Enum):
     COORDINATOR = "c10d"  # at the endpoint, in whichever agent could bind it
     STATIC = "static"  # the same, with ranks and node count fixed by the user
     ETCD = "etcd"  # in whichever agent etcd has elected
+    HANDLER = "handler"  # nowhere: nodes meet through a handler of another package
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +180,15 @@ class Etcd:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A rendezvous handler of torch's kind, by the name of its entry point, with what it is given."""
+
+    name: str
+    endpoint: str = ""
+    conf: tuple[tuple[str, str], ...] = ()
 
 
 LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
@@ -191,19 +224,27 @@ class RunConfig:
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
     etcd: Etcd | None = None
+    handler: Handler | None = None
     is_host: bool | None = None  # None: whoever can bind the endpoint
     local_addr: str | None = None
     node_rank: int | None = None
+    rank_by: RankBy = RankBy.JOIN
+    node_number: int | None = None  # with rank_by=slot
+    node_label: str = ""  # with rank_by=label
     store_port: int = 0  # 0: a new free port every round
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     hang_timeout: float = 0.0  # seconds without progress after which a worker is taken to hang; 0: never
+    health: Health = field(default_factory=Health)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     start: Start = Start.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: what the script imports
     logs: Logs = field(default_factory=Logs)
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
     virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
     signals: tuple[str, ...] = LEAVING
+    event_handler: str = ""  # of torch's kind; "": none
+    timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
@@ -217,8 +258,11 @@ class CoordinatorConfig:
     endpoint: Address
     min_nodes: int = 1
     max_nodes: int = 1
+    rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    log_dir: Path | None = None  # for the job's events; None: they are not written
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()
@@ -233,9 +277,16 @@ MASTER_PORT = 29500
 MOST_NODES = 100_000
 MOST_SLOTS = 4_096
 LONGEST_NAME = 200
+BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
+HEALTH_CONF = frozenset({"min_disk", "max_clock_skew"})
+QUARANTINE_CONF = frozenset({"quarantine_failures", "quarantine_window", "quarantine_cooldown"})
+BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
+RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
+    "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
+}  # fmt: skip
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
 
@@ -267,6 +318,19 @@ def duration(name: str, text: str, *, positive: bool = False) -> float:
         least = "above 0" if positive else "0 or more"
         raise UsageError(f"{name}={text}: a time is {least} and finite; give seconds, or 90s, 10m, 1h")
     return seconds
+
+
+def size(name: str, text: str) -> int:
+    """Bytes, written as a number with or without a unit of 1024: `512M`, `1G`, `1GiB`."""
+    digits = text.strip().rstrip("KMGTiB")
+    unit = text.strip()[len(digits) :].removesuffix("B").removesuffix("i")
+    try:
+        number = float(digits) * BYTES[unit]
+    except (ValueError, KeyError):
+        raise UsageError(f"{name}={text}: not a size; give bytes, or a number with a unit: 512M, 1G") from None
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"{name}={text}: a size is 0 or more, and finite; give bytes, or 512M, 1G")
+    return int(number)
 
 
 def truth(name: str, text: str) -> bool:
@@ -385,12 +449,10 @@ def pairs(name: str, text: str) -> dict[str, str]:
 
 def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
     """The waits that `--rdzv-conf` sets, and what there is to say about those that set nothing."""
-    known = {"join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host"} | TLS_CONF
-    beats = {"keep_alive_interval", "keep_alive_max_attempt"}
     for key in conf:
-        if key not in known | beats | IDLE_CONF:
-            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(known | beats))}")
-    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(beats))):
+        if key not in RDZV_CONF | IDLE_CONF:
+            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
+    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(BEAT_CONF))):
         if one in conf and other in conf:
             raise UsageError(f"{name}: {one}={conf[one]} and {other}={conf[other]} set the same wait; keep {one}")
 
@@ -399,7 +461,7 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
 
     default = Timing()
     lease = seconds("lease", default.lease)
-    if beats & conf.keys():
+    if BEAT_CONF & conf.keys():
         attempts = whole(f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), least=1, most=1000)
         lease = seconds("keep_alive_interval", 5.0) * attempts
     waits = Timing(
@@ -410,6 +472,39 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         shutdown=shutdown,
     )
     return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+
+
+def limits(name: str, conf: Mapping[str, str]) -> Health:
+    """What `--rdzv-conf` says of a good node; the user's own check is added by who reads the flags."""
+    default = Health()
+    disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
+    return Health(
+        min_disk=default.min_disk if disk is None else size(f"{name} min_disk", disk),
+        max_skew=default.max_skew if skew is None else duration(f"{name} max_clock_skew", skew),
+    )
+
+
+def quarantine(name: str, conf: Mapping[str, str]) -> Quarantine:
+    """What `--rdzv-conf` says of nodes whose failures repeat."""
+    default = Quarantine()
+
+    def seconds(key: str, otherwise: float) -> float:
+        return duration(f"{name} {key}", conf[key], positive=True) if key in conf else otherwise
+
+    failures = conf.get("quarantine_failures", str(default.failures))
+    return Quarantine(
+        failures=whole(f"{name} quarantine_failures", failures, least=0, most=1_000_000),
+        window=seconds("quarantine_window", default.window),
+        cooldown=seconds("quarantine_cooldown", default.cooldown),
+    )
+
+
+def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
+    """What `--rdzv-conf` says that ranks go by."""
+    text = conf.get("rank_by", RankBy.JOIN.value)
+    if text not in (known := [way.value for way in RankBy]):
+        raise UsageError(f"{name} rank_by={text}: ranks cannot go by that; write one of {', '.join(known)}")
+    return RankBy(text)
 
 
 ETCD_CONF = {  # torch's two etcd backends call the same things by different names

@@ -11,8 +11,9 @@ from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
-    *("--preload", "--config", "--dry-run"),
-    *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts"),
+    *("--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run", "--node-label"),
+    *("--health-check", "--health-interval"),
+    *("--hang-timeout", "--max-infra-restarts"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

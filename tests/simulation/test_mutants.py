@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from ripstop.agent.machine import Agent
+from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.policy import Cause, Restarts, Verdict
+from ripstop.rendezvous.quarantine import Quarantine
 from tests.simulation.rules import Violation
 from tests.simulation.world import World
 
@@ -142,6 +144,24 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_link", link)
 
 
+def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_replaceable", lambda job, now: None)
+
+
+def an_unhealthy_node_is_given_a_place(patch: pytest.MonkeyPatch) -> None:
+    right = Job._join
+    patch.setattr(Job, "_join", lambda job, node, join, now: right(job, node, replace(join, problems=()), now))
+
+
+def a_quarantine_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Quarantine, "release", lambda quarantine, now: [])
+
+
+def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    right = ranks.order
+    patch.setattr(ranks, "order", lambda candidates, by: right([(node, None) for node, _ in candidates], by))
+
+
 MUTANTS: list[Patch] = [
     an_old_offer_is_used_again,
     an_offer_outlives_its_connection,
@@ -161,6 +181,10 @@ MUTANTS: list[Patch] = [
     an_agent_starts_any_round,
     an_agent_ignores_holds,
     an_agent_forgets_that_the_job_is_closing,
+    an_unhealthy_node_keeps_its_place,
+    an_unhealthy_node_is_given_a_place,
+    a_quarantine_has_no_end,
+    ranks_are_given_anew_in_every_round,
 ]
 
 

@@ -22,21 +22,24 @@ from random import Random
 from typing import Any
 
 from ripstop.agent import machine as agent
-from ripstop.config import Budget, Timing
+from ripstop.agent.health import Problem
+from ripstop.config import Budget, Quarantine, Timing
 from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
-from ripstop.round import Address, Node, Outcome, Place
+from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
+RECHECK = 1.0
 PATIENCE = 120.0  # simulated seconds after the last fault in which everything must come to rest
 MOST_STEPS = 20_000  # of one schedule: more is a busy loop
 _NOISE = re.compile(  # in a transcript
     r"\b(?:message|place|node|why|text|report)=|, (?:pid|exitcode|signal|oom|log_tail|error_file|logs|traceback)=[^,)]*"
-    r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|wish=None|m(?:in|ax)_nodes=\d+)"
+    r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|m(?:in|ax)_nodes=\d+)"
     r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
+    r"|, (?:wish|number|label|rank_by)=[^,)]*"
 )
 AT_REST = object()
 
@@ -56,6 +59,7 @@ CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
 MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
 WORKERS = {"crash": 5, "victim": 3, "hang": 2, "succeed": 1}
+HEALTH = {"sicken": 5, "mend": 2}
 
 MIXES = (
     Mix("quiet", {"join": 1}, most=2),
@@ -63,8 +67,9 @@ MIXES = (
     Mix("nodes come and go", CHURN),
     Mix("the network is bad", NETWORK | {"crash": 2, "join": 2}),
     Mix("the coordinator is restarted", MASTER | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
-    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40),
-    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40, disorder=True),
+    Mix("nodes are bad", HEALTH | {"crash": 3, "join": 3, "reset": 1, "kill": 1}),
+    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40),
+    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40, disorder=True),
 )
 
 
@@ -100,7 +105,7 @@ class SimNode:
 
     __slots__ = (
         "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
-        "newest", "offered", "own", "restarts", "timer", "unlinked_since",
+        "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -108,6 +113,7 @@ class SimNode:
         self.machine = machine
         self.own = own  # in the coordinator's process
         self.alive = True
+        self.sick = False
         self.leaving = 0
         self.closing = False  # it was told that the job is to end
         self.code: int | None = None
@@ -139,9 +145,11 @@ class World:
         self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
         self.fixed = random.random() < 0.1  # a static job: every node brings its rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
+        self.rank_by = RankBy.JOIN if self.fixed else tuple(RankBy)[seed % len(RankBy)]
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
+        self.quarantine = Quarantine(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
         # the coordinator's process
         self.life = 0
         self.job: Job | None = None
@@ -220,7 +228,7 @@ class World:
                 self._feed_job(coordinator.Scale(self.random.randint(self.low, self.high)))
             case "close":
                 self._feed_job(coordinator.Close("an operator wants it"))
-            case "crash" | "victim" | "hang" | "succeed" | "signal":
+            case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
             case _:
@@ -240,6 +248,8 @@ class World:
             case "succeed":
                 if node.group and node.group.state == "running" and node.group.began <= self.now:
                     self._workers_done(node, node.group)
+            case "sicken" | "mend":
+                self._check_up(node, sick=kind == "sicken")
             case "signal":
                 node.leaving = node.leaving or 15
                 self._feed(node, agent.Signalled(15))
@@ -264,6 +274,8 @@ class World:
         for node in self.nodes.values():
             node.blocked_up = min(node.blocked_up, self.now)
             node.blocked_down = min(node.blocked_down, self.now)
+            if node.sick and self.random.random() < 0.7:
+                self._check_up(node, sick=False)
             if node.group and self.finishing:
                 self.soon(0.1, 1.0, self._try_to_finish, node, node.group)
         self.at(self.now + 0.4, self._look, 0)
@@ -276,7 +288,11 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = coordinator.Settings("job", self.low, self.high, self.timing, self.budget, self.fixed, own)
+        settings = coordinator.Settings(
+            *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
+            quarantine=self.quarantine,
+            recheck=RECHECK,
+        )
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
         self._arm_job()
@@ -400,18 +416,28 @@ class World:
         if len(self.nodes) > 14 or (self.has_own and not own and self.job is None):
             return
         taken = {n.machine.node.wish for n in self.nodes.values() if n.alive}
-        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else None
+        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else self._wish()
         if self.fixed and wish is None:
             return
         name = own or f"n{len(self.nodes)}"
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
-        who = Node(name, f"host-{name}", slots, role, wish)
-        settings = agent.Settings(who, self.low, self.high, self.timing)
+        number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth stands in for the first
+        who = Node(name, f"host-{name}", slots, role, wish, number, label=f"rack{len(self.nodes) % 3}")
+        settings = agent.Settings(who, self.low, self.high, self.timing, self.rank_by)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
         self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.Warmed())
         self.soon(0.0, 0.05, self._connect, node)
+        self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
+
+    def _check_up(self, node: SimNode, sick: bool) -> None:
+        node.sick = sick
+        self._feed(node, agent.Checked((Problem("disk", "the disk is full"),) if sick else ()))
+
+    def _wish(self) -> int | None:
+        """In some schedules some nodes would like a rank, several of them the same."""
+        return (len(self.nodes) % 3 or None) if self.seed % 3 == 0 else None
 
     def _node_down(self, node: SimNode, *, silent: bool) -> None:
         if not node.alive:
@@ -478,6 +504,8 @@ class World:
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
         elif node.leaving:
             right = end.code == 128 + node.leaving
+        elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
+            right = not node.machine.admitted
         elif self.fixed and end.code == 2:
             right = "is taken by node" in end.why  # by one that is dead and not yet known to be
         else:

@@ -4,10 +4,12 @@ Answers change nothing.  A question that cannot be answered is a `NoAnswer`; wha
 nobody's training may be disturbed by a question.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ripstop.errors import NoAnswer
@@ -70,16 +72,21 @@ QUESTIONS: dict[str, Question] = {"stacks": stacks}
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:
     """The answer as JSON."""
-    asked = QUESTIONS.get(question)
-    if asked is None:
-        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {', '.join(sorted(QUESTIONS)) or 'nothing'}")
-    if workers is None:
+    asked: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+    if question in WHENEVER:
+        asked = partial(WHENEVER[question], workers)
+    elif question not in QUESTIONS:
+        known = ", ".join(sorted([*QUESTIONS, *WHENEVER]))
+        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {known}")
+    elif workers is None:
         raise NoAnswer("no workers run on this node now")
+    else:
+        asked = partial(QUESTIONS[question], workers)
     try:
         details = json.loads(argument or "{}")
         if not isinstance(details, dict):
             raise NoAnswer(f"the details of a question are a JSON object, received {argument[:80]!r}")
-        text = json.dumps(await asked(workers, details))
+        text = json.dumps(await asked(details))
     except NoAnswer:
         raise
     except Exception as defect:
@@ -88,3 +95,27 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
     if len(text) > LARGEST:
         raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
     return text
+
+
+# also when no workers run ---------------------------------------------------------------------------------------------
+
+Whenever = Callable[[Workers | None, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+
+_gpus: Any = None  # `Gpus`, once somebody asks
+
+
+async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any]:
+    """What this node and its workers use now: a `NodeSample`."""
+    from ripstop.workers import samples  # here and below: only where somebody asks
+    from ripstop.workers.gpus import Gpus
+
+    global _gpus
+    _gpus = _gpus or Gpus()
+    found = await _gpus.sample()
+    if workers is None:
+        return asdict(await asyncio.to_thread(samples.sample, None, (), None, {}, found))
+    here = workers.place, workers.pids, workers.logs, workers.progress
+    return asdict(await asyncio.to_thread(samples.sample, *here, found))
+
+
+WHENEVER: dict[str, Whenever] = {"sample": sample}

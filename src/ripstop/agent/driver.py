@@ -15,12 +15,16 @@ from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
+from ripstop.agent.checkup import Checkup
 from ripstop.agent.diary import Diary, Trouble
+from ripstop.agent.health import problems
 from ripstop.agent.machine import (
     Agent,
+    Checked,
     Event,
     Examine,
     Examined,
@@ -50,6 +54,7 @@ from ripstop.observe.events import (
     AgentEnded,
     AgentSaid,
     Sink,
+    TimersMissed,
     WarmedUp,
     WorkerFailed,
     WorkersStarted,
@@ -71,6 +76,9 @@ from ripstop.workers.spawner import Birth, Starter
 from ripstop.workers.stacks import SIGNAL, stack_file
 from ripstop.workers.store import StorePort
 
+if TYPE_CHECKING:
+    from ripstop.workers.timer_pipe import Watchdog
+
 log = logging.getLogger("ripstop.agent")
 
 RETRY = 1.0  # seconds until a port is tried again
@@ -90,6 +98,7 @@ class Running:
     watch: Watch | None = None
     ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
+    condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -115,13 +124,16 @@ class Driver:
         self._spawner = spawner
         self._link = link
         self._directory = directory
+        self._timers = self._watch_timers(config.timer_pipe) if config.timer_pipe else None
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
-            Settings(node, config.min_nodes, config.max_nodes, config.timing),
+            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by),
             self._loop.time(),
         )
         self._children = Children()
+        self._checkup = Checkup(config.health, str(directory.path), environ, self._children)
+        self._checking: asyncio.Task[None] | None = None
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
@@ -159,6 +171,8 @@ class Driver:
     def on_linked(self) -> None:
         self._feed(Linked(self._link.local_host or "127.0.0.1"))
         self._diary.tell_again()
+        if self._checking is None and not self._end.done():  # not before: the coordinator's clock is part of it
+            self._checking = self._task(self._check_up())
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Ask):
@@ -265,6 +279,14 @@ class Driver:
         self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
         self._feed(Warmed())
 
+    async def _check_up(self) -> None:
+        """Look at this node's health, now and again."""
+        health = self._config.health
+        while True:
+            facts = await self._checkup.look(self._link.skew)
+            self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+            await asyncio.sleep(health.interval)
+
     def _offer(self) -> None:
         """Have a port listen for the store of a later round.
 
@@ -361,6 +383,7 @@ class Driver:
             error_file=error_file,
             virtual_local_rank=self._config.virtual_local_rank,
             socket=self._reports.path,
+            timer_pipe=self._config.timer_pipe,
         )
 
     def _birth(self, running: Running, local_rank: int) -> Birth:
@@ -398,6 +421,7 @@ class Driver:
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
+            condemned=running.condemned.get(exit.local_rank, ""),
         )
         self._diary.record(
             WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
@@ -417,6 +441,23 @@ class Driver:
         )
         self._feed(WorkersFailed(running.place.round, (failure,)))
 
+    def _watch_timers(self, pipe: Path) -> "Watchdog":
+        from ripstop.workers.timer_pipe import Watchdog
+
+        return Watchdog(pipe, self._timers_missed)
+
+    def _timers_missed(self, pid: int, why: str, signum: int) -> None:
+        """A process of the workers' did not leave in time what it had set a timer for."""
+        running = self._running
+        if running is None or running.group is None or running.sent or (rank := running.group.rank_of(pid)) is None:
+            return  # it is not, or no more, one that is to run
+        missed = TimersMissed(running.place.round, running.place.first_rank + rank, pid, why)
+        self._diary.record(missed, level=logging.WARNING)
+        if signum:
+            if pid in running.group.pids:
+                running.condemned[rank] = why
+            running.group.send(pid, signum)
+
     async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
         running = self._running
         assert running is not None and running.place.round == round, "only the round that runs is stopped"
@@ -432,6 +473,8 @@ class Driver:
         if self._store is not None:
             await self._store.close()
             self._store = None
+        if self._timers is not None:
+            self._timers.new_round()
         for rank in range(running.place.slots):
             self._task(self._console.finish(running.logs.files(rank)))
         now = self._loop.time()
@@ -446,6 +489,9 @@ class Driver:
         """Leave nothing behind, however it ended."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait([self._checking])
         if self._running is not None and self._running.group is not None:
             self._running.sent.add(signal.SIGKILL)
             with suppress(StartError):  # said already
@@ -456,6 +502,8 @@ class Driver:
         for port in (self._store, self._offered):
             if port is not None:
                 await port.close()
+        if self._timers is not None:
+            self._timers.close()
         await self._link.close()
         await self._drain()
         for task in self._tasks:

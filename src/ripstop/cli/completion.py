@@ -93,10 +93,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    from ripstop.cli.job import JOB_FLAGS
+    from ripstop.cli.coordinator import FLAGS as COORDINATOR_FLAGS
     from ripstop.cli.run import FLAGS
 
-    run, coordinator = tuple(FLAGS), tuple(JOB_FLAGS)
+    run, coordinator = tuple(FLAGS), COORDINATOR_FLAGS
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),

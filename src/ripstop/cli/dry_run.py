@@ -40,7 +40,7 @@ def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:
         inner = getattr(value, field.name)
         if field.name in UNSHOWN:
             continue
-        if field.name in ("budget", "timing", "logs"):
+        if field.name in ("budget", "timing", "health", "quarantine", "logs"):
             yield from _flat(f"{field.name}.", inner)
         else:
             yield prefix + field.name, inner
@@ -76,6 +76,7 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
         max_restarts=config.budget.max_restarts,
         error_file=_error_file(config, local_rank),
         virtual_local_rank=config.virtual_local_rank,
+        timer_pipe=config.timer_pipe,
     )
     if config.backend is not Backend.LOCAL:
         env |= dict.fromkeys(BY_THE_MEETING, MET)

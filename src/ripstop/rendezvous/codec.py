@@ -83,16 +83,7 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
     """The message in a frame, one of the allowed types."""
     if text == BEAT and Beat in allowed:
         return Beat()  # type: ignore[return-value]  # it is allowed
-    if len(text) > MAX_FRAME:
-        raise ProtocolError(f"a message has at most {MAX_FRAME} bytes, this one has {len(text)}")
-    try:
-        frame = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise ProtocolError(f"a message is JSON, this is not: {_cut(text)}") from error
-    except RecursionError as error:
-        raise ProtocolError("a message is not nested this deep") from error
-    if not isinstance(frame, dict):
-        raise ProtocolError(f"a message is a JSON object, this is {_cut(text)}")
+    frame = _load(text)
     version = frame.pop("v", None)
     if type(version) is not int or version != VERSION:
         raise VersionMismatch(
@@ -105,6 +96,26 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
             message: M = _UNPACKS[name](frame, name)
             return message
     raise ProtocolError(f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_cut(name)}")
+
+
+def reader(cls: type[M]) -> Callable[[str], M]:
+    """Reads such a record from its JSON, as strictly as a message."""
+    unpack = _record(cls)[1]
+    return lambda text: unpack(_load(text), cls.__name__)
+
+
+def _load(text: str) -> dict[str, Any]:
+    if len(text) > MAX_FRAME:
+        raise ProtocolError(f"a message has at most {MAX_FRAME} bytes, this one has {len(text)}")
+    try:
+        frame = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ProtocolError(f"a message is JSON, this is not: {_cut(text)}") from error
+    except RecursionError as error:
+        raise ProtocolError("a message is not nested this deep") from error
+    if not isinstance(frame, dict):
+        raise ProtocolError(f"a message is a JSON object, this is {_cut(text)}")
+    return frame
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import get_args
 
 from ripstop.observe.failure import Failure, Report
-from ripstop.round import Node, Outcome, Place
+from ripstop.round import Node, Outcome, Place, RankBy
 
 VERSION = 1
 
@@ -39,10 +39,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost."""
+    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost; my clock says `time`."""
 
     proof: str
     lease: float
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,16 @@ class Ready:
 class Join:
     """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
 
+    `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
     `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
     workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
-    coordinator that may be gone now.
+    coordinator that may be gone now; `problems` are why I should not be counted on.
     """
 
     node: Node
     min_nodes: int
     max_nodes: int
+    rank_by: RankBy = RankBy.JOIN
     newest: int = 0
     restarts: int = 0
     ready: Ready | None = None
@@ -95,6 +98,14 @@ class Join:
     status: Status = Status.IDLE
     failures: tuple[Failure, ...] = ()
     closing: "Closing | None" = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Why I should not be counted on; nothing: I can be."""
+
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +231,7 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromAgent = Join | Ready | Health | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
 FromCoordinator = Assign | Hold | Depart | Inspect | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 

@@ -1,4 +1,4 @@
-"""The coordinator's port: agents' WebSockets at `/agent`, and `/healthz`.
+"""The coordinator's port: agents' WebSockets at `/agent`, `/metrics` for Prometheus, and `/healthz`.
 
 A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
 before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
@@ -12,6 +12,7 @@ import resource
 import secrets
 import socket
 import ssl
+import time
 from functools import partial
 
 from aiohttp import web
@@ -30,6 +31,7 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.scrape import CONTENT_TYPE, Scraper
 from ripstop.rendezvous.tls import describe, speaks_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 
@@ -63,6 +65,7 @@ class Server:
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
+        self._scraper = Scraper(coordinator)
         self._run_id = run_id
         self._token = token
         self._lease = lease
@@ -79,6 +82,7 @@ class Server:
         """Begin to accept connections."""
         app = web.Application()
         app.router.add_get(PATH, self._agent)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
         logger = logging.Logger("ripstop.rendezvous.http", logging.DEBUG)  # ours alone: it never reaches the console
@@ -203,6 +207,25 @@ class Server:
             self._complaints.add((host, kind))
             log.warning("refused peer=%s why=%r (said once)", host, why)
 
+    # readers ----------------------------------------------------------------------------------------------------------
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self._authorised(request):
+            return _plain(401, "this job shows its numbers to those who send Authorization: Bearer, and its API token")
+        if self._token and request.transport is not None:
+            self._part(request.transport)  # no stranger: the page of a large job may take its time
+        response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
+        response.force_close()
+        return response
+
+    def _authorised(self, request: web.Request) -> bool:
+        """Who may read: whoever shows the token; anybody where there is no secret."""
+        if not self._token:
+            return True
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        expected = secret.api_token(self._token, self._run_id)
+        return scheme.lower() == "bearer" and secret.same(shown.strip(), expected)
+
     # agents -----------------------------------------------------------------------------------------------------------
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
@@ -242,7 +265,7 @@ class Server:
             self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease)))
+        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:

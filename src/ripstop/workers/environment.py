@@ -35,6 +35,7 @@ def worker_environment(
     error_file: Path,
     virtual_local_rank: bool = False,
     socket: str = "",
+    timer_pipe: Path | None = None,
 ) -> dict[str, str]:
     """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own.
 
@@ -42,6 +43,7 @@ def worker_environment(
     """
     alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
     heard = {SOCKET: socket} if socket else {}
+    timers = {"TORCHELASTIC_TIMER_FILE": str(timer_pipe)} if timer_pipe else {}
     return (
         shared_environment(base, place.slots)
         | {
@@ -64,6 +66,7 @@ def worker_environment(
         }
         | alone
         | heard
+        | timers
     )
 
 
