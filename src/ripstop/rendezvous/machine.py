@@ -843,7 +843,9 @@ class Job:
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
-        candidates = [(self.members[n].node, before.get(n, self._inherited(n))) for n in chosen]
+        # who has a rank comes before whoever could inherit it
+        settled = sorted(chosen, key=lambda n: n not in before)
+        candidates = [(self.members[n].node, before.get(n, self._inherited(n))) for n in settled]
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = self.members[nodes[0].id]
         if not host.port:
