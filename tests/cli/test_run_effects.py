@@ -142,7 +142,7 @@ def test_with_dev_null_for_a_log_directory_nothing_is_kept(job: Job) -> None:
     failing = job.run(*flags, script(job, "import ripstop\n@ripstop.record\ndef main(): 1 / 0\nmain()"), env=env)
     assert failing.wait() == 1
     assert "ZeroDivisionError" in failing.err and str(temporary) not in failing.err
-    assert list(temporary.rglob("*")) == [temporary / f"ripstop-{os.getuid()}"]  # where sockets were
+    assert list(temporary.iterdir()) == []
 
 
 # plugins --------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class Reports:
         self._socket: socket.socket | None = None
         self.path = ""  # where workers find it; empty: there is none
         why = ""
-        for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
+        # twice, since another agent may have just taken the empty directory away; TMPDIR may be longer than a name can be
+        for where in (environ, environ, {}):
             try:
                 self._open(run_directory(where) / f"{os.getpid():x}-{os.urandom(3).hex()}")
                 return
@@ -101,13 +102,14 @@ class Reports:
             self._loop.add_reader(self._socket, self._read)
 
     def close(self) -> None:
-        """Nobody is heard any more, and the name is gone."""
+        """Nobody is heard any more, and the name is gone, with the directory if it was the last."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._socket = None
             with suppress(OSError):
                 Path(self.path).unlink()
+                Path(self.path).parent.rmdir()  # unless there are other sockets
 
 
 def read(data: bytes) -> Report | None:
