@@ -59,7 +59,7 @@ class Reports:
         self._socket: socket.socket | None = None
         self.path = ""  # where workers find it; empty: there is none
         why = ""
-        # twice, since another agent may have just taken the empty directory away; TMPDIR may be longer than a name can be
+        # twice: another agent may have just taken the empty directory away; TMPDIR may be longer than a name can be
         for where in (environ, environ, {}):
             try:
                 self._open(run_directory(where) / f"{os.getpid():x}-{os.urandom(3).hex()}")
