@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from ripstop.observe.progress import Pace
 from ripstop.observe.sample import GpuSample, NodeSample, RankSample
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
@@ -23,19 +23,6 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # /proc/PID/stat, counted from behind the name
 _PARENT, _SESSION, _TIMES, _THREADS, _RESIDENT = 1, 3, slice(11, 15), 17, 21
-
-
-class Pace(Protocol):
-    """What a worker reports: its step, steps a second, seconds since it was heard, and how often it has spoken."""
-
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def age(self) -> float: ...
-    @property
-    def beats(self) -> int: ...
 
 
 @dataclass(slots=True)
