@@ -30,7 +30,8 @@ def run_directory(environ: Mapping[str, str]) -> Path:
 
 def _make(path: Path) -> os.stat_result:
     while True:
-        path.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):  # `exist_ok` looks again, and it may be gone then
+            path.mkdir(mode=0o700)
         with suppress(FileNotFoundError):  # somebody was just leaving
             return path.lstat()
 
