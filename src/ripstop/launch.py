@@ -18,7 +18,19 @@ from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
+from ripstop.config import (
+    Backend,
+    Command,
+    CoordinatorConfig,
+    Entry,
+    Function,
+    Health,
+    Logs,
+    Module,
+    Quarantine,
+    RunConfig,
+    Script,
+)
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
@@ -73,11 +85,12 @@ def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator alone."""
     with _log_lines(config.notes, rendezvous=True):
+        directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
         assert bound is not None, "a demanded endpoint is bound, or an error"
         _may_serve(bound, config)
         _warn_of(bound)
-        end = asyncio.run(_coordinate(config, bound))
+        end = asyncio.run(_coordinate(config, bound, directory))
     if isinstance(end, int):
         return 128 + end
     print(render(end), end="", file=sys.stderr)
@@ -159,13 +172,14 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     return _Meeting(link, link.broken)
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
+async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> Report | int:
     """How the job ended, or the signal that ended its coordinator."""
     stopped: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
-        coordinator = Coordinator(_settings(config))
+        sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
+        coordinator = Coordinator(_settings(config), sinks=sinks)
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
         _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
@@ -226,6 +240,7 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
+    alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return Settings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -235,6 +250,8 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
+        quarantine=Quarantine(failures=0) if alone else config.quarantine,
+        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 
@@ -382,7 +399,9 @@ def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
         return report
     ours = str(directory.path)
     failures = (
-        replace(failure, logs="", error_file="") if failure.logs.startswith(ours) else failure
+        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
+        if failure.logs.startswith(ours)
+        else failure
         for failure in report.failures
     )
     return replace(report, failures=tuple(failures))

@@ -48,6 +48,33 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("--max_restrats 2 train.py", "--max_restrats: there is no such flag; did you mean --max-restarts?"),
         ("--xyzzy train.py", "--xyzzy: there is no such flag; --help lists them"),
         ("-x train.py", "-x: there is no such flag; --help lists them"),
+        (
+            "--health-check=nosuchprogram train.py",
+            "--health-check=nosuchprogram: there is no such program: nosuchprogram; give its path, "
+            "or write sh -c '…' for a shell's words",
+        ),
+        (
+            "--health-check=./file train.py",
+            "--health-check=./file: is no program that may be run: ./file; give its path, "
+            "or write sh -c '…' for a shell's words",
+        ),
+        ("--health-check='true train.py", "--health-check='true: no closing quotation; quote it as for a shell"),
+        (
+            "--health-interval=0 train.py",
+            "--health-interval=0: a time is above 0 and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
+            "--rdzv-conf=min_disk=lots train.py",
+            "--rdzv-conf min_disk=lots: not a size; give bytes, or a number with a unit: 512M, 1G",
+        ),
+        (
+            "--rdzv-conf=min_disk=-1G train.py",
+            "--rdzv-conf min_disk=-1G: a size is 0 or more, and finite; give bytes, or 512M, 1G",
+        ),
+        (
+            "--rdzv-conf=quarantine_failures=-1 train.py",
+            "--rdzv-conf quarantine_failures=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+        ),
         ("--standalone=1 train.py", "--standalone=1: --standalone takes no value; write --standalone alone"),
         ("--restart=1 train.py", "--restart=1: could be --restart-window or --restart-backoff; write more of it"),
         ("-m --no-python train.py", "-m and --no-python: a module needs python; leave one of them out"),
@@ -199,8 +226,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (
             "--rdzv-conf=leese=1 train.py",
             "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, rank_by, timeout, "
-            "tls_ca, tls_cert, tls_key",
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, max_clock_skew, min_disk, "
+            "quarantine_cooldown, quarantine_failures, quarantine_window, rank_by, timeout, tls_ca, tls_cert, tls_key",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",

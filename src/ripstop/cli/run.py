@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
+from ripstop.cli.health import health
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting, ranking
 from ripstop.cli.output import HANDLERS, event_handler, logs
@@ -28,6 +29,7 @@ from ripstop.config import (
     etcd,
     nodes,
     pairs,
+    quarantine,
     secret,
     signals,
     timing,
@@ -85,9 +87,19 @@ when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
   --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
+  --hang-timeout TIME         diagnose and restart a worker that makes no progress for so long, as 90s, 10m (0: never)
+  --max-infra-restarts N      hangs that are healed in any hour, counted apart from failures (3)
   --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
+
+when a node is bad
+  --health-check COMMAND      run before this node joins, and again and again; anything but exit code 0 in time keeps
+                              the node out, or has its place given to another.  No shell: write sh -c '…' for one
+  --health-interval TIME      how often it and ripstop's own checks are run, and how long it may take (30)
+  --rdzv-conf KEY=VALUE,…     min_disk=32M free for logs and temporary files; max_clock_skew=60 when a node joins;
+                              quarantine_failures=3 of a node within quarantine_window=600 keep it out for
+                              quarantine_cooldown=600, if the job can do without it; 0 turns each of them off
 
 output
   --log-dir DIR               where logs go (a new directory below the temporary one); /dev/null keeps none
@@ -128,6 +140,9 @@ FLAGS = (
     Flag("--virtual-local-rank"),
     Flag("--config", "FILE"),
     Flag("--dry-run"),
+    Flag("--health-check", "COMMAND"),
+    Flag("--health-interval", "TIME"),
+    Flag("--hang-timeout", "TIME"),
     Flag("--shutdown-timeout", "SECONDS"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
@@ -229,6 +244,9 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
+        health=health(given, conf_name, conf),
+        quarantine=quarantine(conf_name, conf),
+        hang_timeout=_hang_timeout(given, notes),
         start=how,
         preload=preload(given, how, notes),
         logs=logs(given, environ, slots, notes),
@@ -268,6 +286,13 @@ def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
+
+
+def _hang_timeout(given: Given, notes: list[str]) -> float:
+    timeout = duration(given.label("--hang-timeout"), given.text("--hang-timeout", "0"))
+    if not timeout and "--max-infra-restarts" in given:
+        notes.append(f"{given.label('--max-infra-restarts')} has no effect without --hang-timeout: no hang is noticed")
+    return timeout
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

@@ -19,8 +19,8 @@ __all__ = ["MODULES", "install", "installed", "uninstall"]
 
 _ELASTIC = "torch.distributed.elastic"
 _SERVER = f"{_ELASTIC}.agent.server"
-_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 _MULTIPROCESSING = f"{_ELASTIC}.multiprocessing"
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 
 # torch's module → ours, below `ripstop.compat`
 MODULES = {
@@ -60,6 +60,9 @@ MODULES = {
     f"{_RENDEZVOUS}.registry": "rendezvous.registry",
     f"{_RENDEZVOUS}.static_tcp_rendezvous": "rendezvous.static",
     f"{_RENDEZVOUS}.utils": "rendezvous.endpoint",
+    f"{_RENDEZVOUS}.etcd_rendezvous_backend": "etcd_rendezvous_backend",
+    f"{_RENDEZVOUS}.etcd_server": "etcd_server",
+    f"{_RENDEZVOUS}.etcd_store": "etcd_store",
     # the packages of these only pass their names on
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "data",

@@ -1,4 +1,4 @@
-"""The coordinator's port: agents' WebSockets at `/agent`, operators at `/api`, and `/healthz`.
+"""The coordinator's port: agents at `/agent` (WebSockets), operators at `/api`, Prometheus at `/metrics`, `/healthz`.
 
 A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
 before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
@@ -15,6 +15,7 @@ import resource
 import secrets
 import socket
 import ssl
+import time
 from functools import partial
 
 from aiohttp import web
@@ -34,6 +35,7 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.scrape import CONTENT_TYPE, Scraper
 from ripstop.rendezvous.tls import describe, speaks_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 
@@ -68,6 +70,7 @@ class Server:
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
+        self._scraper = Scraper(coordinator)
         self._run_id = run_id
         self._token = token
         self._lease = lease
@@ -87,6 +90,7 @@ class Server:
         if self._agents:
             app.router.add_get(PATH, self._agent)
         Api(lambda: self._coordinator, self._admit).mount(app)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
         logger = logging.Logger("ripstop.rendezvous.http", logging.DEBUG)  # ours alone: it never reaches the console
@@ -238,6 +242,17 @@ class Server:
             why = f"the token is not that of job {self._run_id}"
             raise Refused(401, f"{why}; set that job's RIPSTOP_TOKEN, and give --job={self._run_id}")
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Numbers are for whoever shows the token, and for anybody where there is no secret."""
+        if self._token:
+            try:
+                self._admit(request)  # no stranger: the page of a large job may take its time
+            except Refused as refused:
+                return _plain(refused.status, str(refused))
+        response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
+        response.force_close()
+        return response
+
     # agents -----------------------------------------------------------------------------------------------------------
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
@@ -277,7 +292,7 @@ class Server:
             self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease)))
+        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
