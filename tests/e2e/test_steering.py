@@ -108,6 +108,13 @@ def test_logs_show_one_rank_or_all_of_them(alone: Job) -> None:
     assert (piece["rank"], piece["stream"], piece["text"][:6]) == (0, "stderr", "err 0 ")
 
 
+def test_stacks_show_where_workers_are(alone: Job) -> None:
+    text = says(alone, "stacks", "1")
+    assert text.startswith("rank 1 on ")
+    assert "chatty.py" in text
+    assert {stack["rank"] for stack in json.loads(says(alone, "stacks", "--json"))["stacks"]} == {0, 1}
+
+
 def test_events_are_told_in_words_and_as_json(alone: Job) -> None:
     assert "coordinator: round=1 nodes=1 world=2" in says(alone, "events")
     events = [json.loads(line) for line in says(alone, "events", "--json").splitlines()]
@@ -189,7 +196,7 @@ def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
     assert status(job)["run_id"] == "two"
-    assert len(list(run_directory(job.env).iterdir())) == 2
+    assert sorted(path.suffix for path in run_directory(job.env).iterdir() if path.suffix) == [".json", ".sock"]
 
 
 def test_a_job_that_does_not_answer_is_said_to_be_unreachable(job: Job) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ripstop.config import Tls
 from ripstop.errors import RipstopError
 from ripstop.observe.registry import Registration, Sign, socket_address
-from ripstop.observe.run_directory import run_directory
+from ripstop.observe.run_directory import HeldDirectory
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -53,25 +53,25 @@ class JobSocket:
         self._listening: socket.socket | None = None
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._directory: Path | None = None
+        self._held: HeldDirectory | None = None
         self._registration: Registration | None = None
         self.job: Steerable | None = None
         try:
-            self._directory = run_directory(environ)
-            self._registration = Registration(self._directory, self._name)
-        except RipstopError as error:
+            self._held = HeldDirectory(environ)
+            self._registration = Registration(self._held.path, self._name)
+        except (RipstopError, OSError) as error:
             self._give_up(str(error))
 
     def lead(self, job: "Steerable", endpoint: str = "") -> None:
         """The job's coordinator is in this process; over the network it is at the endpoint."""
         self.job = job
-        if self._directory is None:
+        if self._held is None:
             return
         try:
             if self._listening is None:
-                self._listen(self._directory / f"{self._name}.sock")
+                self._listen(self._held.path / f"{self._name}.sock")
         except OSError as error:
-            self._give_up(f"no socket in {self._directory}: {error.strerror or error}")
+            self._give_up(f"no socket in {self._held.path}: {error.strerror or error}")
             return
         self._say(socket=f"{self._name}.sock", endpoint=endpoint, token="")
 
@@ -84,15 +84,17 @@ class JobSocket:
         """Nobody finds the job any more; what is being answered is answered, briefly."""
         if self._registration is not None:
             self._registration.close()
-        if self._listening is not None and self._directory is not None:
+        if self._listening is not None and self._held is not None:
             asyncio.get_running_loop().remove_reader(self._listening)
-            (self._directory / f"{self._name}.sock").unlink(missing_ok=True)
+            (self._held.path / f"{self._name}.sock").unlink(missing_ok=True)
         if self._serving is not None:
             await asyncio.wait([self._serving])
         if self._runner is not None:
             await self._runner.cleanup()
         if self._listening is not None:
             self._listening.close()
+        if self._held is not None:
+            self._held.leave()
 
     def _say(self, **changes: Any) -> None:
         if self._registration is None:
@@ -101,7 +103,7 @@ class JobSocket:
         try:
             self._registration.say(self._sign)
         except OSError as error:
-            self._give_up(f"{self._directory} cannot be written to: {error.strerror}")
+            self._give_up(f"its file cannot be written: {error.strerror}")
 
     def _give_up(self, why: str) -> None:
         log.warning("the job cannot be steered from this machine: %s", why)
