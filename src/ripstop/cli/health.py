@@ -9,9 +9,14 @@ from ripstop.config import Health, duration, limits
 from ripstop.errors import UsageError
 
 
-def health(given: Given, conf_name: str, conf: Mapping[str, str]) -> Health:
-    """The user's own check must be there before anything is started."""
+def health(given: Given, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> Health:
+    """The user's own check must be there before anything is started.
+
+    A node that is alone has nobody to give its place to: what it needs of its disk is its workers' affair.
+    """
     found = limits(conf_name, conf)
+    if alone and "min_disk" not in conf:
+        found = replace(found, min_disk=0)
     if "--health-interval" in given:
         name, text = given.label("--health-interval"), given.text("--health-interval", "")
         found = replace(found, interval=duration(name, text, positive=True))

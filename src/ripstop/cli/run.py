@@ -244,7 +244,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
-        health=health(given, conf_name, conf),
+        health=health(given, conf_name, conf, alone=alone),
         quarantine=quarantine(conf_name, conf),
         hang_timeout=_hang_timeout(given, notes),
         start=how,

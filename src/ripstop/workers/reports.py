@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.errors import UsageError
-from ripstop.observe.run_directory import run_directory
+from ripstop.observe.run_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
 
@@ -57,15 +57,24 @@ class Reports:
         self._on_report = on_report
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
+        self._held: HeldDirectory | None = None
         self.path = ""  # where workers find it; empty: there is none
         why = ""
         for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
             try:
-                self._open(run_directory(where) / f"{os.getpid():x}-{os.urandom(3).hex()}")
+                self._open_in(HeldDirectory(where))
                 return
             except (OSError, UsageError) as error:
                 why = why or str(error)
         log.warning("workers cannot report progress: %s", why)
+
+    def _open_in(self, held: HeldDirectory) -> None:
+        try:
+            self._open(held.path / f"{os.getpid():x}-{os.urandom(3).hex()}")
+        except OSError:
+            held.leave()
+            raise
+        self._held = held
 
     def _open(self, path: Path) -> None:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -108,6 +117,9 @@ class Reports:
             self._socket = None
             with suppress(OSError):
                 Path(self.path).unlink()
+        if self._held is not None:
+            self._held.leave()
+            self._held = None
 
 
 def read(data: bytes) -> Report | None:
