@@ -150,7 +150,10 @@ class RoundResumed:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Ending`."""
+    """A round is over; another will be formed when it can, not before `delay` seconds.
+
+    `cause` is the kind of reason and `why` the reason itself.
+    """
 
     round: int
     cause: str
