@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import Target, find, get, post, words
+from ripstop.cli.steering import ABOUT_JOBS, Target, find, get, post, words
 from ripstop.errors import UsageError
 
-HELP = """\
+HELP = f"""\
 usage: ripstop drain NODE [FLAGS]
 
 Has a node stop its workers and leave the job; the others go on without it.  NODE is a name that `ripstop status` shows,
 or a beginning of one that fits no other.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:
