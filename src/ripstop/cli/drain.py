@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _full(target: Target, beginning: str) -> str:
-    names = [member["name"] for member in get(target, "/members")["members"]]
+    names = [node["name"] for node in get(target, "/members")["members"]]
     fitting = [name for name in names if name.startswith(beginning)]
     if len(fitting) > 1 and beginning not in names:
         raise UsageError(f"{beginning}: could be {' or '.join(fitting)}; write more of it")

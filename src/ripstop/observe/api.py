@@ -477,7 +477,7 @@ ROUTES = (
         "GET",
         f"{PREFIX}/members",
         Api.members,
-        "The nodes that are part of the job.",
+        "The nodes of the job, as in status.",
         record({"members": array(schema_of(NodeStatus))}),
     ),
     Route(
