@@ -17,9 +17,9 @@ from ripstop.observe.events import CheckpointSaved, Event, FirstStep, StepsDone,
 from ripstop.observe.failure import Failure, Hang
 from ripstop.observe.progress import Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
+from ripstop.observe.text import clean, cut_middle
 from ripstop.round import Place
 from ripstop.workers import linux
-from ripstop.workers.failures import clean, cut_middle
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.reports import Beat, Report, Saved
 from ripstop.workers.stacks import Look, look_at, native, size, stack_file

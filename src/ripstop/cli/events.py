@@ -10,7 +10,7 @@ from ripstop.cli.steering import Target, find, get, lines, words
 from ripstop.config import whole
 from ripstop.observe.events import from_json
 from ripstop.observe.events import words as in_words
-from ripstop.observe.log import one_line
+from ripstop.observe.text import one_line
 
 HELP = """\
 usage: ripstop events [-f] [--since N] [FLAGS]
