@@ -149,7 +149,7 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
             try:
                 async with asyncio.timeout(30):
                     failures = await hung
-                assert await watch.examine() == failures  # one look a hang
+                assert await watch.inspect() == failures  # one look a hang
                 await watch.settle()
             finally:
                 watch.close()

@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
 from ripstop.agent.checkup import Checkup
-from ripstop.agent.diary import Diary, Trouble
+from ripstop.agent.diary import Diary
 from ripstop.agent.health import problems
 from ripstop.agent.machine import (
     Agent,
     Checked,
     Event,
-    Examine,
-    Examined,
     Got,
     Linked,
+    LookAtWorkers,
     Offered,
     OfferStore,
     Quit,
@@ -44,8 +43,10 @@ from ripstop.agent.machine import (
     Warmed,
     WorkersDone,
     WorkersFailed,
+    WorkersSeen,
     WorkersStopped,
 )
+from ripstop.agent.outage import Outage
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import RunConfig
 from ripstop.errors import NoAnswer, StartError
@@ -147,7 +148,7 @@ class Driver:
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
         self._signals = [signal.Signals[name] for name in handled]
-        self._trouble: Trouble | None = None  # of the workers that are to be replaced
+        self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
         self._reports = Reports(environ, self._reported)
 
@@ -234,7 +235,7 @@ class Driver:
 
     # commands out -----------------------------------------------------------------------------------------------------
 
-    def _execute(self, command: Tell | OfferStore | Start | Stop | Examine | Say | Quit) -> None:
+    def _execute(self, command: Tell | OfferStore | Start | Stop | LookAtWorkers | Say | Quit) -> None:
         match command:
             case Tell(message):
                 self._link.send(message)
@@ -247,11 +248,11 @@ class Driver:
             case Stop(round, signum, grace, why):
                 self._diary.record(WorkersStopping(round, why))
                 now = self._loop.time()
-                self._trouble = self._trouble or Trouble(now, now)
-                self._trouble.told = self._trouble.told or now
+                self._outage = self._outage or Outage(now, now)
+                self._outage.told = self._outage.told or now
                 self._task(self._stop_workers(round, signum, grace))
-            case Examine(round):
-                self._task(self._examine(round))
+            case LookAtWorkers(round):
+                self._task(self._inspect(round))
             case Say(text):
                 self._diary.record(AgentSaid(text))
             case Quit():
@@ -337,15 +338,15 @@ class Driver:
 
     def _note_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()
-        trouble, self._trouble = self._trouble, None
-        pause = now - trouble.happened if trouble else 0.0
+        outage, self._outage = self._outage, None
+        pause = now - outage.happened if outage else 0.0
         self._diary.record(
             WorkersStarted(
                 place.round, place.first_rank, place.world_size, place.restarts, pids, now - began, pause, why
             )
         )
-        if trouble:
-            self._diary.record(trouble.over(place.round, began, now))
+        if outage:
+            self._diary.record(outage.over(place.round, began, now))
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
@@ -354,18 +355,18 @@ class Driver:
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
-            self._trouble = self._trouble or Trouble(now - seconds, now)
+            self._outage = self._outage or Outage(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
         running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung)
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
-    async def _examine(self, round: int) -> None:
+    async def _inspect(self, round: int) -> None:
         running, failures = self._running, tuple[Failure, ...]()
         if running is not None and running.place.round == round and running.watch is not None:
-            failures = await running.watch.examine()
-        self._feed(Examined(round, failures))
+            failures = await running.watch.inspect()
+        self._feed(WorkersSeen(round, failures))
 
     def _load_plugin(self) -> LogsSource:
         from ripstop.workers.logs_plugin import LogsPlugin
@@ -407,16 +408,16 @@ class Driver:
             return
         if running.was_told_to_end(exit):
             return
-        if self._trouble is None:
+        if self._outage is None:
             now = self._loop.time()
-            self._trouble = Trouble(now - max(0.0, time.time() - exit.at), now)
+            self._outage = Outage(now - max(0.0, time.time() - exit.at), now)
         failure = gather(
             running.place,
             exit.local_rank,
             host=self._machine.node.host,
             at=exit.at,
             pid=exit.pid,
-            returncode=exit.exitcode if exit.exitcode is not None else -(exit.signal or 0),
+            returncode=exit.returncode,
             logs=running.logs.directory(exit.local_rank),
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
@@ -478,8 +479,8 @@ class Driver:
         for rank in range(running.place.slots):
             self._task(self._console.finish(running.logs.files(rank)))
         now = self._loop.time()
-        if self._trouble is not None:
-            self._trouble.stopped = now
+        if self._outage is not None:
+            self._outage.stopped = now
         self._diary.record(events.WorkersStopped(round, now - began))
         self._feed(WorkersStopped(round))
 

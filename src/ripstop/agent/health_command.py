@@ -38,8 +38,7 @@ async def run(command: Sequence[str], environ: Mapping[str, str], patience: floa
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        code = end.exitcode if end.exitcode is not None else -(end.signal or 0)
-        return Ran(code, output.last_line())
+        return Ran(end.returncode, output.last_line())
     finally:
         output.close()
 

@@ -62,7 +62,7 @@ class Watch:
         self._stepped = False
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._examination: asyncio.Task[tuple[Failure, ...]] | None = None
+        self._inspection: asyncio.Task[tuple[Failure, ...]] | None = None
         self._natives: asyncio.Task[None] | None = None
         self._arm()
 
@@ -91,23 +91,23 @@ class Watch:
         """What the workers report, by local rank."""
         return self._progress.paces(self._loop.time())
 
-    async def examine(self) -> tuple[Failure, ...]:
+    async def inspect(self) -> tuple[Failure, ...]:
         """Where the workers are; on disk, too, when this returns.  Native stacks come there later."""
-        if self._examination is None:
-            self._examination = self._loop.create_task(self._examine({}))
-        return await asyncio.shield(self._examination)
+        if self._inspection is None:
+            self._inspection = self._loop.create_task(self._inspect({}))
+        return await asyncio.shield(self._inspection)
 
     async def settle(self) -> None:
-        """Waits until an examination that has begun is over: the workers are about to be stopped."""
-        if self._examination is not None:
-            await asyncio.wait([self._examination], timeout=PATIENCE)
+        """Waits until an inspection that has begun is over: the workers are about to be stopped."""
+        if self._inspection is not None:
+            await asyncio.wait([self._inspection], timeout=PATIENCE)
         if self._natives is not None:
             await asyncio.wait([self._natives], timeout=PATIENCE)
 
     def close(self) -> None:
         """The workers are gone."""
         self._disarm()
-        for task in (self._looking, self._examination, self._natives):
+        for task in (self._looking, self._inspection, self._natives):
             if task is not None:
                 task.cancel()
         place = self._subject.place
@@ -132,7 +132,7 @@ class Watch:
     def _arm(self) -> None:
         self._disarm()
         when = self._progress.deadline()
-        if when is not None and self._examination is None:
+        if when is not None and self._inspection is None:
             self._timer = self._loop.call_at(when, self._wake)
 
     def _disarm(self) -> None:
@@ -149,11 +149,11 @@ class Watch:
         await self._look()
         now = self._loop.time()
         stuck = self._progress.stuck(now)
-        if not stuck or self._examination is not None:
+        if not stuck or self._inspection is not None:
             self._arm()
             return
-        self._examination = self._loop.create_task(self._examine(stuck))
-        failures = await asyncio.shield(self._examination)
+        self._inspection = self._loop.create_task(self._inspect(stuck))
+        failures = await asyncio.shield(self._inspection)
         self._on_hang(failures, max(hang.seconds for hang in stuck.values()))
 
     async def _look(self) -> None:
@@ -179,7 +179,7 @@ class Watch:
 
     # evidence ---------------------------------------------------------------------------------------------------------
 
-    async def _examine(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
+    async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}

@@ -25,15 +25,10 @@ from ripstop.workers.spawner import Birth, Starter
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """A worker's end; one of `exitcode` and `signal` is set.  `at` is wall-clock time, `max_rss` bytes."""
+class Exit(End):
+    """A worker's end."""
 
     local_rank: int
-    pid: int
-    exitcode: int | None
-    signal: int | None
-    at: float
-    max_rss: int
 
 
 class Group:
@@ -92,7 +87,7 @@ class Group:
         if not self._live:
             self._all_ended.set()
         rank = self._pids.index(end.pid)
-        self._on_exit(Exit(rank, end.pid, end.exitcode, end.signal, end.at, end.max_rss))
+        self._on_exit(Exit(end.pid, end.exitcode, end.signal, end.at, end.max_rss, rank))
 
     def rank_of(self, pid: int) -> int | None:
         """The local rank of the live worker that this process is, or belongs to by its session."""

@@ -112,6 +112,11 @@ class End:
     at: float
     max_rss: int
 
+    @property
+    def returncode(self) -> int:
+        """As subprocess has it: a signal's number is negative."""
+        return -(self.signal or 0) if self.exitcode is None else self.exitcode
+
 
 class Children:
     """Watches the agent's children.  One per agent, made while its event loop runs."""
