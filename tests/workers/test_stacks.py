@@ -120,9 +120,9 @@ def test_the_work_of_a_session_is_that_of_all_its_processes(tmp_path: Path) -> N
     code = "head -c 1000 /dev/zero > $0; (while :; do :; done) & wait"
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", code, str(tmp_path / "out")], {}, setsid=True)
     try:
-        while not (work := linux.work_of_sessions({pid}).get(pid)) or work.cpu < 0.05 or not work.written:
+        while not (used := linux.usage_of_sessions({pid}).get(pid)) or used.cpu < 0.05 or not used.written:
             os.sched_yield()
-        assert linux.work_of_sessions({pid + 1_000_000}) == {}
+        assert linux.usage_of_sessions({pid + 1_000_000}) == {}
     finally:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -163,19 +163,16 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
     assert f"Python stacks ({'py-spy' if spied else 'faulthandler; '}" in text
 
 
-def test_only_a_worker_and_its_children_are_heard(stage) -> None:
+def test_what_a_worker_says_of_its_pace_is_known_until_it_ends(stage) -> None:
     async def watch() -> None:
-        async with Asleep(stage) as workers:
-            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
-            watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
-            watch.report(os.getpid(), Beat(1, 1))
-            watch.report(1, Beat(1, 1))
-            assert watch.paces() == {}
-            watch.report(workers.pids[1], Beat(7, 3))
-            assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
-            watch.gone(1)
-            watch.report(workers.pids[1], Beat(8, 4))  # what comes late from a worker that has ended
-            assert watch.paces() == {}
-            watch.close()
+        logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+        subject = Subject(PLACE, "here", (1, 2), logs, stage.directory / "hang")
+        watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
+        assert watch.paces() == {}
+        watch.report(1, Beat(7, 3))
+        assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
+        watch.gone(1)
+        assert watch.paces() == {}
+        watch.close()
 
     asyncio.run(watch())

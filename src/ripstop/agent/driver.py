@@ -195,8 +195,12 @@ class Driver:
         return Workers(running.place, running.group.pids, running.logs, running.watch.paces())
 
     def _reported(self, pid: int, report: Report) -> None:
-        if self._running is not None and self._running.watch is not None:
-            self._running.watch.report(pid, report)
+        running = self._running
+        if running is None or running.group is None or running.watch is None:
+            return
+        rank = running.group.rank_of(pid)
+        if rank is not None:
+            running.watch.report(rank, report)
 
     def on_unlinked(self, why: str) -> None:
         self._feed(Unlinked(why))

@@ -28,7 +28,6 @@ log = logging.getLogger("ripstop.agent")
 
 STACK = 8192  # bytes of a stack that travels
 PATIENCE = 10.0  # seconds that stopping waits for what is being found out
-GENERATIONS = 8  # between a worker and whoever reports for it, outside of its session
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,8 @@ class Watch:
         self._natives: asyncio.Task[None] | None = None
         self._arm()
 
-    def report(self, pid: int, report: Report) -> None:
-        """A process says something; whose worker is it?"""
-        rank = self._worker(pid)
-        if rank is None:
-            return
+    def report(self, rank: int, report: Report) -> None:
+        """What a worker says, by its local rank, or a process that belongs to it."""
         place, now = self._subject.place, self._loop.time()
         match report:
             case Saved(step, path):
@@ -115,18 +111,6 @@ class Watch:
             steps = StepsDone(place.round, place.first_rank + rank, stride.first, stride.last, stride.seconds)
             self._record(steps, logging.INFO)
 
-    def _worker(self, pid: int) -> int | None:
-        """The local rank of the worker that this process is, or belongs to."""
-        ranks = {worker: rank for rank, worker in self._live.items()}
-        for _ in range(GENERATIONS):
-            process = None if pid in ranks else linux.look(pid)
-            if process is None:
-                return ranks.get(pid)
-            if process.session in ranks:
-                return ranks[process.session]
-            pid = process.parent
-        return None
-
     # looking for hangs ------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
@@ -162,15 +146,15 @@ class Watch:
         if not due:
             return
         asked_for = {rank: size(self._with_file(rank)[1]) for rank in due}  # stacks that it wrote are no sign of life
-        work = linux.work_of_sessions(frozenset(self._live[rank] for rank in due))
+        used = linux.usage_of_sessions(self._live[rank] for rank in due)
         wanted = [rank for rank, stack in due.items() if stack]
         looks = await look_at(self._with_file(rank) for rank in wanted)
         stacks = {rank: found.stack for rank, found in zip(wanted, looks, strict=True)}
         now = self._loop.time()
         for rank in due:
-            if done := work.get(self._live.get(rank, 0)):
-                written = done.written - asked_for[rank]
-                self._progress.look(rank, Signs(written, done.cpu, stacks.get(rank, ""), done.ready), now)
+            if work := used.get(self._live.get(rank, 0)):
+                written = work.written - asked_for[rank]
+                self._progress.look(rank, Signs(written, work.cpu, stacks.get(rank, ""), work.ready), now)
             else:
                 self._progress.unseen(rank, now)
 
