@@ -22,7 +22,7 @@ from ripstop.round import Place
 from ripstop.workers import linux
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.reports import Beat, Report, Saved
-from ripstop.workers.stacks import Look, look_at, native, size, stack_file
+from ripstop.workers.stacks import Look, look_at, native, size
 
 log = logging.getLogger("ripstop.agent")
 
@@ -32,13 +32,12 @@ PATIENCE = 10.0  # seconds that stopping waits for what is being found out
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whom to watch: the workers of one round, by local rank, and where what is found goes."""
+    """Whom to watch: the workers of one round, by local rank."""
 
     place: Place
     host: str
     pids: tuple[int, ...]
     logs: RoundLogs
-    directory: Path  # for what is found in a hang
 
 
 class Watch:
@@ -159,7 +158,7 @@ class Watch:
                 self._progress.unseen(rank, now)
 
     def _with_file(self, rank: int) -> tuple[int, Path]:
-        return self._live[rank], stack_file(self._subject.logs.directory(rank))
+        return self._live[rank], self._subject.logs.stack_file(rank)
 
     # evidence ---------------------------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Watch:
         )
 
     def _file(self, rank: int) -> Path:
-        return self._subject.directory / f"rank_{rank}.txt"
+        return self._subject.logs.hang_directory() / f"rank_{rank}.txt"
 
     def _write(self, failure: Failure, found: Look, native: str) -> None:
         parts = [
