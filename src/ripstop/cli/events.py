@@ -10,7 +10,7 @@ from ripstop.cli.steering import ABOUT_JOBS, COMMON, Target, find, get, lines, w
 from ripstop.config import whole
 from ripstop.observe.events import from_json
 from ripstop.observe.events import words as in_words
-from ripstop.observe.log import one_line
+from ripstop.observe.text import one_line
 
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]
