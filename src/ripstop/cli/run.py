@@ -264,7 +264,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         signals=_signals(given),
         event_handler=event_handler(given),
         timer_pipe=timer_pipe(environ, notes),
-        token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
+        token=token or (_made_up() if place.backend is Backend.LOCAL and api is None else ""),
         tls=tls,
         api=api,
         notes=(*notes, *about_waits, *about_token),
