@@ -1,0 +1,146 @@
+"""From an ElasticJob to the objects it owns: service, secret, pods, disruption budget.  Pure.
+
+Everything has a name that follows from the job's, so that making it twice makes it once.  A pod is a slot: its name,
+host name and rank stay when the pod is replaced.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from ripstop.schedulers.kubernetes.spec import GROUP, KIND, PORT, VERSION, Json, Spec
+
+JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
+MARGIN = 15  # seconds beyond the workers' own time, for an agent to say good-bye
+TERMINATION_LOG = "/dev/termination-log"
+
+
+class Owner:
+    """The job that owns an object."""
+
+    __slots__ = ("name", "namespace", "uid")
+
+    def __init__(self, name: str, namespace: str, uid: str) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.uid = uid
+
+    def labels(self) -> dict[str, str]:
+        return {JOB: self.name, UID: self.uid}
+
+    def metadata(self, name: str, **labels: str) -> dict[str, Any]:
+        """Of an object that goes when the job goes."""
+        reference = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels() | labels,
+            "ownerReferences": [reference],
+        }
+
+
+def pod_name(job: str, slot: int) -> str:
+    return f"{job}-{slot}"
+
+
+def service(owner: Owner) -> dict[str, Any]:
+    """Gives every slot a host name, also before it is ready: nodes meet in order to become ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(owner.name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": owner.labels(),
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def secret_name(owner: Owner, spec: Spec) -> str:
+    return spec.secret_name or f"{owner.name}-token"
+
+
+def secret(owner: Owner, token: str) -> dict[str, Any]:
+    """The job's secret, for a job that names none."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": owner.metadata(f"{owner.name}-token"),
+        "type": "Opaque",
+        "stringData": {"token": token},
+    }
+
+
+def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
+    """Keeps voluntary evictions from taking more than the job can spare."""
+    return {
+        "apiVersion": version,
+        "kind": "PodDisruptionBudget",
+        "metadata": owner.metadata(owner.name),
+        "spec": {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}},
+    }
+
+
+def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
+    """The pod of a slot: the user's template, and what makes it a node of the job."""
+    name = pod_name(owner.name, slot)
+    template = deepcopy(dict(spec.template))
+    metadata = owner.metadata(name, **{SLOT: str(slot)})
+    given = template.get("metadata") or {}
+    metadata["labels"] = {**(given.get("labels") or {}), **metadata["labels"]}
+    if annotations := given.get("annotations"):
+        metadata["annotations"] = annotations
+    body = template["spec"]
+    body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
+    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
+    trainer = body["containers"][0]
+    trainer["env"] = _environment(owner, spec, slot, trainer.get("env") or ())
+    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+
+
+def _environment(owner: Owner, spec: Spec, slot: int, given: Sequence[Json]) -> list[Json]:
+    """What `ripstop run` is to know.  What the user's template sets itself stays as it is."""
+    token = {"secretKeyRef": {"name": secret_name(owner, spec), "key": "token"}}
+    ours: list[Json] = [
+        {"name": "RIPSTOP_TOKEN", "valueFrom": token},
+        {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+    ours += [{"name": name, "value": value} for name, value in _flags(owner, spec, slot).items()]
+    mine = {variable["name"] for variable in given}
+    return [*(variable for variable in ours if variable["name"] not in mine), *given]
+
+
+def _flags(owner: Owner, spec: Spec, slot: int) -> dict[str, str]:
+    embedded = spec.rendezvous.backend == "embedded"
+    conf = ["rank_by=slot"]
+    if embedded:
+        conf.append(f"is_host={int(slot == 0)}")
+    if spec.rendezvous.conf:
+        conf.append(spec.rendezvous.conf)
+    host = f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
+    flags = {
+        "PET_NNODES": f"{spec.min_replicas}:{spec.max_replicas}",
+        "PET_NPROC_PER_NODE": spec.nproc_per_node,
+        "PET_MAX_RESTARTS": str(spec.max_restarts),
+        "PET_SHUTDOWN_TIMEOUT": str(spec.shutdown_timeout),
+        "PET_RDZV_BACKEND": "c10d" if embedded else "etcd",
+        "PET_RDZV_ENDPOINT": f"{host}:{PORT}" if embedded else ",".join(spec.rendezvous.endpoints),
+        "PET_RDZV_ID": f"{owner.name}-{owner.uid}",
+        "PET_RDZV_CONF": ",".join(conf),
+        "PET_LOCAL_ADDR": "$(POD_IP)",
+        "RIPSTOP_SLOT": str(slot),
+    }
+    if spec.restart_window:
+        flags["PET_RESTART_WINDOW"] = spec.restart_window
+    return flags
