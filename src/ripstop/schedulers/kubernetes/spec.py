@@ -154,7 +154,7 @@ def _value(field: Field, spec: Json, problems: list[Problem]) -> Any:
     if type(value) is not field.type:
         problems.append(Problem(where, f"is {_article(field.type)}, not {value!r}"))
         return None
-    if field.least is not None and field.most is not None and not field.least <= value <= field.most:
+    if isinstance(value, int) and not (field.least or 0) <= value <= (field.most or value):
         problems.append(Problem(where, f"is from {field.least} to {field.most}, not {value}"))
     return value
 
