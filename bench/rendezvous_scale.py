@@ -125,10 +125,11 @@ class Node(asyncio.Protocol):
                 proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
                 self.say("Hello", run_id=JOB, node=self.name, nonce="00", proof=proof)
             case "Welcome":
-                node = {"id": self.name, "host": "127.0.0.1", "slots": 8, "role": "default", "wish": None}
+                where = {"wish": None, "number": None, "label": ""}
+                node = {"id": self.name, "host": "127.0.0.1", "slots": 8, "role": "default", **where}
                 ready = {"store_port": self.port, "after": 0}
                 nothing = {"newest": 0, "restarts": 0, "held": None, "status": "idle", "failures": [], "closing": None}
-                sizes = {"min_nodes": self.fleet.least, "max_nodes": self.fleet.size}
+                sizes = {"min_nodes": self.fleet.least, "max_nodes": self.fleet.size, "rank_by": "join"}
                 self.welcome = True
                 self.fleet.gate.release()
                 self.say("Join", node=node, ready=ready, **sizes, **nothing)

@@ -12,7 +12,7 @@ from enum import Enum, IntFlag
 from pathlib import Path
 
 from ripstop.errors import UsageError
-from ripstop.round import Address
+from ripstop.round import Address, RankBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ class Backend(Enum):
     COORDINATOR = "c10d"  # at the endpoint, in whichever agent could bind it
     STATIC = "static"  # the same, with ranks and node count fixed by the user
     ETCD = "etcd"  # in whichever agent etcd has elected
+    HANDLER = "handler"  # nowhere: nodes meet through a handler of another package
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,15 @@ class Etcd:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A rendezvous handler of torch's kind, by the name of its entry point, with what it is given."""
+
+    name: str
+    endpoint: str = ""
+    conf: tuple[tuple[str, str], ...] = ()
 
 
 LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
@@ -188,9 +198,13 @@ class RunConfig:
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
     etcd: Etcd | None = None
+    handler: Handler | None = None
     is_host: bool | None = None  # None: whoever can bind the endpoint
     local_addr: str | None = None
     node_rank: int | None = None
+    rank_by: RankBy = RankBy.JOIN
+    node_number: int | None = None  # with rank_by=slot
+    node_label: str = ""  # with rank_by=label
     store_port: int = 0  # 0: a new free port every round
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
@@ -200,6 +214,8 @@ class RunConfig:
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
     virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
     signals: tuple[str, ...] = LEAVING
+    event_handler: str = ""  # of torch's kind; "": none
+    timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
@@ -213,6 +229,7 @@ class CoordinatorConfig:
     endpoint: Address
     min_nodes: int = 1
     max_nodes: int = 1
+    rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     token: str = field(default="", repr=False)
@@ -232,6 +249,10 @@ LONGEST_NAME = 200
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
+BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
+RDZV_CONF = TLS_CONF | BEAT_CONF | {
+    "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
+}  # fmt: skip
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
 
@@ -381,12 +402,10 @@ def pairs(name: str, text: str) -> dict[str, str]:
 
 def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
     """The waits that `--rdzv-conf` sets, and what there is to say about those that set nothing."""
-    known = {"join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host"} | TLS_CONF
-    beats = {"keep_alive_interval", "keep_alive_max_attempt"}
     for key in conf:
-        if key not in known | beats | IDLE_CONF:
-            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(known | beats))}")
-    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(beats))):
+        if key not in RDZV_CONF | IDLE_CONF:
+            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
+    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(BEAT_CONF))):
         if one in conf and other in conf:
             raise UsageError(f"{name}: {one}={conf[one]} and {other}={conf[other]} set the same wait; keep {one}")
 
@@ -395,7 +414,7 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
 
     default = Timing()
     lease = seconds("lease", default.lease)
-    if beats & conf.keys():
+    if BEAT_CONF & conf.keys():
         attempts = whole(f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), least=1, most=1000)
         lease = seconds("keep_alive_interval", 5.0) * attempts
     waits = Timing(
@@ -406,6 +425,14 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         shutdown=shutdown,
     )
     return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+
+
+def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
+    """What `--rdzv-conf` says that ranks go by."""
+    text = conf.get("rank_by", RankBy.JOIN.value)
+    if text not in (known := [way.value for way in RankBy]):
+        raise UsageError(f"{name} rank_by={text}: ranks cannot go by that; write one of {', '.join(known)}")
+    return RankBy(text)
 
 
 ETCD_CONF = {  # torch's two etcd backends call the same things by different names

@@ -11,16 +11,17 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, CoordinatorConfig, RunConfig
+from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
 from ripstop.errors import UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.log import Stderr, one_line
@@ -30,7 +31,7 @@ from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.machine import Settings
-from ripstop.round import Node, Outcome
+from ripstop.round import Node, Outcome, RankBy
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
@@ -45,22 +46,23 @@ SECRETS = (
 )  # the agents' own; workers are not told
 
 
-def run(config: RunConfig) -> int:
-    """Run this node's part of the job."""
+def run(config: RunConfig, link: Link | None = None) -> int:
+    """Run this node's part of the job, with a link of the caller's where no coordinator is to be sought."""
     with _log_lines(config.notes, rendezvous=config.backend is not Backend.LOCAL):
-        end, directory = _run(config)
+        end, directory = _run(config, link)
     _conclude(end, directory)
     return end.code
 
 
-def _run(config: RunConfig) -> tuple[Quit, LogDirectory]:
+def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
     directory = LogDirectory(config.logs, config.run_id)
     bound = bind_endpoint(config)
     environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
     spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
     try:
-        end = asyncio.run(take_part(config, directory, spawner, environ, bound))
+        with _torch_handler(config, environ) as sinks:
+            end = asyncio.run(take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link))
     finally:
         spawner.close()
     return end, directory
@@ -87,59 +89,68 @@ async def take_part(
     environ: dict[str, str],
     bound: Bound | None,
     logs_source: LogsSource | None = None,
+    sinks: Sequence[Sink] = (),
+    link: Link | None = None,
 ) -> Quit:
-    """This node's part of the job, in any event loop, with workers that `spawner` starts."""
-    node = _this_node(config, hosting=bound is not None)
-    if config.backend is Backend.ETCD:
-        return await _take_part_elected(config, node, directory, spawner, environ, logs_source)
+    """This node's part of the job, in any event loop, with workers that `spawner` starts.
+
+    `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making.
+    """
+    node = _this_node(config, bound)
     async with AsyncExitStack() as parts:
-        link: Link
-        coordinator: Coordinator | None = None
-        events = _event_file(parts, directory, OF_NODE)
-        if config.backend is Backend.LOCAL or bound is not None:
-            merged = _event_file(parts, directory, OF_JOB)
-            coordinator = Coordinator(_settings(config, own=node.id), sinks=[merged])
-            parts.callback(coordinator.stop)
-            link = LocalLink(coordinator, node.id)
-            if bound is not None:
-                await _serve(parts, coordinator, bound, config)
+        heard = [_event_file(parts, directory, OF_NODE), *sinks]
+        if link is not None:
+            meeting = _Meeting(link)
+        elif config.backend is Backend.ETCD:
+            meeting = _meet_by_etcd(parts, config, node, directory)
         else:
-            link = _remote(config, node.id)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
-        if coordinator is not None:
-            coordinator.ended.add_done_callback(lambda ended: driver.fail(ended.exception()))
+            meeting = await _meet(parts, config, node, directory, bound)
+        driver = Driver(config, node, spawner, meeting.link, directory, environ, logs_source, heard)
+        if meeting.broken is not None:
+            meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
         end = await driver.run()
-        if coordinator is not None and end.report is not None:
-            await coordinator.ended  # the others are told before their coordinator goes
+        if meeting.coordinator is not None and end.report is not None:
+            await meeting.coordinator.ended  # the others are told before their coordinator goes
         return end
 
 
-async def _take_part_elected(
-    config: RunConfig,
-    node: Node,
-    directory: LogDirectory,
-    spawner: Starter,
-    environ: dict[str, str],
-    logs_source: LogsSource | None,
-) -> Quit:
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """The way to the coordinator; what has its defect, should it break within this process; itself, if it is here."""
+
+    link: Link
+    broken: asyncio.Future[Any] | None = None
+    coordinator: Coordinator | None = None
+
+
+async def _meet(
+    parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
+) -> _Meeting:
+    """The coordinator is in this process, or at the endpoint."""
+    if config.backend is not Backend.LOCAL and bound is None:
+        return _Meeting(_remote(config, node.id))
+    coordinator = Coordinator(_settings(config, own=node.id), sinks=[_event_file(parts, directory, OF_JOB)])
+    parts.callback(coordinator.stop)
+    if bound is not None:
+        await _serve(parts, coordinator, bound, config)
+    return _Meeting(LocalLink(coordinator, node.id), coordinator.ended, coordinator)
+
+
+def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory) -> _Meeting:
     """The coordinator is wherever etcd says; it may be within the link."""
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
-    async with AsyncExitStack() as parts:
-        link = ElectedLink(
-            config.etcd,
-            _settings(config),
-            node=node.id,
-            token=config.token,
-            local_addr=config.local_addr,
-            tls=config.tls,
-            sinks=[_event_file(parts, directory, OF_JOB)],
-        )
-        events = _event_file(parts, directory, OF_NODE)
-        driver = Driver(config, node, spawner, link, directory, environ, logs_source, [events])
-        link.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
-        return await driver.run()
+    link = ElectedLink(
+        config.etcd,
+        _settings(config),
+        node=node.id,
+        token=config.token,
+        local_addr=config.local_addr,
+        tls=config.tls,
+        sinks=[_event_file(parts, directory, OF_JOB)],
+    )
+    return _Meeting(link, link.broken)
 
 
 async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
@@ -166,7 +177,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
     """The endpoint's socket, if this node is to host the coordinator."""
-    if config.backend in (Backend.LOCAL, Backend.ETCD) or config.is_host is False:
+    if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
     bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1)
@@ -193,15 +204,16 @@ def _warn_of(bound: Bound) -> None:
         log.warning("%s", bound.note)
 
 
-def _this_node(config: RunConfig, *, hosting: bool) -> Node:
+def _this_node(config: RunConfig, bound: Bound | None) -> Node:
     """This agent.  Its address: what the user gave, else the endpoint's if hosted here, else what the link finds."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
         host = "127.0.0.1"
-    if not host and hosting and config.endpoint is not None:
-        host = config.endpoint.host
+    if not host and bound is not None and config.endpoint is not None:
+        # the others' addresses are numbers; by its name, this one could not be put among them
+        host = bound.address.host if config.rank_by is RankBy.ADDRESS else config.endpoint.host
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-    return Node(name, host, config.slots, config.role, config.node_rank)
+    return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
@@ -212,6 +224,7 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         timing=config.timing,
         budget=config.budget,
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
+        rank_by=config.rank_by,
         own=own,
     )
 
@@ -220,6 +233,52 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
+
+
+@contextmanager
+def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[Sink]]:
+    """A handler of torch's kind, while the job runs."""
+    if not config.event_handler:
+        yield []
+        return
+    from ripstop.workers.event_handler import EventHandler
+
+    handler = EventHandler(config.event_handler, environ)
+    try:
+        yield [torch_sink(config, _program(config.entry), handler.put)]
+    finally:
+        handler.close()
+
+
+def _program(entry: Entry) -> str:
+    match entry:
+        case Script(path):
+            return path
+        case Module(name):
+            return name
+        case Command(argv):
+            return argv[0]
+        case Function():
+            return "function"
+
+
+def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+    """Gives `put` what happens here as torch's agent would have told it."""
+    from ripstop.observe.torch_events import TorchEvents
+
+    events = TorchEvents(
+        run_id=config.run_id,
+        role=config.role,
+        backend=config.backend.value,
+        host=socket.gethostname(),
+        program=program,
+    )
+
+    def sink(entry: Logged) -> None:
+        for text in events.of(entry):
+            put(text)
+
+    return sink
 
 
 async def _serve(

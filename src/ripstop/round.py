@@ -21,13 +21,28 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One agent of a job; `id` is new for every agent process, `wish` is the group rank it would like."""
+    """One agent of a job; `id` is new for every agent process, `wish` is the group rank it would like.
+
+    `number` is what its cluster counts it as, `label` what its user calls the place where it stands: only set where
+    ranks go by them (`RankBy`).
+    """
 
     id: str
     host: str
     slots: int
     role: str = "default"
     wish: int | None = None
+    number: int | None = None
+    label: str = ""
+
+
+class RankBy(StrEnum):
+    """What the nodes that have no rank yet are sorted by."""
+
+    JOIN = "join"  # who was ready first
+    ADDRESS = "address"
+    SLOT = "slot"  # the node's number in its cluster
+    LABEL = "label"
 
 
 @dataclass(frozen=True, slots=True)

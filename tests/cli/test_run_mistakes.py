@@ -8,6 +8,7 @@ from ripstop.cli import main
 
 C10D = "--rdzv-backend=c10d --rdzv-endpoint=node0"
 ETCD = "--rdzv-backend=etcd --rdzv-endpoint=e0"
+TIMERS = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
             "--rdzv-conf: ssl_cert is there under two names; keep one of the two",
         ),
-        ("--rdzv-backend=zeus train.py", "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static"),
+        (
+            "--rdzv-backend=zeus train.py",
+            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that "
+            "has it as an entry point torchrun.handlers",
+        ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
             f"{C10D}:99999 train.py",
@@ -188,11 +193,24 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (
             "--rdzv-conf=leese=1 train.py",
             "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, timeout, tls_ca, tls_cert, tls_key",
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, rank_by, timeout, "
+            "tls_ca, tls_cert, tls_key",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",
             "--rdzv-conf is_host=maybe: neither true nor false; write --rdzv-conf is_host=1 or --rdzv-conf is_host=0",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=rack train.py",
+            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=label train.py",
+            "--rdzv-conf rank_by=label: this node has no label; say where it stands: --node-label=rack7",
+        ),
+        (
+            f"{C10D} --rdzv-conf=rank_by=label --node-label=a/b train.py",
+            "--node-label=a/b: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _",
         ),
         (
             "--role=a/b train.py",
@@ -244,7 +262,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--event-log-handler=x train.py",
-            "--event-log-handler=x: there is no such handler; write null, console, dynamic_rendezvous",
+            "--event-log-handler=x: there is no such handler, and no entry point torchrun.event_handlers of this name; "
+            "write null, console",
         ),
         (
             "--signals-to-handle=SIGFOO train.py",
@@ -341,6 +360,16 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
             f"{ETCD} train.py",
             "RIPSTOP_ETCD_USER is set and RIPSTOP_ETCD_PASSWORD is not; set both, or none",
         ),
+        (
+            TIMERS | {"TORCHELASTIC_TIMER_FILE": "file"},
+            "train.py",
+            "TORCHELASTIC_TIMER_FILE=file: is there and no pipe, and is not replaced by one; name another place",
+        ),
+        (
+            TIMERS | {"TORCHELASTIC_TIMER_FILE": "/nowhere/pipe"},
+            "train.py",
+            "TORCHELASTIC_TIMER_FILE=/nowhere/pipe: /nowhere is no directory; make it, or name another place",
+        ),
     ],
 )
 def test_a_mistake_in_a_variable_is_named_by_the_variable(
@@ -362,6 +391,10 @@ def test_a_mistake_in_a_variable_is_named_by_the_variable(
         ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no program; give the script to ripstop run"),
         ("--rdzv-endpoint=h:0", "--rdzv-endpoint=h:0: nodes cannot find port 0; write h:29400"),
         ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: there is no such flag; --help lists them"),
+        (
+            "--rdzv-endpoint=h --rdzv-conf=rank_by=rack",
+            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+        ),
         (
             "--rdzv-endpoint=h --rdzv-conf=is_host=1",
             "--rdzv-conf is_host=1: a coordinator always is the host; leave is_host out",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ripstop.cli.flags import Given
+from ripstop.cli.meeting import Meeting, Ranking, ranking
 from ripstop.cli.run import configure
 from ripstop.config import (
     Backend,
@@ -20,7 +22,9 @@ from ripstop.config import (
     Streams,
     Timing,
 )
-from ripstop.round import Address
+from ripstop.errors import UsageError
+from ripstop.round import Address, RankBy
+from ripstop.workers.timer_pipe import Pipe
 
 Read = Callable[..., RunConfig]
 TOKEN = {"RIPSTOP_TOKEN": "s"}
@@ -97,7 +101,9 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--start-method=forkserver", "start", Start.ZYGOTE),
         ("--preload=torch,torch.nn", "preload", ("torch", "torch.nn")),
         ("--preload=none", "preload", ()),
-        ("--event-log-handler=null", "notes", ()),
+        ("--event-log-handler=null", "event_handler", ""),
+        ("--event-log-handler=dynamic_rendezvous", "event_handler", ""),
+        ("--event-log-handler=console", "event_handler", "console"),
         ("--signals-to-handle=SIGTERM,SIGUSR1", "signals", ("SIGTERM", "SIGUSR1")),
         ("--signals-to-handle=SIGUSR2,SIGUSR2", "signals", ("SIGUSR2",)),
         ("--virtual-local-rank", "virtual_local_rank", True),
@@ -192,6 +198,45 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
     assert read("--nnodes=2 --node-rank=0 --master-addr=a train.py").endpoint == Address("a", 29500)
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "number", "label"),
+    [
+        ("rank_by=join", {}, None, ""),
+        ("rank_by=address", {"SLURM_NODEID": "3"}, None, ""),
+        ("rank_by=slot", {"SLURM_NODEID": "3"}, 3, ""),
+        ("rank_by=slot", {"JOB_COMPLETION_INDEX": "0"}, 0, ""),
+        ("rank_by=slot --node-rank=1", {"SLURM_NODEID": "3"}, 1, ""),
+        ("rank_by=label --node-label=rack7", {}, None, "rack7"),
+        ("rank_by=label", {"PET_NODE_LABEL": "rack7"}, None, "rack7"),
+    ],
+)
+def test_a_node_brings_what_ranks_go_by(
+    read: Read, words: str, environ: dict[str, str], number: int | None, label: str
+) -> None:
+    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={words} train.py", {**TOKEN, **environ})
+    assert config.rank_by == words.split()[0].removeprefix("rank_by=")
+    assert (config.node_number, config.node_label) == (number, label)
+    assert config.notes == ()
+
+
+def ranking_of(machine: str, notes: list[str]) -> Ranking:
+    conf = {"rank_by": "slot"}
+    return ranking(Given({}, {}, ()), conf, Meeting(Backend.COORDINATOR), {}, machine, notes)
+
+
+@pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])
+def test_a_node_that_is_numbered_by_its_name_says_so(machine: str, number: int) -> None:
+    notes: list[str] = []
+    assert ranking_of(machine, notes) == Ranking(RankBy.SLOT, number)
+    assert f"number is {number}, as {machine} says" in notes[0]
+
+
+@pytest.mark.parametrize("machine", ["trainer", "trainer7", "job-7fb9-x2", "-", "x-1234567890"])
+def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
+    with pytest.raises(UsageError, match=f"this node has no number .* and {machine} does not end .*--node-rank=N"):
+        ranking_of(machine, [])
+
+
 # what is said and not done ------------------------------------------------------------------------------------------
 
 
@@ -207,6 +252,9 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("--nnodes=2 --node-rank=1 --master-port=1", "meet at 127.0.0.1"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=is_host=1", "is_host has no effect with static"),
         ("--rdzv-conf=is_host=1", "is_host has no effect on a single node"),
+        ("--rdzv-conf=rank_by=label", "rank_by has no effect on a single node"),
+        ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=rank_by=slot", "rank_by has no effect with static"),
+        (f"{C10D} --node-label=rack7", "--node-label has no effect without --rdzv-conf rank_by=label"),
         ("--rdzv-conf=close_timeout=5", "close_timeout has no effect"),
         ("--rdzv-conf=read_timeout=5", "read_timeout has no effect"),
         ("--monitor-interval=1", "--monitor-interval has no effect: nothing polls"),
@@ -214,7 +262,6 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("--start-method=exec --preload=torch", "--preload has no effect"),
         ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
         ("--run-path --no-python", "--no-python has no effect beside --run-path"),
-        ("--event-log-handler=console", "--event-log-handler=console has no effect in this version"),
         ("--tee=2 --duplicate-stdout-filters=a", "--duplicate-stdout-filters has no effect without --tee=1"),
         ("--tee=1 --duplicate-stderr-filters=a", "--duplicate-stderr-filters has no effect without --tee=2"),
         ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: 1 for each of the 2 workers"),
@@ -340,3 +387,23 @@ def test_etcd_v2_is_etcd_with_a_word(read: Read) -> None:
         "--rdzv-backend=etcd-v2 is etcd here: ripstop speaks etcd's v3 API",
         "--rdzv-conf is_host has no effect with --rdzv-backend=etcd-v2: etcd elects the host",
     )
+
+
+def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
+    on, at = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+    assert read("train.py", {at: "pipe"}).timer_pipe is None
+    assert read("train.py", {on: "1", at: "pipe"}).timer_pipe == Path.cwd() / "pipe"
+    made_up = read("train.py", {on: "1"}).timer_pipe
+    assert made_up is not None and made_up.name.startswith("watchdog_timer_")
+    config = read("train.py", {on: "yes"})
+    assert config.timer_pipe is None
+    assert config.notes == (f"{on}=yes has no effect: 1 switches timers on",)
+
+
+def test_a_pipe_that_another_agent_reads_is_left_alone(read: Read, tmp_path: Path) -> None:
+    pipe = Pipe(tmp_path / "pipe")
+    environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "pipe")}
+    config = read("train.py", environ)
+    assert config.timer_pipe != tmp_path / "pipe" and config.timer_pipe.parent == tmp_path
+    assert "another agent reads this pipe; this job's is" in config.notes[0]
+    pipe.close()

@@ -1,10 +1,11 @@
 """The agent classes: with torch's own rendezvous handler, beside torch's agent, and as something to extend."""
 
 import inspect
+import json
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,13 +20,15 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.elastic.agent.server as torch_server
 import torch.distributed.elastic.agent.server.local_elastic_agent as torch_local
+import torch.distributed.elastic.metrics.api as torch_metrics
 import torch.distributed.elastic.multiprocessing as torch_multiprocessing
+import torch.distributed.elastic.timer as torch_timer
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ripstop.compat import agent as ours
-from ripstop.compat import multiprocessing
+from ripstop.compat import events, metrics, multiprocessing
 from ripstop.compat.health_check import HealthCheckServer, create_healthcheck_server
 
 DEADLINE = 60.0
@@ -373,6 +376,84 @@ def test_events_are_those_that_torchs_handlers_know() -> None:
     assert (one.name, one.source, one.metadata) == (other.name, other.source, other.metadata)
 
 
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(json.loads(record.getMessage()))
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("no route to the event host")
+
+
+class Blocked(logging.Handler):
+    released = threading.Event()  # at the end: logging's own farewell at exit waits for a handler that is busy
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.released.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("handler", [Broken, Blocked])
+def test_an_event_handler_that_raises_or_blocks_disturbs_nobody(
+    handler: type[logging.Handler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = handler.__name__
+    monkeypatch.setitem(events._log_handlers, name, handler())
+    monkeypatch.setattr("ripstop.compat.event_thread.GOODBYE", 0.1)
+    monkeypatch.setattr("ripstop.compat.event_thread.WAITING", 2)
+    Blocked.released.clear()
+    try:
+        spec = ours.WorkerSpec("r", 3, OneNode(), entrypoint=print, event_log_handler=name)
+        result = recording(ours.SimpleElasticAgent)(spec, [ours.WorkerState.SUCCEEDED]).run()
+    finally:
+        Blocked.released.set()
+    assert result.state is ours.WorkerState.SUCCEEDED
+    assert f"the event handler {name}" in caplog.text
+
+
+def test_an_event_handler_that_there_is_not_is_refused_before_any_worker() -> None:
+    agent = recording(ours.SimpleElasticAgent)(
+        ours.WorkerSpec("r", 1, OneNode(), entrypoint=print, event_log_handler="nobody's"), []
+    )
+    with pytest.raises(KeyError, match="there is no such event handler"):
+        agent.run()
+    assert "start" not in "".join(agent.calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_metrics_of_a_run_are_torchs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch_metrics if kind == "torch" else metrics
+    seen: list[tuple[str, Any]] = []
+
+    class Handler(module.MetricHandler):  # type: ignore[name-defined]
+        def emit(self, metric_data: Any) -> None:
+            if metric_data.group_name == "torchelastic":
+                seen.append((metric_data.name, metric_data.value))
+
+    monkeypatch.setitem(module._metrics_map, "torchelastic", Handler())
+    run(kind, OneNode(), tmp_path, os.getpid, workers=1, max_restarts=3)
+    once = {name for name, _ in seen}
+    named = [f"{part}.{what}" for part in MEASURED for what in ("success", "duration.ms")]
+    assert once == {*named, *(f"workers.trainer.{name}" for name in COUNTED)} | (once & {"workers.trainer.healthy"})
+    values = dict(seen)
+    assert values["workers.trainer.run_success_no_retries"] == 1 and values["workers.trainer.flakiness"] == 0
+    assert values["workers.trainer.remaining_restarts"] == 3
+
+
+MEASURED = (
+    "SimpleElasticAgent.run", "SimpleElasticAgent._initialize_workers", "SimpleElasticAgent._rendezvous",
+    "SimpleElasticAgent._assign_worker_ranks", "LocalElasticAgent._start_workers", "LocalElasticAgent._monitor_workers",
+)  # fmt: skip
+COUNTED = (
+    "remaining_restarts", "succeeded", "flakiness", "run_total", "run_success_with_retries", "run_success_no_retries",
+    "run_failed_with_retries", "run_failed_no_retries",
+)  # fmt: skip
+
+
 # health ---------------------------------------------------------------------------------------------------------------
 
 
@@ -449,35 +530,31 @@ def test_the_port_of_the_health_check_comes_from_the_environment(
 # watchdogs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_misses_a_file_timers_deadline_is_killed(tmp_path: Path) -> None:
-    """And so is the agent, and the other workers with it: that is how torch's timer server ends a job."""
-    program = tmp_path / "program.py"
-    program.write_text(f"""
-import sys, time
-from pathlib import Path
+def test_a_worker_that_misses_a_file_timers_deadline_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's server the agent would be killed too."""
+    monkeypatch.setenv(ours.TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setitem(events._log_handlers, "collected", collector := Collector())
 
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_agent, torch.distributed.elastic.timer as timer
+    def work() -> str:
+        client = torch_timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            with torch_timer.expires(after=0.3, scope="stuck", client=client):
+                time.sleep(600)
+        return "done"
 
-def work():
-    import os
-    Path({str(tmp_path)!r}, os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
-    if os.environ["RANK"] == "0":
-        timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-        with timer.expires(after=0.3):
-            time.sleep(600)
-    time.sleep(600)
-
-test_agent.run("ripstop", test_agent.OneNode(), Path({str(tmp_path)!r}), work)
-""")
-    asked = {ours.TORCHELASTIC_ENABLE_FILE_TIMER: "1", "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, str(program)], env=os.environ | asked, timeout=DEADLINE, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)]
-    end = time.monotonic() + DEADLINE
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
-        assert time.monotonic() < end, "the workers outlive their agent"
-        time.sleep(0.01)
+    settings: dict[str, Any] = {"max_restarts": 1, "event_log_handler": "collected"}
+    _, result = run("ripstop", OneNode(), tmp_path / "logs", work, **settings)
+    assert result.return_values == {0: "done", 1: "done"}
+    assert not list(tmp_path.glob("watchdog_timer_*"))
+    names = [event["name"] for event in collector.events]
+    assert names.count("watchdog started") == names.count("watchdog stopped") == 2
+    (missed, *_) = [event for event in collector.events if event["name"] == "timer expired"]
+    assert json.loads(missed["metadata"]["metadata"])["scope_id"] == "stuck"
+    assert names.count("torchelastic.worker.status.START") == 4
+    assert names.count("torchelastic.worker.status.SUCCEEDED") == 2
 
 
 def test_a_worker_stuck_in_the_kernel_makes_the_group_unhealthy_and_is_not_restarted(

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from ripstop.compat import events, metrics
 from ripstop.compat.errors import ChildFailedError
 from ripstop.compat.launcher import LaunchConfig, elastic_launch, launch_agent
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
@@ -642,3 +644,45 @@ def test_a_run_id_is_made_up_when_there_is_none() -> None:
     nameless = config(workers=1, run_id="")
     assert elastic_launch(nameless, lambda: os.environ["TORCHELASTIC_RUN_ID"])() == {0: nameless.run_id}
     assert nameless.run_id
+
+
+# events and metrics ---------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_tells_torchs_events_and_metrics_to_the_programs_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    numbers: dict[str, Any] = {}
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(json.loads(record.getMessage()))
+
+    class Metrics(metrics.MetricHandler):
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            numbers[metric_data.name] = metric_data.value
+
+    def work() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("once")
+
+    monkeypatch.setitem(events._log_handlers, "mine", Handler())
+    monkeypatch.setitem(metrics._metrics_map, "torchelastic", Metrics())
+    elastic_launch(config(workers=1, max_restarts=1, role="t", event_log_handler="mine"), work)()
+    states = [(event["source"], event["metadata"]["state"]) for event in told]
+    assert states == [
+        ("WORKER", "START"),
+        ("WORKER", "FAILED"),
+        ("WORKER", "START"),
+        ("WORKER", "SUCCEEDED"),
+        ("AGENT", "SUCCEEDED"),
+    ]
+    assert numbers == {
+        "workers.t.flakiness": 50, "workers.t.run_total": 1,
+        "workers.t.run_success_with_retries": 1, "workers.t.run_success_no_retries": 0,
+        "workers.t.run_failed_with_retries": 0, "workers.t.run_failed_no_retries": 0,
+    }  # fmt: skip
+
+
+def test_an_event_handler_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="event_log_handler: nobody's: there is no such event handler"):
+        elastic_launch(config(event_log_handler="nobody's"), os.getpid)()

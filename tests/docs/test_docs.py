@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from ripstop.config import ETCD_CONF, IDLE_CONF, RDZV_CONF
+from ripstop.rendezvous.machine import TRANSITIONS
+from tests.docs.state_diagram import PAGE, redrawn
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -139,6 +143,23 @@ def headings(path: Path) -> set[str]:
         words = re.sub(r"[^\w\s-]", "", line.lower()).strip()
         found.add(re.sub(r"[-\s]+", "-", words))
     return found
+
+
+def test_the_diagram_of_states_is_the_machines_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == redrawn(page), "draw it anew: python -m tests.docs.state_diagram"
+
+
+def test_a_diagrams_words_are_such_as_mermaid_can_read() -> None:
+    reasons = [reason for moves in TRANSITIONS.values() for reason in moves.values()]
+    assert [reason for reason in reasons if re.search("[:;#%{}]", reason)] == []
+
+
+def test_the_page_on_rendezvous_has_every_key_that_is_understood() -> None:
+    settings = (DOCS / "rendezvous.md").read_text(encoding="utf-8").split("## Settings")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", settings, re.MULTILINE)
+    named = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(RDZV_CONF | IDLE_CONF | ETCD_CONF.keys())
 
 
 def test_every_page_is_in_the_contents() -> None:

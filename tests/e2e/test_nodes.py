@@ -99,6 +99,29 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) 
     finish(job, host, spare)
 
 
+def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "label.py"
+    script.write_text("import os\nprint('label', os.environ['PET_NODE_LABEL'], 'rank', os.environ['RANK'])\n")
+
+    def node(label: str, *flags: str) -> Agent:
+        flags = ("--rdzv-conf=rank_by=label", *flags)
+        return job.node(*flags, nnodes="3", script=script, env={"PET_NODE_LABEL": label})
+
+    first = node("rack10")
+    first.says("joined")
+    agents = [first, node("rack11", "--node-rank=0"), node("rack9", "--node-rank=0")]
+    assert [agent.wait() for agent in agents] == [0, 0, 0]
+    ranks = dict(re.findall(r"label (\w+) rank (\d)", "".join(agent.out for agent in agents)))
+    assert ranks == {"rack9": "0", "rack10": "1", "rack11": "2"}
+    assert re.search(r"round=1 node=\S+ has node rank 2, not the 0 it wished for: node \S+ wished for it", first.err)
+
+
+def test_by_address_the_coordinators_node_has_one_among_the_others(job: Job) -> None:
+    agent = job.node("--rdzv-conf=rank_by=address", endpoint=f"localhost:{job.port}")
+    agent.says(r"joined from 127\.0\.0\.1 ")
+    finish(job, agent)
+
+
 def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ripstop.config import Budget, Timing
-from ripstop.observe.events import ScaleAsked
+from ripstop.observe.events import RankWishDenied, ScaleAsked, words
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.events import (
     Close,
@@ -22,7 +22,7 @@ from ripstop.rendezvous.events import (
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, Job, Phase, Settings
+from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -41,7 +41,7 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.round import Address, Node, Outcome, Place
+from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 TIMING = Timing(settle=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
 
@@ -779,6 +779,95 @@ def test_a_static_jobs_ranks_are_the_wishes_and_a_replacement_brings_the_same_on
     on(job, Gone("a"), 1.0)
     hear(job, "c", Join(node("c", wish=1), 2, 2, ready=Ready(4, 0)), 1.1)
     assert assigned(on(job, Tick(), 1.0 + RECONNECT)) == {"b": 0, "c": 1}
+
+
+# what ranks go by -----------------------------------------------------------------------------------------------------
+
+
+def ranked(job: Job, name: str, now: float, **of_node: object) -> list[Command]:
+    """A ready node joins a job, with what its ranks go by."""
+    settings = job.settings
+    who = node(name, **of_node)
+    word = Join(who, settings.min_nodes, settings.max_nodes, settings.rank_by, ready=Ready(port(name), 0))
+    return job.on(Heard(name, word), now)
+
+
+def ranked_by(by: RankBy, low: int, high: int) -> Job:
+    return Job(Settings("job7", low, high, TIMING, Budget(3, backoff=0.0), rank_by=by))
+
+
+def test_another_way_to_rank_is_refused() -> None:
+    job = ranked_by(RankBy.SLOT, 2, 2)
+    assert refusal(hear(job, "a", Join(node("a"), 2, 2), 0.0)) == (
+        "--rdzv-conf rank_by must be the same on every node: this job has slot, node a came with join; "
+        "start it with --rdzv-conf=rank_by=slot"
+    )
+
+
+def test_a_first_round_is_sorted_and_a_later_one_is_not() -> None:
+    job = ranked_by(RankBy.LABEL, 2, 3)
+    ranked(job, "a", 0.0, label="rack2")
+    ranked(job, "b", 0.0, label="rack1")
+    assert assigned(on(job, Tick(), 2.0)) == {"b": 0, "a": 1}
+    offer_anew(job, "b", 2.1)
+    assert assigned(ranked(job, "c", 3.0, label="rack0")) == {"b": 0, "a": 1, "c": 2}
+
+
+def test_who_has_a_lost_nodes_number_gets_its_rank_whoever_else_comes() -> None:
+    job = ranked_by(RankBy.SLOT, 4, 4)
+    for number, name in enumerate("abcd"):
+        ranked(job, name, 0.0, number=number + 10)
+    offer_anew(job, "a", 0.1)
+    on(job, Gone("b"), 1.0)
+    on(job, Gone("d"), 1.0)
+    on(job, Tick(), 1.0 + RECONNECT)
+    ranked(job, "d2", 2.0, number=13)
+    assert assigned(ranked(job, "x", 3.0, number=14)) == {"a": 0, "x": 1, "c": 2, "d2": 3}
+
+
+def test_a_wish_that_is_denied_is_said_once() -> None:
+    job = new_job(2, 3)
+    for name in "ab":
+        job.on(Heard(name, Join(node(name, wish=1), 2, 3, ready=Ready(port(name), 0))), 0.0)
+
+    def denials(commands: list[Command]) -> list[RankWishDenied]:
+        return [c.event for c in commands if isinstance(c, Record) and isinstance(c.event, RankWishDenied)]
+
+    (denial,) = denials(job.on(Tick(), 2.0))
+    assert denial == RankWishDenied(1, "b", 1, 0, "node a wished for it too, and comes first")
+    assert words(denial) == (
+        "round=1 node=b has node rank 0, not the 1 it wished for: node a wished for it too, and comes first"
+    )
+    offer_anew(job, "b", 2.1)
+    again = job.on(Restart("again"), 3.0)
+    assert assigned(again) == {"b": 0, "a": 1}
+    assert denials(again) == []
+
+
+# phases ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_move_of_the_table_can_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: set[tuple[Phase, Phase]] = set()
+    enter = Job._enter
+
+    def watched(job: Job, phase: Phase, now: float) -> None:
+        moves.add((job.phase, phase))
+        enter(job, phase, now)
+
+    monkeypatch.setattr(Job, "_enter", watched)
+    finished = running("a")
+    on(finished, Heard("a", Succeeded(1)), 3.0)
+    newer = running("a", "b", low=2)
+    hear(newer, "b", Leave("SIGTERM"), 3.0)
+    hear(newer, "c", join(newer, "c", held=place(9)), 4.0)
+    on(new_job(), Close("enough"), 1.0)
+    for last in (Tick(), Close("enough"), Heard("b", join(new_job(), "b", held=place(6, 1, 2)))):
+        found = new_job()
+        for round in (5, 6):
+            hear(found, "a", join(found, "a", held=place(round, 0, 2)), 0.1 * round)
+        on(found, last, 0.7 + TIMING.lease)
+    assert moves == {(before, after) for before, reasons in TRANSITIONS.items() for after in reasons}
 
 
 # cost -----------------------------------------------------------------------------------------------------------------

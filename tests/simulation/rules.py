@@ -35,6 +35,7 @@ class Rules:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.committed: set[tuple[int, int]] = set()  # the coordinator's life, and the round
+        self.ranks: dict[str, int] = {}  # of the nodes in the round that was committed last
         self.ports: dict[Address, tuple[int, int]] = {}
         self.running = (0, 0)  # the round last seen running
 
@@ -124,6 +125,9 @@ class Rules:
         life, round = self.world.life, job.round
         earlier = max((r for of, r in self.committed if of == life), default=0)
         demand(earlier < round, f"round {round} comes after round {earlier}")
+        if (life, round - 1) in self.committed:  # and no other round was alive elsewhere
+            self._check_ranks(job)
+        self.ranks = {name: place.group_rank for name, place in job.places.items()}
         self.committed.add((life, round))
         table = sorted(job.places.items(), key=lambda entry: entry[1].group_rank)
         nodes = [job.members[name].node for name, _ in table]
@@ -149,6 +153,12 @@ class Rules:
         demand(store.host == nodes[0].host, f"the store {store} is not on rank 0's host")
         demand(store not in self.ports, f"store {store} was used in round {self.ports.get(store)}, again in {round}")
         self.ports[store] = (life, round)
+
+    def _check_ranks(self, job: Job) -> None:
+        for name, place in job.places.items():
+            rank = self.ranks.get(name, place.group_rank)
+            moved = rank != place.group_rank and rank < place.group_size
+            demand(not moved, f"{name} had rank {rank} and has {place.group_rank} of {place.group_size}")
 
     # the end ----------------------------------------------------------------------------------------------------------
 

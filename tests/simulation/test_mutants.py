@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ripstop.agent.machine import Agent
+from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.policy import Restarts, Verdict
 from tests.simulation.rules import Violation
@@ -131,6 +132,11 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_link", link)
 
 
+def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    right = ranks.order
+    patch.setattr(ranks, "order", lambda candidates, by: right([(node, None) for node, _ in candidates], by))
+
+
 MUTANTS: list[Patch] = [
     an_old_offer_is_used_again,
     an_offer_outlives_its_connection,
@@ -149,6 +155,7 @@ MUTANTS: list[Patch] = [
     an_agent_starts_any_round,
     an_agent_ignores_holds,
     an_agent_forgets_that_the_job_is_closing,
+    ranks_are_given_anew_in_every_round,
 ]
 
 

@@ -27,7 +27,7 @@ from ripstop.observe.failure import Failure
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
-from ripstop.round import Address, Node, Outcome, Place
+from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
@@ -35,8 +35,9 @@ PATIENCE = 120.0  # simulated seconds after the last fault in which everything m
 MOST_STEPS = 20_000  # of one schedule: more is a busy loop
 _NOISE = re.compile(  # in a transcript
     r"\b(?:message|place|node|why|text|report)=|, (?:pid|exitcode|signal|oom|log_tail|error_file|logs|traceback)=[^,)]*"
-    r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|wish=None|m(?:in|ax)_nodes=\d+)"
+    r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|m(?:in|ax)_nodes=\d+)"
     r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
+    r"|, (?:wish|number|label|rank_by)=[^,)]*"
 )
 AT_REST = object()
 
@@ -139,6 +140,7 @@ class World:
         self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
         self.fixed = random.random() < 0.1  # a static job: every node brings its rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
+        self.rank_by = RankBy.JOIN if self.fixed else tuple(RankBy)[seed % len(RankBy)]
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
@@ -273,7 +275,9 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = coordinator.Settings("job", self.low, self.high, self.timing, self.budget, self.fixed, own)
+        settings = coordinator.Settings(
+            "job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by
+        )
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
         self._arm_job()
@@ -397,18 +401,23 @@ class World:
         if len(self.nodes) > 14 or (self.has_own and not own and self.job is None):
             return
         taken = {n.machine.node.wish for n in self.nodes.values() if n.alive}
-        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else None
+        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else self._wish()
         if self.fixed and wish is None:
             return
         name = own or f"n{len(self.nodes)}"
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
-        who = Node(name, f"host-{name}", slots, role, wish)
-        settings = agent.Settings(who, self.low, self.high, self.timing)
+        number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth stands in for the first
+        who = Node(name, f"host-{name}", slots, role, wish, number, label=f"rack{len(self.nodes) % 3}")
+        settings = agent.Settings(who, self.low, self.high, self.timing, self.rank_by)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
         self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.Warmed())
         self.soon(0.0, 0.05, self._connect, node)
+
+    def _wish(self) -> int | None:
+        """In some schedules some nodes would like a rank, several of them the same."""
+        return (len(self.nodes) % 3 or None) if self.seed % 3 == 0 else None
 
     def _node_down(self, node: SimNode, *, silent: bool) -> None:
         if not node.alive:

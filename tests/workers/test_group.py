@@ -366,3 +366,32 @@ def test_nothing_outlives_a_killed_agent(stage, start):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
+
+
+def test_one_process_is_signalled_if_it_is_a_workers(stage) -> None:
+    text = """
+child = subprocess.Popen(["sleep", "600"])
+up(child.pid, daemon())
+sys.exit(7 if child.wait() == -signal.SIGTERM else 8)
+"""
+    stranger = subprocess.Popen(["sleep", "600"])
+
+    async def scenario(scene: Scene) -> None:
+        child, daemon = map(int, await scene.words(1))
+        assert [scene.group.rank_of(pid) for pid in (*scene.group.pids, child)] == [0, 1, 1]
+        for pid in (stranger.pid, daemon, os.getpid(), 1, 1 << 22):
+            assert scene.group.rank_of(pid) is None
+            scene.group.send(pid, signal.SIGKILL)
+        scene.group.send(child, signal.SIGTERM)
+        assert (await scene.ended.get()).exitcode == 7
+        scene.group.send(scene.group.pids[0], signal.SIGUSR1)
+        assert (await scene.ended.get()).signal == signal.SIGUSR1
+        assert scene.group.rank_of(scene.group.pids[0]) is None
+        assert stranger.poll() is None
+        os.kill(daemon, 0)  # it is there
+
+    try:
+        play(stage, text, scenario, workers=2)
+    finally:
+        stranger.kill()
+        stranger.wait()

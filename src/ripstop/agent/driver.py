@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
@@ -47,6 +48,7 @@ from ripstop.observe.events import (
     AgentEnded,
     AgentSaid,
     Sink,
+    TimersMissed,
     WarmedUp,
     WorkerFailed,
     WorkersStarted,
@@ -65,6 +67,9 @@ from ripstop.workers.process import Children
 from ripstop.workers.spawner import Birth, Starter
 from ripstop.workers.store import StorePort
 
+if TYPE_CHECKING:
+    from ripstop.workers.timer_pipe import Watchdog
+
 log = logging.getLogger("ripstop.agent")
 
 RETRY = 1.0  # seconds until a port is tried again
@@ -82,6 +87,7 @@ class Running:
     left: int  # workers that have not exited 0
     group: Group | None = None
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
+    condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -107,10 +113,11 @@ class Driver:
         self._spawner = spawner
         self._link = link
         self._directory = directory
+        self._timers = self._watch_timers(config.timer_pipe) if config.timer_pipe else None
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
-            Settings(node, config.min_nodes, config.max_nodes, config.timing),
+            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by),
             self._loop.time(),
         )
         self._children = Children()
@@ -324,6 +331,7 @@ class Driver:
             max_restarts=self._config.budget.max_restarts,
             error_file=error_file,
             virtual_local_rank=self._config.virtual_local_rank,
+            timer_pipe=self._config.timer_pipe,
         )
 
     def _birth(self, running: Running, local_rank: int) -> Birth:
@@ -357,6 +365,7 @@ class Driver:
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
+            condemned=running.condemned.get(exit.local_rank, ""),
         )
         self._diary.record(
             WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
@@ -376,6 +385,23 @@ class Driver:
         )
         self._feed(WorkersFailed(running.place.round, (failure,)))
 
+    def _watch_timers(self, pipe: Path) -> "Watchdog":
+        from ripstop.workers.timer_pipe import Watchdog
+
+        return Watchdog(pipe, self._timers_missed)
+
+    def _timers_missed(self, pid: int, why: str, signum: int) -> None:
+        """A process of the workers' did not leave in time what it had set a timer for."""
+        running = self._running
+        if running is None or running.group is None or running.sent or (rank := running.group.rank_of(pid)) is None:
+            return  # it is not, or no more, one that is to run
+        missed = TimersMissed(running.place.round, running.place.first_rank + rank, pid, why)
+        self._diary.record(missed, level=logging.WARNING)
+        if signum:
+            if pid in running.group.pids:
+                running.condemned[rank] = why
+            running.group.send(pid, signum)
+
     async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
         running = self._running
         assert running is not None and running.place.round == round, "only the round that runs is stopped"
@@ -386,6 +412,8 @@ class Driver:
         if self._store is not None:
             await self._store.close()
             self._store = None
+        if self._timers is not None:
+            self._timers.new_round()
         for rank in range(running.place.slots):
             self._task(self._console.finish(running.logs.files(rank)))
         now = self._loop.time()
@@ -407,6 +435,8 @@ class Driver:
         for port in (self._store, self._offered):
             if port is not None:
                 await port.close()
+        if self._timers is not None:
+            self._timers.close()
         await self._link.close()
         await self._drain()
         for task in self._tasks:

@@ -39,7 +39,7 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.round import Node, Outcome, Place
+from ripstop.round import Node, Outcome, Place, RankBy
 
 SIGTERM = 15
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
@@ -49,12 +49,13 @@ HUSH = 5.0  # seconds before a wait for the coordinator is worth a word
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Who this node is, and the job's size and patience.  `node.host` may be empty until the link tells it."""
+    """Who this node is, and what the job was started with.  `node.host` may be empty until the link tells it."""
 
     node: Node
     min_nodes: int
     max_nodes: int
     timing: Timing = field(default_factory=Timing)
+    rank_by: RankBy = RankBy.JOIN
 
 
 # events ---------------------------------------------------------------------------------------------------------------
@@ -294,6 +295,7 @@ class Agent:
             node=self.node,
             min_nodes=self._settings.min_nodes,
             max_nodes=self._settings.max_nodes,
+            rank_by=self._settings.rank_by,
             newest=self._newest,
             restarts=self._restarts,
             ready=None if self._going() else self._ready,

@@ -5,7 +5,7 @@ A wrong command line is one line on stderr and exit code 2, before anything is s
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ripstop.errors import RipstopError, UsageError
 
@@ -21,15 +21,18 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's) and return the exit code."""
+def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return the exit code.
+
+    `with_handler` runs the configuration of a job that meets through a handler of another package.
+    """
     if argv is None:
         _open_missing_streams()
         _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = name in ("run", "coordinator")  # a wrong name is in the message already
     try:
-        return _dispatch(name, rest)
+        return _dispatch(name, rest, with_handler)
     except RipstopError as error:
         line = " ".join(str(error).splitlines())
         print(f"ripstop {name}: error: {line}" if known else f"ripstop: error: {line}", file=sys.stderr)
@@ -54,14 +57,14 @@ def _end_at_once_if_interrupted() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _dispatch(name: str, rest: Sequence[str]) -> int:
+def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] | None) -> int:
     if sys.platform == "win32":
         raise UsageError("Windows has no fork and no POSIX signals, and ripstop lives by them; use Linux or WSL")
     match name:
         case "run":
             from ripstop.cli import run
 
-            return run.main(rest)
+            return run.main(rest, with_handler)
         case "coordinator":
             from ripstop.cli import coordinator
 

@@ -5,7 +5,18 @@ from collections.abc import Mapping, Sequence
 
 from ripstop.cli.flags import read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
-from ripstop.config import COORDINATOR_PORT, CoordinatorConfig, Timing, address, nodes, pairs, secret, timing, word
+from ripstop.config import (
+    COORDINATOR_PORT,
+    CoordinatorConfig,
+    Timing,
+    address,
+    nodes,
+    pairs,
+    rank_by,
+    secret,
+    timing,
+    word,
+)
 from ripstop.errors import UsageError
 
 HELP = """\
@@ -22,7 +33,8 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --max-restarts N              failures that are healed, in the whole job (0)
   --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
-  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, tls_cert, tls_key, tls_ca
+  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, tls_cert, tls_key,
+                                tls_ca
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
@@ -68,6 +80,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        rank_by=rank_by(conf_name, conf),
         budget=budget(given, notes),
         timing=waits,
         token=token,

@@ -76,6 +76,7 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
         max_restarts=config.budget.max_restarts,
         error_file=_error_file(config, local_rank),
         virtual_local_rank=config.virtual_local_rank,
+        timer_pipe=config.timer_pipe,
     )
     if config.backend is not Backend.LOCAL:
         env |= dict.fromkeys(BY_THE_MEETING, MET)

@@ -5,16 +5,32 @@ given an endpoint that others could come to.  With etcd no node is the meeting p
 that a choice leaves without effect are said in the notes.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ripstop.cli.flags import Given
-from ripstop.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, Backend, address, host, port, truth, whole
+from ripstop.config import (
+    COORDINATOR_PORT,
+    ETCD_PORT,
+    MASTER_PORT,
+    MOST_NODES,
+    Backend,
+    address,
+    host,
+    port,
+    rank_by,
+    truth,
+    whole,
+    word,
+)
 from ripstop.errors import UsageError
-from ripstop.round import Address
+from ripstop.round import Address, RankBy
 
+BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")
 MASTER = ("--master-addr", "--master-port")
+NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # a node's number, from Slurm and from an indexed Kubernetes Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +45,27 @@ class Meeting:
     store_port: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What first ranks go by, and what this node brings for it."""
+
+    by: RankBy = RankBy.JOIN
+    number: int | None = None
+    label: str = ""
+
+
 def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, notes: list[str]) -> Meeting:
     hosting = None if is_host is None else truth(f"{given.label('--rdzv-conf')} is_host", is_host)
     local_addr = host(given.label("--local-addr"), given.text("--local-addr", "")) if "--local-addr" in given else None
     if "--standalone" in given:
         if max_nodes != 1:
             raise UsageError(f"{_said(given, '--nnodes')}: --standalone is for one node; leave out one of the two")
-        _idle(given, (*ENDPOINT, *MASTER, "--node-rank"), "with --standalone", notes)
+        idle(given, (*ENDPOINT, *MASTER, "--node-rank"), "with --standalone", notes)
         return _alone(local_addr, hosting, given, notes)
     node_rank = _node_rank(given, max_nodes)
     match backend := given.text("--rdzv-backend", "static"):
         case "c10d":
-            _idle(given, MASTER, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            idle(given, MASTER, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
             endpoint = _endpoint(given, max_nodes)
             if endpoint is None:
                 return _alone(local_addr, hosting, given, notes)
@@ -55,7 +80,47 @@ def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, n
             return _fixed(given, min_nodes, max_nodes, node_rank, local_addr, notes)
         case "etcd" | "etcd-v2":
             return _elected(given, backend, hosting, node_rank, local_addr, notes)
-    raise UsageError(f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static")
+    raise UsageError(
+        f"{given.label('--rdzv-backend')}={backend}: there is no such backend; write c10d, etcd or static, or install "
+        "the package that has it as an entry point torchrun.handlers"
+    )
+
+
+def ranking(
+    given: Given, conf: Mapping[str, str], place: Meeting, environ: Mapping[str, str], machine: str, notes: list[str]
+) -> Ranking:
+    """`machine` is what this machine calls itself."""
+    name = given.label("--rdzv-conf")
+    by = rank_by(name, conf)
+    if "rank_by" in conf and place.backend in (Backend.LOCAL, Backend.STATIC):
+        why = "on a single node" if place.backend is Backend.LOCAL else "with static: --node-rank is the rank"
+        notes.append(f"{name} rank_by has no effect {why}")
+        by = RankBy.JOIN
+    if by is not RankBy.LABEL:
+        idle(given, ["--node-label"], f"without {name} rank_by=label", notes)
+    match by:
+        case RankBy.SLOT:
+            return Ranking(by, number=_number(name, place.node_rank, environ, machine, notes))
+        case RankBy.LABEL if "--node-label" not in given:
+            raise UsageError(f"{name} rank_by=label: this node has no label; say where it stands: --node-label=rack7")
+        case RankBy.LABEL:
+            return Ranking(by, label=word(given.label("--node-label"), given.text("--node-label", "")))
+    return Ranking(by)
+
+
+def _number(name: str, node_rank: int | None, environ: Mapping[str, str], machine: str, notes: list[str]) -> int:
+    if node_rank is not None:
+        return node_rank
+    for variable in NUMBERS:
+        if environ.get(variable):
+            return whole(variable, environ[variable], least=0, most=MOST_NODES - 1)
+    if ordinal := re.search(r"-([0-9]{1,9})$", machine.partition(".")[0]):
+        notes.append(f"{name} rank_by=slot: this node's number is {int(ordinal[1])}, as {machine} says")
+        return int(ordinal[1])
+    raise UsageError(
+        f"{name} rank_by=slot: this node has no number ({', '.join(NUMBERS)} are not set, and {machine} does not end "
+        "in one after a dash); write --node-rank=N"
+    )
 
 
 def _alone(
@@ -80,7 +145,7 @@ def _elected(
         raise UsageError(
             f"{said}: no etcd is named; write --rdzv-endpoint=HOST:{ETCD_PORT}, several of them parted by commas"
         )
-    _idle(given, MASTER, f"with {said}: etcd's endpoint is --rdzv-endpoint", notes)
+    idle(given, MASTER, f"with {said}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{said} is etcd here: ripstop speaks etcd's v3 API")
     if hosting is not None:
@@ -132,7 +197,7 @@ def _endpoint(given: Given, max_nodes: int) -> Address | None:
 def _master(given: Given, notes: list[str]) -> Address | None:
     """Where static nodes meet; None when nothing was said."""
     if given.text("--rdzv-endpoint", ""):
-        _idle(given, MASTER, "beside --rdzv-endpoint", notes)
+        idle(given, MASTER, "beside --rdzv-endpoint", notes)
         return address(given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", ""), default_port=MASTER_PORT)
     if not any(flag in given for flag in MASTER):
         return None
@@ -151,7 +216,7 @@ def _node_rank(given: Given, max_nodes: int) -> int | None:
     return whole(given.label("--node-rank"), given.text("--node-rank", ""), least=0, most=max_nodes - 1, remedy=remedy)
 
 
-def _idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes.extend(f"{given.label(flag)} has no effect {why}" for flag in flags if flag in given)
 
 

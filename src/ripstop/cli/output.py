@@ -10,7 +10,8 @@ from ripstop.errors import UsageError
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 GROUP = "torchrun.logs_specs"
-HANDLERS = ("null", "console", "dynamic_rendezvous")  # torch's own
+HANDLERS = ("null", "console", "dynamic_rendezvous")  # torch's own; the last is null, too
+EVENT_GROUP = "torchrun.event_handlers"
 
 
 def logs(given: Given, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
@@ -72,10 +73,18 @@ def _filters(given: Given, flag: str, stream: Streams, tee: StreamMap, slots: in
     return words(name, given.text(flag, ""))
 
 
-def event_handler(given: Given, notes: list[str]) -> None:
-    """There are no events for handlers yet, so a handler that is asked for is told to have nothing to do."""
-    name, handler = given.label("--event-log-handler"), given.text("--event-log-handler", "null")
-    if handler not in HANDLERS:
-        raise UsageError(f"{name}={handler}: there is no such handler; write {', '.join(HANDLERS)}")
-    if handler == "console":
-        notes.append(f"{name}=console has no effect in this version: no events are written")
+def event_handler(given: Given) -> str:
+    """The handler that is told of events, "" for none."""
+    handler = given.text("--event-log-handler", "null")
+    if handler in HANDLERS:
+        return handler if handler == "console" else ""
+    from importlib.metadata import entry_points
+
+    known = sorted(entry_points(group=EVENT_GROUP).names)
+    if handler not in known:
+        name = given.label("--event-log-handler")
+        raise UsageError(
+            f"{name}={handler}: there is no such handler, and no entry point {EVENT_GROUP} of this name; "
+            f"write {', '.join((*HANDLERS[:2], *known))}"
+        )
+    return handler

@@ -4,13 +4,15 @@ Rules: a wrong word is refused before anything is started; a word that changes n
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
-from ripstop.cli.meeting import meeting
+from ripstop.cli.meeting import meeting, ranking
 from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
+from ripstop.cli.timers import timer_pipe
 from ripstop.config import (
     LEAVING,
     MOST_SLOTS,
@@ -59,14 +61,18 @@ where nodes meet
   --standalone                here, on one node
   --nnodes N | MIN:MAX        how many nodes (1)
   --rdzv-backend NAME         c10d: our coordinator at the endpoint; etcd: on a node that etcd elects, and another when
-                              that one is lost; static: fixed ranks (static)
+                              that one is lost; static: fixed ranks (static); or one of another package's, an entry
+                              point torchrun.handlers: the endpoint and the settings are its own then
   --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); etcd's: HOST[:PORT],…
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
   --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
                               silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0;
+                              rank_by=join|address|slot|label: how first ranks are given, the same on all nodes;
                               tls_cert, tls_key, tls_ca: PEM files, to encrypt what agents and coordinator say
                               for etcd: protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
-  --node-rank N, --master-addr HOST, --master-port PORT               for static (port 29500)
+  --node-rank N               this node's rank for static; otherwise the one it would like
+  --node-label NAME           where this node stands, as a rack or switch, for rank_by=label
+  --master-addr HOST, --master-port PORT                              for static (port 29500)
   --local-addr HOST           this node's address for the others
 
 when a worker fails
@@ -85,11 +91,13 @@ output
   --duplicate-stdout-filters WORD,…      what is teed and holds a word also goes to filtered_stdout.log
   --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
   --logs-specs NAME           have a plugin (entry point torchrun.logs_specs) say where output goes
-  --event-log-handler NAME    taken for torchrun's sake: null, console
+  --event-log-handler NAME    tell torch's events to a handler: console, or a plugin (entry point
+                              torchrun.event_handlers); null for none (null)
 
 Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
 RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD: for an etcd that asks.
+TORCHELASTIC_ENABLE_FILE_TIMER=1: workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed at a miss.
 `ripstop completion bash|zsh|fish` prints what makes a shell complete these.
 """
 
@@ -99,6 +107,7 @@ FLAGS = (
     Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static")),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
+    Flag("--node-label", "NAME"),
     Flag("--master-addr", "HOST"),
     Flag("--master-port", "PORT"),
     Flag("--local-addr", "HOST"),
@@ -126,7 +135,7 @@ FLAGS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     given = _read(argv, os.environ)
     if "--help" in given:
         print(HELP, end="")
@@ -137,15 +146,17 @@ def main(argv: Sequence[str]) -> int:
 
         print(describe(config, os.environ), end="")
         return 0
+    if config.handler is not None:
+        return with_handler(config) if with_handler is not None else handlers.run(argv)
     from ripstop import launch
 
     return launch.run(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig | None:
-    """The configuration that these words mean, None when they ask for help."""
+def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig | None:
+    """The configuration that these words mean, None when they ask for help; `registered` are backends beside ours."""
     given = _read(argv, environ)
-    return None if "--help" in given else _configuration(given, environ)
+    return None if "--help" in given else _configuration(given, environ, registered)
 
 
 def _read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
@@ -157,7 +168,7 @@ def _read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     return behind(given, FLAGS)
 
 
-def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
+def _configuration(given: Given, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
     _idle_words(given, notes)
     program = entry(given, environ, notes)
@@ -165,9 +176,14 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
     slots = _slots(given, environ)
     _threads(environ, slots, notes)
     conf_name = given.label("--rdzv-conf")
-    conf = pairs(conf_name, given.text("--rdzv-conf", ""))
+    plugin = handlers.handler(given, registered)
+    conf = pairs(conf_name, given.text("--rdzv-conf", "")) if plugin is None else {}
     min_nodes, max_nodes = nodes(given.label("--nnodes"), given.text("--nnodes", "1"))
-    place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
+    if plugin is None:
+        place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
+    else:
+        place = handlers.meeting(given, notes)
+    rank = ranking(given, conf, place, environ, os.uname().nodename, notes)
     elector: Etcd | None = None
     if place.backend is Backend.ETCD:
         where = given.label("--rdzv-endpoint"), given.text("--rdzv-endpoint", "")
@@ -195,9 +211,13 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         backend=place.backend,
         endpoint=place.endpoint,
         etcd=elector,
+        handler=plugin,
         is_host=place.is_host,
         local_addr=place.local_addr,
         node_rank=place.node_rank,
+        rank_by=rank.by,
+        node_number=rank.number,
+        node_label=rank.label,
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
@@ -207,6 +227,8 @@ def _configuration(given: Given, environ: Mapping[str, str]) -> RunConfig:
         bindings=_bindings(given, environ, slots, notes),
         virtual_local_rank=_virtual(given, environ, slots),
         signals=_signals(given),
+        event_handler=event_handler(given),
+        timer_pipe=timer_pipe(environ, notes),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         tls=tls,
         notes=(*notes, *about_waits, *about_token),
@@ -217,7 +239,6 @@ def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
-    event_handler(given, notes)
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

@@ -19,6 +19,7 @@ __all__ = ["MODULES", "install", "installed", "uninstall"]
 
 _ELASTIC = "torch.distributed.elastic"
 _SERVER = f"{_ELASTIC}.agent.server"
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 _MULTIPROCESSING = f"{_ELASTIC}.multiprocessing"
 
 # torch's module → ours, below `ripstop.compat`
@@ -41,6 +42,23 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    f"{_ELASTIC}.events": "events",
+    f"{_ELASTIC}.events.api": "events",
+    f"{_ELASTIC}.events.handlers": "events",
+    f"{_ELASTIC}.metrics": "metrics",
+    f"{_ELASTIC}.metrics.api": "metrics",
+    f"{_ELASTIC}.timer": "timer",
+    f"{_ELASTIC}.timer.api": "timer_api",
+    f"{_ELASTIC}.timer.debug_info_logging": "file_timer",
+    f"{_ELASTIC}.timer.file_based_local_timer": "file_timer",
+    f"{_ELASTIC}.timer.local_timer": "local_timer",
+    _RENDEZVOUS: "rendezvous",
+    f"{_RENDEZVOUS}.api": "rendezvous.handler",
+    f"{_RENDEZVOUS}.c10d_rendezvous_backend": "rendezvous.c10d",
+    f"{_RENDEZVOUS}.dynamic_rendezvous": "rendezvous.dynamic",
+    f"{_RENDEZVOUS}.registry": "rendezvous.registry",
+    f"{_RENDEZVOUS}.static_tcp_rendezvous": "rendezvous.static",
+    f"{_RENDEZVOUS}.utils": "rendezvous.endpoint",
     # the packages of these only pass their names on
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "data",

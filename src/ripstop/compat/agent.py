@@ -7,8 +7,8 @@ the documented hooks; `elastic_launch` and `ripstop run` use our own engine inst
 Rules: (1) every step is a hook (`_rendezvous`, `_assign_worker_ranks`, `_start_workers`, `_monitor_workers`, …) that is
 called through `self`, so that a subclass may replace any of them; (2) the keys in the handler's store are torch's, so
 that an agent of torch's and one of ours can meet; (3) a worker's end wakes the local agent at once, the interval is
-only the pace at which newcomers are looked for; (4) events and metrics go to torch's own, where the program
-has loaded them.
+only the pace at which newcomers are looked for; (4) events and metrics are torch's, and whoever takes them cannot
+disturb the agent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -32,9 +31,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ripstop.compat import health_check, watchdog
+from ripstop.compat import events, health_check, watchdog
+from ripstop.compat.event_thread import Teller
+from ripstop.compat.file_timer import FileTimerRequest
 from ripstop.compat.health_check import TORCHELASTIC_HEALTH_CHECK_PORT, HealthCheckServer, create_healthcheck_server
+from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, ProcessFailure, SignalException, start_processes
+from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
 from ripstop.compat.store import barrier
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
 from ripstop.compat.watchdog import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
@@ -204,6 +207,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._shutdown_timeout = shutdown_timeout
         self._total_execution_time = 0
         self._in_exit_barrier = False
+        self._teller: Teller | None = None  # of events, once there is one
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._worker_group
@@ -236,6 +240,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     # a job, start to end ----------------------------------------------------------------------------------------------
 
+    @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         began = time.monotonic()
         death_sig: signal.Signals = signal.SIGTERM
@@ -250,12 +255,15 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval
             raise
         except Exception as error:
-            if not _is_graceful_exit(error):
+            if not is_a(error, RendezvousGracefulExitError):
                 raise
             log.info("Rendezvous gracefully exited: %s", error)
             return None  # type: ignore[return-value]  # as torch's does
         finally:
             self._shutdown(death_sig, timeout=self._shutdown_timeout)
+            if self._teller is not None:
+                self._teller.close()
+                self._teller = None
             self._total_execution_time = int(time.monotonic() - began)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -290,6 +298,7 @@ class SimpleElasticAgent(ElasticAgent):
                 case state:
                     raise RuntimeError(f"[{spec.role}] Worker group in {state.name} state")
 
+    @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """A rendezvous, then new workers; those before must have been stopped."""
         self._rendezvous(worker_group)
@@ -299,11 +308,13 @@ class SimpleElasticAgent(ElasticAgent):
             self._record("START", worker=worker)
         worker_group.state = WorkerState.HEALTHY
 
+    @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
 
+    @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents, and give the group its ranks and its store."""
         spec = worker_group.spec
@@ -324,6 +335,7 @@ class SimpleElasticAgent(ElasticAgent):
             worker_group.master_addr, worker_group.master_port, [worker.global_rank for worker in workers],
         )  # fmt: skip
 
+    @prof
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
@@ -366,11 +378,11 @@ class SimpleElasticAgent(ElasticAgent):
 
     # events and metrics -----------------------------------------------------------------------------------------------
 
-    def get_event_failed(self) -> Any:
-        return self._construct_event("FAILED", _events().EventSource.AGENT, raw_error=traceback.format_exc())
+    def get_event_failed(self) -> events.Event:
+        return self._construct_event("FAILED", events.EventSource.AGENT, raw_error=traceback.format_exc())
 
-    def get_event_succeeded(self) -> Any:
-        return self._construct_event("SUCCEEDED", _events().EventSource.AGENT)
+    def get_event_succeeded(self) -> events.Event:
+        return self._construct_event("SUCCEEDED", events.EventSource.AGENT)
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
@@ -381,13 +393,18 @@ class SimpleElasticAgent(ElasticAgent):
             self._record(state, duration_ms=(time.perf_counter() - began) * 1000)
 
     def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
-        """An event, if anybody is to hear of it."""
-        handler = self._worker_group.spec.event_log_handler
-        if handler == "null":
-            return
-        events = _events()
         source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
-        events.record(self._construct_event(state, source, worker, **facts), handler)
+        if self._is_heard():
+            self._tell(self._construct_event(state, source, worker, **facts))
+
+    def _is_heard(self) -> bool:
+        """Whether anybody is to hear of events: to make one takes a look at the handler, and a host name's lookup."""
+        return self._worker_group.spec.event_log_handler != "null"
+
+    def _tell(self, event: events.Event) -> None:
+        if self._teller is None:
+            self._teller = Teller(self._worker_group.spec.event_log_handler)
+        self._teller.put(event.serialize())
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -411,13 +428,13 @@ class SimpleElasticAgent(ElasticAgent):
     def _construct_event(
         self,
         state: str,
-        source: Any,
+        source: events.EventSource,
         worker: Worker | None = None,
         raw_error: str | None = None,
         duration_ms: float | None = None,
         exit_code: int | None = None,
         worker_pid: int | None = None,
-    ) -> Any:
+    ) -> events.Event:
         """An event as torch's handlers know it."""
         group = self._worker_group
         spec = group.spec
@@ -448,40 +465,19 @@ class SimpleElasticAgent(ElasticAgent):
             "agent_restarts": spec.max_restarts - self._remaining_restarts,
             "duration_ms": duration_ms,
         }
-        return _events().Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
+        return events.Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
 
     def _record_metrics(self, group_results: RunResult) -> None:
         spec = self._worker_group.spec
-        failed = group_results.is_failed()
-        retried = self._remaining_restarts != spec.max_restarts
-        used_up = 100.0 - 100.0 * (self._remaining_restarts + 1) / (spec.max_restarts + 1)
-        self._put_metric("flakiness", 100 if failed else int(used_up))
-        self._put_metric("run_total", 1)
-        self._put_metric("run_success_with_retries", int(not failed and retried))
-        self._put_metric("run_success_no_retries", int(not failed and not retried))
-        self._put_metric("run_failed_with_retries", int(failed and retried))
-        self._put_metric("run_failed_no_retries", int(failed and not retried))
+        restarts = spec.max_restarts - self._remaining_restarts
+        put_run_metrics(spec.role, failed=group_results.is_failed(), restarts=restarts, max_restarts=spec.max_restarts)
 
     def _put_metric(self, name: str, value: int) -> None:
-        """To torch's metrics, which only a program that has loaded them can have configured."""
-        if (metrics := sys.modules.get("torch.distributed.elastic.metrics")) is not None:
-            metrics.put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
+        put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
 
 
 def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
     return socket.getfqdn(socket.gethostname())
-
-
-def _events() -> Any:
-    from torch.distributed.elastic import events
-
-    return events
-
-
-def _is_graceful_exit(error: Exception) -> bool:
-    """A handler that raises torch's word for it has loaded the module that has it."""
-    module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
-    return module is not None and isinstance(error, module.RendezvousGracefulExitError)
 
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
@@ -534,6 +530,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     # start and stop ---------------------------------------------------------------------------------------------------
 
+    @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         assert spec.entrypoint is not None, "WorkerSpec has seen to that"
@@ -610,6 +607,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             for worker in worker_group.workers
         }
 
+    @prof
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._close_workers(signal.SIGTERM, self._shutdown_timeout)
 
@@ -635,6 +633,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         else:
             self._pcontext.wait(seconds, period=seconds)
 
+    @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None, "there are workers"
         pids = set(self._pcontext.pids().values())
@@ -678,8 +677,23 @@ class LocalElasticAgent(SimpleElasticAgent):
             return time.time()
         return float(self._worker_watchdog.get_last_progress_time())
 
-    def _log_watchdog_event(self, name: str, request: Any) -> None:
-        log.warning("watchdog: %s %s", name, request if request is not None else "")
+    def _log_watchdog_event(self, name: str, request: FileTimerRequest | None) -> None:
+        """In the timers' thread."""
+        log.info("timers: %s %s", name, request or "")
+        if not self._is_heard():
+            return
+        about = {"watchdog_event": name}
+        if request is not None:
+            about |= {
+                "worker_pid": str(request.worker_pid),
+                "scope_id": request.scope_id,
+                "expiration_time": str(request.expiration_time),
+                "signal": str(request.signal),
+            }
+        event = self._construct_event("RUNNING", events.EventSource.AGENT)
+        del event.metadata["duration_ms"]
+        event.name, event.metadata["metadata"] = name, json.dumps(about)
+        self._tell(event)
 
 
 def _patience(given: float | None) -> float:

@@ -31,18 +31,29 @@ from typing import Any
 
 from ripstop import launch
 from ripstop.agent.machine import Quit
+from ripstop.cli.meeting import BACKENDS
 from ripstop.cli.run import configure
-from ripstop.compat import health_check, watchdog
+from ripstop.compat import health_check, metrics
 from ripstop.compat.custom_logs import CustomLogs, is_custom
 from ripstop.compat.errors import ChildFailedError, ProcessFailure
+from ripstop.compat.event_thread import Teller
+from ripstop.compat.events import get_logging_handler
 from ripstop.compat.functions import METHODS, FunctionSpawner, Inherited, descriptors
+from ripstop.compat.handler_link import HandlerLink
 from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from ripstop.compat.rendezvous import (
+    RendezvousParameters,
+    get_rendezvous_handler,
+    rendezvous_handler_registry,
+)
 from ripstop.compat.utils import macros
 from ripstop.config import Command, Entry, Module, RunConfig, Script, Start, duration
 from ripstop.errors import UsageError
+from ripstop.observe.events import Sink
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.endpoint import Bound
+from ripstop.rendezvous.link import Link
 from ripstop.round import Outcome
 from ripstop.workers import process
 from ripstop.workers.environment import shared_environment
@@ -143,17 +154,26 @@ def launch_agent(
     if entrypoint is None:
         raise ValueError("there is nothing to launch: the entrypoint is None; give a function, or a command's name")
     run = _read(config, entrypoint, args)
+    try:
+        get_logging_handler(config.event_log_handler)
+    except KeyError as error:
+        raise ValueError(f"event_log_handler: {error.args[0]}") from None
     for note in run.notes:
         log.warning("%s", note)
     _say_what_has_no_effect(config)
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     server = health_check_server or health_check.from_environment()
     try:
-        with watchdog.from_environment(run.run_id) as variables:
-            environ = {name: value for name, value in os.environ.items() if name not in launch.SECRETS}
-            end, values = _launch(run, config, entrypoint, args, environ | variables, server)
+        environ = {name: value for name, value in os.environ.items() if name not in launch.SECRETS}
+        end, values = _launch(run, config, entrypoint, args, environ, server)
     finally:
         if server is not None:
             server.stop()
+    if end.report is not None:
+        failed = end.report.outcome is not Outcome.SUCCEEDED
+        metrics.put_run_metrics(
+            config.role, failed=failed, restarts=end.report.restarts, max_restarts=config.max_restarts
+        )
     _raise_unless_it_succeeded(end, _name(entrypoint, args))
     return values
 
@@ -184,20 +204,42 @@ def _configured(config: LaunchConfig) -> RunConfig:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     if config.log_line_prefix_template is not None:
         environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
-    run = configure([*_words(config), "--no-python", sys.executable], environ)
+    registered = {config.rdzv_backend} if _is_a_handlers(config.rdzv_backend) else set()
+    run = configure([*_words(config), "--no-python", sys.executable], environ, registered)
     assert run is not None, "nobody asked for help"
     return run
 
 
+def _is_a_handlers(backend: str) -> bool:
+    """Is it the name of a rendezvous handler, of the program's own or another package's?"""
+    return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
+
+
+def _link(run: RunConfig, config: LaunchConfig) -> Link | None:
+    """To the handler, where the configuration names one; its settings are of any type, and no words."""
+    if run.handler is None:
+        return None
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        run.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    return HandlerLink(partial(get_rendezvous_handler, parameters), run)
+
+
 def _words(config: LaunchConfig) -> Iterator[str]:
-    conf = dict(config.rdzv_configs)
+    conf = dict(config.rdzv_configs) if not _is_a_handlers(config.rdzv_backend) else {}
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
         del conf["timeout"]  # put there by the default
-    if config.rdzv_backend not in ("c10d", "static"):
+    if config.rdzv_backend not in ("c10d", "static") and not _is_a_handlers(config.rdzv_backend):
         raise ValueError(
             f"rdzv_backend={config.rdzv_backend!r}: there are c10d, and static for fixed ranks; write "
-            "rdzv_backend='c10d', or give a WorkerSpec with a rendezvous handler of your own to LocalElasticAgent"
+            "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
         )
     yield f"--nnodes={config.min_nodes}:{config.max_nodes}"
     yield f"--nproc-per-node={config.nproc_per_node}"
@@ -240,8 +282,6 @@ def _words_of_workers(config: LaunchConfig) -> Iterator[str]:
     default = LaunchConfig.__dataclass_fields__
     if config.signals_to_handle != default["signals_to_handle"].default:
         yield f"--signals-to-handle={config.signals_to_handle}"
-    if config.event_log_handler != default["event_log_handler"].default:
-        yield f"--event-log-handler={config.event_log_handler}"
     if config.monitor_interval != default["monitor_interval"].default:
         yield f"--monitor-interval={config.monitor_interval}"
     if config.numa_options is not None:
@@ -277,8 +317,6 @@ def _entry(entrypoint: str, args: Sequence[Any]) -> Entry:
 
 
 def _say_what_has_no_effect(config: LaunchConfig) -> None:
-    if config.metrics_cfg:
-        log.warning("metrics_cfg has no effect here: a launch publishes no torch metrics")
     if os.environ.get("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
         log.warning("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT has an effect with LocalElasticAgent only")
 
@@ -350,8 +388,10 @@ def _launch(
             directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
             if server is not None:
                 server.ready_callback = lambda: spawner.started
-            with process.within_a_program(), _endpoint(run) as bound:
-                part = partial(launch.take_part, run, directory, spawner, environ, bound, source)
+            told = _told_to_handler(run, config.event_log_handler, _name(entrypoint, args))
+            with process.within_a_program(), _endpoint(run) as bound, told as sinks:
+                link = _link(run, config)
+                part = partial(launch.take_part, run, directory, spawner, environ, bound, source, sinks, link)
                 end = _drive(part, inherited.signals)
         finally:
             spawner.close()
@@ -389,6 +429,19 @@ def _endpoint(run: RunConfig) -> Iterator[Bound | None]:
     finally:
         if bound is not None:
             bound.listening.close()
+
+
+@contextmanager
+def _told_to_handler(run: RunConfig, handler: str, program: str) -> Iterator[list[Sink]]:
+    """What happens goes to an event handler of this program's, while the launch takes."""
+    if isinstance(get_logging_handler(handler), logging.NullHandler):
+        yield []
+        return
+    teller = Teller(handler)
+    try:
+        yield [launch.torch_sink(run, program, teller.put)]
+    finally:
+        teller.close()
 
 
 def _handled(run: RunConfig) -> tuple[signal.Signals, ...]:

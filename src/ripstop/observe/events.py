@@ -68,6 +68,17 @@ class RoundFormed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankWishDenied:
+    """A node has another group rank than the one it wished for (`--node-rank`), and why."""
+
+    round: int
+    name: str
+    wish: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundFound:
     """A coordinator that knew nothing has heard of a round, and waits for its members."""
 
@@ -232,6 +243,16 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TimersMissed:
+    """A worker, or a process of its, did not clear its timers in time: which, and what was done about it."""
+
+    round: int
+    rank: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of this node exited 0."""
 
@@ -271,10 +292,10 @@ class AgentEnded:
 
 Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
-    | RoundFormed | RoundFound | RoundResumed | RoundEnded
+    | RoundFormed | RankWishDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
-    | WorkerFailed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
+    | WorkerFailed | TimersMissed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
 )  # fmt: skip
 
 
@@ -387,6 +408,8 @@ def words(event: Event) -> str:
             return f"node={name} {why}"
         case RoundFormed(round, nodes, world, store, _, why):
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
+        case RankWishDenied(round, name, wish, rank, why):
+            return f"round={round} node={name} has node rank {rank}, not the {wish} it wished for: {why}"
         case RoundFound(round, nodes):
             return f"round={round} is known to its members; waiting for {nodes} nodes"
         case RoundResumed(round, nodes):
@@ -410,6 +433,8 @@ def words(event: Event) -> str:
             return f"round={round} rank={rank} checkpoint step={step} path={path}"
         case WorkerFailed(round, rank, pid, why):
             return f"round={round} rank={rank} pid={pid} failed: {why}"
+        case TimersMissed(round, rank, pid, why):
+            return f"round={round} rank={rank} pid={pid} {why}"
         case WorkersStopping(round, why):
             return f"round={round} stopping: {why}"
         case AgentSaid(text):

@@ -7,7 +7,7 @@
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
 3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
     as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
-    survivors wait for newcomers.  An operator's wish for a size stands in for `max`.
+    survivors wait for newcomers.  An operator's wish for a size stands in for `max`.  Phases follow `TRANSITIONS`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A closed connection is a hint: it is a loss when anybody fails meanwhile, or the node is not back after `RECONNECT`.
     A node that is in no round, or leaving, is gone with its connection.  Silence for a lease is a loss.  A coordinator
@@ -66,7 +66,7 @@ from ripstop.rendezvous.messages import (
     Succeeded,
 )
 from ripstop.rendezvous.policy import Restarts
-from ripstop.round import Address, Node, Outcome, Place
+from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
@@ -86,6 +86,7 @@ class Settings:
     budget: Budget = field(default_factory=Budget)
     fixed_ranks: bool = False
     own: str = ""
+    rank_by: RankBy = RankBy.JOIN
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -99,6 +100,28 @@ class Phase(Enum):
     RUNNING = "running"
     CLOSING = "closing"  # it has failed; the evidence is coming in
     CLOSED = "closed"
+
+
+TRANSITIONS = {  # every move there is, and what makes it
+    Phase.GATHERING: {
+        Phase.RUNNING: "enough nodes are ready",
+        Phase.RECOVERING: "a new coordinator hears of a round",
+        Phase.GATHERING: "a node comes from a newer round",
+        Phase.CLOSING: "too few nodes for join_timeout, or an end is asked for",
+    },
+    Phase.RECOVERING: {
+        Phase.RUNNING: "all its nodes are back",
+        Phase.GATHERING: "some are not back within a lease",
+        Phase.RECOVERING: "a node comes from a newer round",
+        Phase.CLOSING: "an end is asked for, or one of its nodes was told of it",
+    },
+    Phase.RUNNING: {
+        Phase.GATHERING: "a failure is healed, nodes come or go, or a restart is asked for",
+        Phase.CLOSING: "all workers exited 0, the budget is spent, or an end is asked for",
+    },
+    Phase.CLOSING: {Phase.CLOSED: "everybody has told how its workers died"},
+    Phase.CLOSED: {},
+}
 
 
 @dataclass(slots=True)
@@ -139,6 +162,7 @@ class Job:
         self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
         self._forgiven: set[str] = set()  # not heard since this coordinator was away
         self._absent: dict[str, float] = {}  # connections closed, and since when, the oldest first
+        self._vacated: dict[int, int] = {}  # the ranks that lost nodes of the round had, by those nodes' numbers
         self._done: set[str] = set()  # nodes of the live round whose workers all exited 0
         self._broken = False  # a worker of the live or last round failed
         self._failures: list[Failure] = []  # of that round
@@ -326,6 +350,12 @@ class Job:
                 f"--nnodes must be the same on every node: this job has {ours[0]}:{ours[1]}, "
                 f"node {node} came with {theirs[0]}:{theirs[1]}; start it with --nnodes={ours[0]}:{ours[1]}"
             )
+        if join.rank_by is not self.settings.rank_by:
+            ours_by = self.settings.rank_by
+            return (
+                f"--rdzv-conf rank_by must be the same on every node: this job has {ours_by}, "
+                f"node {node} came with {join.rank_by}; start it with --rdzv-conf=rank_by={ours_by}"
+            )
         if join.node.id != node:
             return f"a node joins under its own name: {node} came as {join.node.id[:80]!r}; start the agent again"
         if not 1 <= join.node.slots <= MOST_SLOTS:
@@ -495,8 +525,10 @@ class Job:
             self._verdict = (now + BLAME, self._verdict[1])
 
     def _lose(self, node: str, why: str, now: float) -> None:
-        if self.members.pop(node, None) is None:
+        if (member := self.members.pop(node, None)) is None:
             return
+        if node in self.places and member.node.number is not None:
+            self._vacated[member.node.number] = self.places[node].group_rank
         self._heard.pop(node, None)
         self._absent.pop(node, None)
         self._leaving.discard(node)
@@ -556,6 +588,7 @@ class Job:
     def _begin(self, places: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
         self.places = places
+        self._vacated = {}
         self._done = set()
         self._broken = False
         self._failures = []
@@ -672,7 +705,8 @@ class Job:
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
-        nodes = ranks.order([(self.members[n].node, before.get(n)) for n in chosen])
+        candidates = [(self.members[n].node, before.get(n, self._inherited(n))) for n in chosen]
+        nodes = ranks.order(candidates, self.settings.rank_by)
         host = self.members[nodes[0].id]
         if not host.port:
             return self._hold(f"waiting for node {nodes[0].id} to offer a port for the store ({self._why})")
@@ -685,12 +719,19 @@ class Job:
         self._enter(Phase.RUNNING, now)
         names, world = tuple(self.places), places[0].world_size
         self._notes.append(observe.RoundFormed(self.round, names, world, str(store), self.restarts.used, self._why))
+        self._notes += (observe.RankWishDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
         out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
         out += [Send(n, Hold(self.round, why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
 
+    def _inherited(self, node: str) -> int | None:
+        """The rank of the lost node that this one stands in for, if it does."""
+        number = self.members[node].node.number
+        return None if number is None else self._vacated.get(number)
+
     def _enter(self, phase: Phase, now: float) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.value} does not become {phase.value}"
         self.phase = phase
         self._since = now
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import get_args
 
 from ripstop.observe.failure import Failure, Report
-from ripstop.round import Node, Outcome, Place
+from ripstop.round import Node, Outcome, Place, RankBy
 
 VERSION = 1
 
@@ -80,6 +80,7 @@ class Ready:
 class Join:
     """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
 
+    `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
     `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
     workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
     coordinator that may be gone now.
@@ -88,6 +89,7 @@ class Join:
     node: Node
     min_nodes: int
     max_nodes: int
+    rank_by: RankBy = RankBy.JOIN
     newest: int = 0
     restarts: int = 0
     ready: Ready | None = None

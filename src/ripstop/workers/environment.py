@@ -32,9 +32,11 @@ def worker_environment(
     max_restarts: int,
     error_file: Path,
     virtual_local_rank: bool = False,
+    timer_pipe: Path | None = None,
 ) -> dict[str, str]:
     """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own."""
     alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    timers = {"TORCHELASTIC_TIMER_FILE": str(timer_pipe)} if timer_pipe else {}
     return (
         shared_environment(base, place.slots)
         | {
@@ -56,6 +58,7 @@ def worker_environment(
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's to host: every worker is a client
         }
         | alone
+        | timers
     )
 
 

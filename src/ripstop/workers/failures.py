@@ -68,18 +68,21 @@ def gather(
     error_file: Path,
     stderr: Path | None,
     before: Memory,
+    condemned: str = "",
 ) -> Failure:
     """Why this worker is dead.
 
     `returncode` is as subprocess has it, a signal's number negative; `at` is when the worker ended; `before` is the
-    memory account of the round's start.
+    memory account of the round's start; `condemned` says why ripstop itself killed it, if it did.
     """
     said = read_error_file(error_file)
     tail = _read_end(stderr) if stderr else ""
     message, traceback = (said.message, said.traceback) if said else ("", "")
     if not said and returncode == 1:  # as the interpreter exits after an exception; others in the tail were caught
         message, traceback = last_exception(tail)
-    oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL else ""
+    oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not condemned else ""
+    if condemned:
+        message = cut(f"{condemned}; it said: {message}" if message else condemned, _MESSAGE)
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,

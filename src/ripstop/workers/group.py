@@ -12,8 +12,10 @@ How a group ends
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGTERM
 
@@ -91,6 +93,24 @@ class Group:
             self._all_ended.set()
         rank = self._pids.index(end.pid)
         self._on_exit(Exit(rank, end.pid, end.exitcode, end.signal, end.at, end.max_rss))
+
+    def rank_of(self, pid: int) -> int | None:
+        """The local rank of the live worker that this process is, or belongs to by its session."""
+        try:
+            leader = pid if pid in self._live else os.getsid(pid)
+        except OSError:
+            return None
+        return self._pids.index(leader) if leader in self._live else None
+
+    def send(self, pid: int, signum: int) -> None:
+        """To one process, if it is a live worker's."""
+        with suppress(OSError):  # it is gone, or stays whatever we do
+            pidfd = os.pidfd_open(pid)
+            try:
+                if self.rank_of(pid) is not None:
+                    signal.pidfd_send_signal(pidfd, signum)
+            finally:
+                os.close(pidfd)
 
     def signal(self, signum: int) -> None:
         """To the process group of every live worker."""

@@ -1,0 +1,27 @@
+"""Whether workers may set timers, and on which pipe: torch's two variables."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+ENABLE, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+
+
+def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
+    """The pipe, None where nobody asked for timers."""
+    asked = environ.get(ENABLE, "0")
+    if asked != "1":
+        if asked not in ("", "0"):
+            notes.append(f"{ENABLE}={asked} has no effect: 1 switches timers on")
+        return None
+    from tempfile import gettempdir
+
+    from ripstop.workers.timer_pipe import examine, in_use
+
+    named = environ.get(FILE)
+    path = Path(named).absolute() if named else Path(gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+    if path.is_fifo() and in_use(path):  # as in a worker that launches a job of its own
+        path = path.with_name(f"{path.name}_{os.urandom(4).hex()}")
+        notes.append(f"{FILE}={named}: another agent reads this pipe; this job's is {path}")
+    examine(f"{FILE}={named}" if named else f"{path}", path)
+    return path

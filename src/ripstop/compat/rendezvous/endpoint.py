@@ -1,0 +1,52 @@
+"""`torch.distributed.elastic.rendezvous.utils`: where a rendezvous is, from `HOST[:PORT]`."""
+
+import ipaddress
+import socket
+
+from ripstop.config import address, pairs
+from ripstop.errors import UsageError
+
+__all__ = ["is_this_machine", "parse_rendezvous_endpoint"]
+
+
+def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
+    """Host and port; nothing given is this machine.  `default_port` -1 says that there was none."""
+    text = (endpoint or "").strip()
+    if not text:
+        return "localhost", default_port
+    try:
+        found = address("endpoint", text, default_port=default_port)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return found.host, found.port
+
+
+def _parse_rendezvous_config(config_str: str) -> dict[str, str]:  # torch.distributed.run imports it
+    try:
+        return pairs("rdzv_conf", config_str)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether this is a name or an address of this machine: one that can be bound here."""
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return True
+    except ValueError:
+        if host in ("localhost", socket.gethostname()):
+            return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_be_bound(family, where) for family, _, _, _, where in found)
+
+
+def _can_be_bound(family: int, where: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind(where)
+        except OSError:
+            return False
+    return True

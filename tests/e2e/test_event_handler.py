@@ -1,0 +1,35 @@
+"""`--event-log-handler` with a real job."""
+
+import json
+from pathlib import Path
+
+from tests.e2e.harness import Job
+
+WORDS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c")
+SCRIPT = "if [ $RANK$TORCHELASTIC_RESTART_COUNT = 10 ]; then exit 3; else sleep 0.1; fi"
+
+
+def test_the_console_shows_what_torchs_agent_would_tell(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        agent = job.run("--event-log-handler=console", *WORDS, SCRIPT)
+        assert agent.wait() == 0
+    events = [json.loads(line) for line in agent.err.splitlines() if line.startswith('{"name"')]
+    states = [(event["source"], event["metadata"]["state"], event["metadata"]["global_rank"]) for event in events]
+    assert states[:3] == [("WORKER", "START", 0), ("WORKER", "START", 1), ("WORKER", "FAILED", 1)]
+    assert states[-3:] == [("WORKER", "SUCCEEDED", 0), ("WORKER", "SUCCEEDED", 1), ("AGENT", "SUCCEEDED", None)]
+    assert {event["metadata"]["agent_restarts"] for event in events} == {0, 1}
+
+
+def test_a_handler_that_blocks_holds_up_only_itself(tmp_path: Path) -> None:
+    plugin = tmp_path / "site"
+    info = plugin / "blocking-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: blocking\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[torchrun.event_handlers]\nblocking = blocking:Handler\n")
+    source = "import logging, time\nclass Handler(logging.Handler):\n    def emit(self, record): time.sleep(600)\n"
+    (plugin / "blocking.py").write_text(source)
+    with Job(tmp_path) as job:
+        path = f"{plugin}:{job.env.get('PYTHONPATH', '')}".rstrip(":")
+        agent = job.run("--event-log-handler=blocking", *WORDS, SCRIPT, env={"PYTHONPATH": path})
+        assert agent.wait() == 0
+    assert "the event handler blocking was not done 2 s after the end; the job goes on" in agent.err
