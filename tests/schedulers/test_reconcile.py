@@ -253,7 +253,7 @@ def test_a_spec_that_cannot_be_right_is_a_condition_and_starts_nothing(spec: dic
 
 def test_a_name_too_long_for_a_host_is_a_condition() -> None:
     job = replace(a_job(), owner=Owner("x" * 60, "ml", "u"))
-    assert "at most 52" in condition(decide(job, [], NOW), "Invalid")["message"]
+    assert "allow 52" in condition(decide(job, [], NOW), "Invalid")["message"]
 
 
 def test_a_fixed_field_that_is_changed_has_no_effect_but_a_condition() -> None:
@@ -319,3 +319,9 @@ def test_a_job_past_its_deadline_fails_and_its_pods_go() -> None:
 
 def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
     assert decide(replace(a_job(), deleting=True), [], NOW).actions == ()
+
+
+def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -> None:
+    latecomer = running(0, phase="Failed", ready=False, exit_code=2, message="the job is over")
+    decision = decide(a_job({"startTime": "2027-01-15T08:00:00Z"}), [latecomer, said(1, "succeeded")], NOW)
+    assert decision.status["phase"] == "Succeeded"

@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from ripstop.schedulers.kubernetes.spec import GROUP, KIND, PORT, VERSION, Json, Spec
+from ripstop.schedulers.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json, Spec
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 MARGIN = 15  # seconds beyond the workers' own time, for an agent to say good-bye
 TERMINATION_LOG = "/dev/termination-log"
+
+
+def _probe(path: str, **more: int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": PROBE_PORT}, "timeoutSeconds": 5, **more}
+
+
+PROBES = {  # an hour for what a container does before it starts its agent; then a minute for an agent that hangs
+    "startupProbe": _probe("/livez", periodSeconds=1, failureThreshold=3600),
+    "livenessProbe": _probe("/livez", periodSeconds=10, failureThreshold=6),
+    "readinessProbe": _probe("/readyz", periodSeconds=2, failureThreshold=3),
+}
 
 
 class Owner:
@@ -66,15 +77,16 @@ def service(owner: Owner) -> dict[str, Any]:
 
 
 def secret_name(owner: Owner, spec: Spec) -> str:
-    return spec.secret_name or f"{owner.name}-token"
+    """With a part of the uid: a job of the same name before it had another secret."""
+    return spec.secret_name or f"{owner.name}-token-{owner.uid[:8]}"
 
 
-def secret(owner: Owner, token: str) -> dict[str, Any]:
+def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
     """The job's secret, for a job that names none."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": owner.metadata(f"{owner.name}-token"),
+        "metadata": owner.metadata(secret_name(owner, spec)),
         "type": "Opaque",
         "stringData": {"token": token},
     }
@@ -104,7 +116,10 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
     body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
     trainer = body["containers"][0]
     trainer["env"] = _environment(owner, spec, slot, trainer.get("env") or ())
+    if not any(probe in trainer for probe in PROBES):
+        trainer |= PROBES
     trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
 
 
@@ -139,7 +154,7 @@ def _flags(owner: Owner, spec: Spec, slot: int) -> dict[str, str]:
         "PET_RDZV_ID": f"{owner.name}-{owner.uid}",
         "PET_RDZV_CONF": ",".join(conf),
         "PET_LOCAL_ADDR": "$(POD_IP)",
-        "RIPSTOP_SLOT": str(slot),
+        "PET_PROBE_PORT": str(PROBE_PORT),
     }
     if spec.restart_window:
         flags["PET_RESTART_WINDOW"] = spec.restart_window

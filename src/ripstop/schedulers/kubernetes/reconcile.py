@@ -13,7 +13,8 @@ or lost its watches, goes on from what the cluster says.  Rules:
     which no replacement mends: it ends the job.
 5.  A pod on a node that does not answer is lost after `SILENCE` seconds and deleted without its consent: should it
     still train, its round is over for everybody else.
-6.  What cannot be right (`spec.read`, a fixed field changed) is a condition, and changes nothing that runs.
+6.  What cannot be right (`spec.read`, a fixed field changed), or the cluster refuses (a quota, a template that makes no
+    pod), is a condition, and changes nothing that runs.
 7.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
     when its time to live has passed.
 """
@@ -31,6 +32,7 @@ YOUNG = 60.0  # seconds: a pod that lives shorter died quickly
 LONGEST_PAUSE = 300.0
 SILENCE = 20.0
 FAREWELL = 60.0
+MOST_TEXT = 1024  # characters of a message in the status
 BAD_START = (
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
     "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
@@ -77,6 +79,7 @@ class Job:
     generation: int = 1
     deleting: bool = False
     telemetry: Json = field(default_factory=dict)
+    refused: str = ""  # what the cluster did not let us make, and why
 
 
 # what to do -----------------------------------------------------------------------------------------------------------
@@ -180,23 +183,21 @@ class _Deciding:
 
     def _accepted(self) -> tuple[Spec | None, list[Problem]]:
         """The spec to go by: once a job was accepted, its fixed fields stay, whatever is written over them (rule 6)."""
-        accepted = self.status.get("accepted")
-        latest = read(self.job.owner.name, self.job.spec)
-        if accepted is None:
+        before = _parsed(self.status.get("accepted", ""))
+        if before is None:
+            latest = read(self.job.owner.name, self.job.spec)
             if isinstance(latest, Spec):
                 self.status["accepted"] = json.dumps(dict(self.job.spec), sort_keys=True)
-                if self.job.spec.get("replicas") is None:
-                    self.actions.append(SetReplicas(latest.replicas))
                 return latest, []
             return None, latest
-        before: Json = json.loads(accepted)
         problems = changed(before, self.job.spec)
         free = {f.name: self.job.spec[f.name] for f in FIELDS if not f.fixed and f.name in self.job.spec}
         mixed = read(self.job.owner.name, {**{k: v for k, v in before.items() if k not in _FREE}, **free})
         if isinstance(mixed, Spec):
             return mixed, problems
         first = read(self.job.owner.name, before)
-        assert isinstance(first, Spec), "what was accepted is right"
+        if not isinstance(first, Spec):  # another version of us accepted it
+            return None, first
         keep = len([pod for pod in self.pods.values() if not pod.over])
         size = min(max(keep, first.min_replicas), first.max_replicas)
         return replace(first, replicas=size), [*problems, *mixed]
@@ -204,9 +205,14 @@ class _Deciding:
     # a job that is not over -------------------------------------------------------------------------------------------
 
     def _live(self, spec: Spec) -> None:
-        self.status.setdefault("startTime", _iso(self.now))
+        if spec.suspend:
+            self.status.pop("startTime", None)  # the deadline is about time in which it runs
+        else:
+            self.status.setdefault("startTime", _iso(self.now))
         if self._ended(spec):
             return
+        if self.job.spec.get("replicas") is None:
+            self.actions.append(SetReplicas(spec.replicas))
         self.actions += [Ensure("service")]
         if not spec.secret_name:
             self.actions.append(Ensure("secret"))
@@ -220,25 +226,24 @@ class _Deciding:
         self._phase(spec)
 
     def _ended(self, spec: Spec) -> bool:
-        start = _seconds(self.status["startTime"])
-        if spec.active_deadline is not None:
-            left = start + spec.active_deadline - self.now
+        start = self.status.get("startTime")
+        if spec.active_deadline is not None and start is not None:
+            left = seconds(start) + spec.active_deadline - self.now
             if left <= 0:
                 self._end("Failed", "DeadlineExceeded", f"the job ran for {spec.active_deadline} s, as it may")
                 for pod in self.pods.values():
                     self._remove(pod, "DeadlineExceeded")
                 return True
             self.again.append(left)
-        for pod in self.pods.values():
-            if (ending := _ending(pod)) is not None:
-                self._end(*ending)
-                return True
-        return False
+        endings = [ending for pod in self.pods.values() if (ending := _ending(pod)) is not None]
+        if endings:  # a latecomer is turned away, as if by mistake: what the job itself said counts more
+            self._end(*min(endings, key=lambda ending: ending[1] == "WrongInput"))
+        return bool(endings)
 
     def _end(self, phase: str, reason: str, text: str) -> None:
         self.status |= {"phase": phase, "completionTime": _iso(self.now)}
         if phase == "Failed":
-            self.status["lastFailure"] = text[:1024]
+            self.status["lastFailure"] = text[:MOST_TEXT]
         self._condition("Running", False, reason, text)
         self._condition("Recovering", False, reason, text)
         self._condition(phase, True, reason, text)
@@ -291,7 +296,7 @@ class _Deciding:
         for loss in self.status.get("losses", ()):
             if loss["slot"] == slot and loss["times"] > 1:
                 pause: float = min(2.0 ** (loss["times"] - 2), LONGEST_PAUSE)
-                return _seconds(loss["at"]) + pause - self.now
+                return seconds(loss["at"]) + pause - self.now
         return 0.0
 
     # the status -------------------------------------------------------------------------------------------------------
@@ -309,9 +314,17 @@ class _Deciding:
                 self.status[name] = self.job.telemetry[name]
         bad = next((pod for pod in live if pod.waiting in BAD_START), None)
         self._condition("CannotStart", bad is not None, bad.waiting if bad else "Started", _cannot_start(bad))
+        self._refused()
         stuck = next((pod for pod in live if pod.unschedulable), None)
         text = f"pod {stuck.name}: {stuck.unschedulable}" if stuck else ""
         self._condition("Unschedulable", stuck is not None, "Unschedulable" if stuck else "Scheduled", text)
+
+    def _refused(self) -> None:
+        text = self.job.refused[:MOST_TEXT]
+        before = next((c for c in self.status.get("conditions", ()) if c["type"] == "Refused"), None)
+        if text and (before is None or before["message"] != text):
+            self.actions.append(Emit("Refused", text, warning=True))
+        self._condition("Refused", bool(text), "Refused" if text else "Made", text)
 
     def _phase(self, spec: Spec) -> None:
         ready = self.status["readyReplicas"]
@@ -340,14 +353,14 @@ class _Deciding:
             return  # what never was true is not worth a line
         since = before["lastTransitionTime"] if before and before["status"] == value else _iso(self.now)
         conditions[kind] = {
-            "type": kind, "status": value, "reason": reason, "message": text[:1024], "lastTransitionTime": since,
+            "type": kind, "status": value, "reason": reason, "message": text[:MOST_TEXT], "lastTransitionTime": since,
         }  # fmt: skip
         self.status["conditions"] = list(conditions.values())
 
     # a job that is over -----------------------------------------------------------------------------------------------
 
     def _after_the_end(self, spec: Spec) -> None:
-        ended = _seconds(self.status["completionTime"])
+        ended = seconds(self.status["completionTime"])
         for pod in self.pods.values():
             if not pod.over and not pod.deleting and self.now >= ended + FAREWELL:
                 self.actions.append(DeletePod(pod.name, pod.uid, force=pod.silent is not None))
@@ -366,16 +379,17 @@ def _ending(pod: Pod) -> tuple[str, str, str] | None:
     """How the job ended, if this pod knows: phase, reason, text."""
     if not pod.over:
         return None
-    try:
-        said = json.loads(pod.message)
-    except ValueError:
-        said = None
-    if isinstance(said, dict):
+    said = _parsed(pod.message)
+    if said is not None:
         match said.get("outcome"):
             case "succeeded":
                 return "Succeeded", "Succeeded", "all workers exited 0"
-            case "failed" | "stopped" as outcome:
-                return "Failed", "Failed" if outcome == "failed" else "Stopped", str(said.get("why", ""))
+            case "failed":
+                return "Failed", "Failed", str(said.get("why", ""))
+            case "stopped" if not pod.deleting:
+                return "Failed", "Stopped", str(said.get("why", ""))
+    if pod.deleting:
+        return None  # it was told to go: what it says of its own end is not about the job's
     if pod.exit_code == 2:
         return "Failed", "WrongInput", f"pod {pod.name}: {pod.message.strip() or 'see its log'}"
     if pod.exit_code == 0 and pod.phase == "Succeeded" and said is None:
@@ -404,9 +418,19 @@ def _cannot_start(pod: Pod | None) -> str:
     return f"pod {pod.name}: {pod.detail or pod.waiting}; correct the image, or the template of a new job"
 
 
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _parsed(text: str) -> dict[str, Any] | None:
+    """The JSON object that it is, or nothing."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def _seconds(text: str) -> float:
+def _iso(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(text: str) -> float:
+    """Since the epoch, of a time as the cluster writes it."""
     return datetime.fromisoformat(text).timestamp()

@@ -5,6 +5,7 @@ catches most mistakes when an object is written; what concerns two fields at onc
 that `read` finds everything again.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
 MOST_REPLICAS = 10_000
 LONGEST_NAME = 52  # a pod's name is the job's, a dash and up to ten digits, and a host name has 63 characters at most
-PORT = 29400
+PORT, PROBE_PORT = 29400, 29490
 
 Json = Mapping[str, Any]
 
@@ -102,8 +103,7 @@ def read(name: str, spec: Json) -> Spec | list[Problem]:
     rendezvous = _rendezvous(spec.get("rendezvous") or {}, problems)
     template = spec.get("template")
     problems += _template_problems(template)
-    if len(name) > LONGEST_NAME:
-        problems.append(Problem("metadata.name", f"a name has at most {LONGEST_NAME} characters, this has {len(name)}"))
+    problems += _name_problems(name)
     if problems:
         return problems
     least, most = values["minReplicas"], values["maxReplicas"]
@@ -161,6 +161,15 @@ def _value(field: Field, spec: Json, problems: list[Problem]) -> Any:
 
 def _article(kind: type) -> str:
     return {int: "a whole number", bool: "true or false", str: "a text"}[kind]
+
+
+def _name_problems(name: str) -> list[Problem]:
+    where = "metadata.name"
+    if len(name) > LONGEST_NAME:
+        return [Problem(where, f"has {len(name)} characters, and its pods' host names allow {LONGEST_NAME}; shorten it")]
+    if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        return [Problem(where, f"names a service: a-z first, then a-z, 0-9 and dashes, not {name!r}; choose another")]
+    return []
 
 
 def _size_problems(least: int, now: int, most: int) -> list[Problem]:
