@@ -218,6 +218,9 @@ class RunConfig:
     timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
+    probe_port: int | None = None  # where probes are answered; None: nowhere
+    termination_log: Path | None = None  # the file for this agent's last word
+    linger: bool = False  # stay when the job is over, until a signal comes
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
 

@@ -469,3 +469,19 @@ def test_nothing_happens_after_the_end() -> None:
     for event in (assign(9), Got(Beat()), Linked("x"), Unlinked("x"), Signalled(15), Tick(), Offered(1)):
         assert agent.on(event, 99.0) == []
     assert agent.deadline() is None
+
+
+def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
+    agent = Agent(Settings(NODE, 2, 2, TIMING))
+    assert agent.unready() == "it is warming up"
+    on(agent, Warmed())
+    on(agent, Unlinked("host-b:29400: connection refused"))
+    assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
+    on(agent, Linked("host-a"))
+    assert agent.unready() == ""
+    on(agent, Offered(7001))
+    on(agent, assign(1))
+    on(agent, Unlinked("gone"))
+    assert agent.unready() == "", "healthy workers go on"
+    on(agent, Signalled(15))
+    assert agent.unready() == "it is leaving, or the job is over"

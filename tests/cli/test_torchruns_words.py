@@ -10,7 +10,10 @@ from ripstop.cli.run import FLAGS, configure
 from ripstop.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
-OURS_ALONE = {"--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run", "--node-label"}
+OURS_ALONE = {
+    *("--preload", "--restart-window", "--restart-backoff", "--config", "--dry-run", "--node-label"),
+    *("--probe-port", "--linger"),
+}
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",
     "--duplicate-stderr-filters",

@@ -246,6 +246,16 @@ class Agent:
             return None
         return self._stuck + (self._patience() if self._announced else min(HUSH, self._patience()))
 
+    def unready(self) -> str:
+        """Why this node can do nothing for its job at the moment; "" while it trains, or could at once."""
+        if self._going():
+            return "it is leaving, or the job is over"
+        if self.state is State.RUNNING:
+            return ""
+        if not self._warm:
+            return "it is warming up"
+        return "" if self._linked else f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+
     def _patience(self) -> float:
         timing = self._settings.timing
         alone = self.state is State.SUCCEEDED and self.held is not None and self.held.group_size == 1

@@ -5,6 +5,7 @@ Rules: a wrong word is refused before anything is started; a word that changes n
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
@@ -25,6 +26,7 @@ from ripstop.config import (
     etcd,
     nodes,
     pairs,
+    port,
     secret,
     signals,
     timing,
@@ -94,9 +96,14 @@ output
   --event-log-handler NAME    tell torch's events to a handler: console, or a plugin (entry point
                               torchrun.event_handlers); null for none (null)
 
+in a container
+  --probe-port PORT           answer GET /livez (200 while this agent is alive) and /readyz (200 while it is of use)
+  --linger                    when the job is over, stay until a signal comes; for pods that are started over and over
+
 Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
 RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD: for an etcd that asks.
+RIPSTOP_TERMINATION_LOG: a file for how the job ended, as JSON.
 TORCHELASTIC_ENABLE_FILE_TIMER=1: workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed at a miss.
 `ripstop completion bash|zsh|fish` prints what makes a shell complete these.
 """
@@ -131,6 +138,8 @@ FLAGS = (
     Flag("--duplicate-stdout-filters", "WORD,…"),
     Flag("--duplicate-stderr-filters", "WORD,…"),
     Flag("--logs-specs", "NAME"),
+    Flag("--probe-port", "PORT"),
+    Flag("--linger"),
     Flag("--event-log-handler", "NAME", choices=HANDLERS),
 )
 
@@ -231,6 +240,9 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         timer_pipe=timer_pipe(environ, notes),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         tls=tls,
+        probe_port=_probe_port(given, environ),
+        termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
+        linger="--linger" in given,
         notes=(*notes, *about_waits, *about_token),
     )
 
@@ -308,6 +320,13 @@ def _run_id(given: Given, *, local: bool) -> str:
     if local and "--rdzv-id" not in given:
         return _made_up()
     return word(given.label("--rdzv-id"), given.text("--rdzv-id", "none"))
+
+
+def _probe_port(given: Given, environ: Mapping[str, str]) -> int | None:
+    name, variable = "--probe-port", "TORCHELASTIC_HEALTH_CHECK_PORT"
+    if name not in given and environ.get(variable):
+        return port(variable, environ[variable])
+    return port(given.label(name), given.text(name, "")) if name in given else None
 
 
 def _made_up() -> str:
