@@ -11,6 +11,7 @@ from typing import Any
 from ripstop.schedulers.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json, Spec
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
+HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
 MARGIN = 15  # seconds beyond the workers' own time, for an agent to say good-bye
 TERMINATION_LOG = "/dev/termination-log"
 
@@ -59,6 +60,11 @@ class Owner:
 
 def pod_name(job: str, slot: int) -> str:
     return f"{job}-{slot}"
+
+
+def run_id(owner: Owner) -> str:
+    """What the job's nodes call it: a job of the same name before it was another."""
+    return f"{owner.name}-{owner.uid}"
 
 
 def service(owner: Owner) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def _flags(owner: Owner, spec: Spec, slot: int) -> dict[str, str]:
         "PET_SHUTDOWN_TIMEOUT": str(spec.shutdown_timeout),
         "PET_RDZV_BACKEND": "c10d" if embedded else "etcd",
         "PET_RDZV_ENDPOINT": f"{host}:{PORT}" if embedded else ",".join(spec.rendezvous.endpoints),
-        "PET_RDZV_ID": f"{owner.name}-{owner.uid}",
+        "PET_RDZV_ID": run_id(owner),
         "PET_RDZV_CONF": ",".join(conf),
         "PET_LOCAL_ADDR": "$(POD_IP)",
         "PET_PROBE_PORT": str(PROBE_PORT),

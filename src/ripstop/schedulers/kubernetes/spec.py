@@ -166,7 +166,9 @@ def _article(kind: type) -> str:
 def _name_problems(name: str) -> list[Problem]:
     where = "metadata.name"
     if len(name) > LONGEST_NAME:
-        return [Problem(where, f"has {len(name)} characters, and its pods' host names allow {LONGEST_NAME}; shorten it")]
+        return [
+            Problem(where, f"has {len(name)} characters, and its pods' host names allow {LONGEST_NAME}; shorten it")
+        ]
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
         return [Problem(where, f"names a service: a-z first, then a-z, 0-9 and dashes, not {name!r}; choose another")]
     return []
