@@ -119,37 +119,57 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         metadata["annotations"] = annotations
     body = template["spec"]
     body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
-    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
-    trainer = body["containers"][0]
-    trainer["env"] = _environment(owner, spec, slot, trainer.get("env") or ())
-    if not any(probe in trainer for probe in PROBES):
-        trainer |= PROBES
-    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
+    make_node(
+        body,
+        spec,
+        secret=secret_name(owner, spec),
+        run_id=run_id(owner),
+        host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
+        conf=f"is_host={int(slot == 0)}",
+    )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
 
 
-def _environment(owner: Owner, spec: Spec, slot: int, given: Sequence[Json]) -> list[Json]:
-    """What `ripstop run` is to know.  What the user's template sets itself stays as it is."""
-    token = {"secretKeyRef": {"name": secret_name(owner, spec), "key": "token"}}
+def make_node(
+    body: dict[str, Any],
+    spec: Spec,
+    *,
+    secret: str,
+    run_id: str,
+    host: str,
+    conf: str = "",
+    flags: Json = {},  # noqa: B006 - read only
+    probes: Json = PROBES,
+) -> None:
+    """Make a pod's body that of a node: its first container knows all that `ripstop run` is to know.
+
+    `host` is where nodes meet if not at etcd's, and `conf` what `--rdzv-conf` says of that.  What the user's template
+    sets itself stays as it is.
+    """
+    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
+    trainer = body["containers"][0]
+    told = {**_flags(spec, run_id, host, conf), **flags}
+    trainer["env"] = _environment(secret, told, trainer.get("env") or ())
+    if not any(probe in trainer for probe in PROBES):
+        trainer |= probes
+    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
+
+
+def _environment(secret: str, flags: Json, given: Sequence[Json]) -> list[Json]:
     ours: list[Json] = [
-        {"name": "RIPSTOP_TOKEN", "valueFrom": token},
+        {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
         {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *({"name": name, "value": value} for name, value in flags.items()),
     ]
-    ours += [{"name": name, "value": value} for name, value in _flags(owner, spec, slot).items()]
     mine = {variable["name"] for variable in given}
     return [*(variable for variable in ours if variable["name"] not in mine), *given]
 
 
-def _flags(owner: Owner, spec: Spec, slot: int) -> dict[str, str]:
+def _flags(spec: Spec, run_id: str, host: str, conf: str) -> dict[str, str]:
     embedded = spec.rendezvous.backend == "embedded"
-    conf = ["rank_by=slot"]
-    if embedded:
-        conf.append(f"is_host={int(slot == 0)}")
-    if spec.rendezvous.conf:
-        conf.append(spec.rendezvous.conf)
-    host = f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
+    settings = ["rank_by=slot", conf if embedded else "", spec.rendezvous.conf]
     flags = {
         "PET_NNODES": f"{spec.min_replicas}:{spec.max_replicas}",
         "PET_NPROC_PER_NODE": spec.nproc_per_node,
@@ -157,8 +177,8 @@ def _flags(owner: Owner, spec: Spec, slot: int) -> dict[str, str]:
         "PET_SHUTDOWN_TIMEOUT": str(spec.shutdown_timeout),
         "PET_RDZV_BACKEND": "c10d" if embedded else "etcd",
         "PET_RDZV_ENDPOINT": f"{host}:{PORT}" if embedded else ",".join(spec.rendezvous.endpoints),
-        "PET_RDZV_ID": run_id(owner),
-        "PET_RDZV_CONF": ",".join(conf),
+        "PET_RDZV_ID": run_id,
+        "PET_RDZV_CONF": ",".join(filter(None, settings)),
         "PET_LOCAL_ADDR": "$(POD_IP)",
         "PET_PROBE_PORT": str(PROBE_PORT),
     }
