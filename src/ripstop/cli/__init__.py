@@ -14,10 +14,11 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
   ripstop run [FLAGS] train.py [ARGS]   run this node's part of a job; takes torchrun's flags
   ripstop coordinator [FLAGS]           run a job's coordinator by itself, without workers
+  ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
   ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
   ripstop version                       print the version
 
-`ripstop run --help` and `ripstop coordinator --help` say more.
+`ripstop run --help`, `ripstop coordinator --help` and `ripstop kube --help` say more.
 """
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         _open_missing_streams()
         _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = name in ("run", "coordinator")  # a wrong name is in the message already
+    known = name in ("run", "coordinator", "kube")  # a wrong name is in the message already
     try:
         return _dispatch(name, rest, with_handler)
     except RipstopError as error:
@@ -69,6 +70,10 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
             from ripstop.cli import coordinator
 
             return coordinator.main(rest)
+        case "kube":
+            from ripstop.cli import kube
+
+            return kube.main(rest)
         case "completion":
             from ripstop.cli import completion
 

@@ -15,7 +15,7 @@ usage: ripstop completion bash|zsh|fish
   eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
   ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
 """
-COMMANDS = ("run", "coordinator", "completion", "version")
+COMMANDS = ("run", "coordinator", "kube", "completion", "version")
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\

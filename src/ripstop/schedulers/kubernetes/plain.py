@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from ripstop.schedulers.kubernetes.manifests import JOB, PROBES, make_node
+from ripstop.schedulers.kubernetes.manifests import PROBES, make_node
 from ripstop.schedulers.kubernetes.spec import PORT, Json, Spec
 
 KINDS = ("statefulset", "job")
+INSTANCE = "app.kubernetes.io/instance"  # not the label by which the operator knows its pods
 LOSSES = 1000  # pods that a Job may lose
 
 
@@ -40,7 +41,7 @@ def _service(metadata: Mapping[str, str]) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {JOB: metadata["name"]},
+            "selector": {INSTANCE: metadata["name"]},
             "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
         }
     }
@@ -52,7 +53,7 @@ def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
         "serviceName": name,
         "replicas": spec.pods,
         "podManagementPolicy": "Parallel",
-        "selector": {"matchLabels": {JOB: name}},
+        "selector": {"matchLabels": {INSTANCE: name}},
         "template": _template(name, spec, flags={"PET_LINGER": "1"}, probes=ready),
     }
 
@@ -69,7 +70,7 @@ def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": over},
+                {"action": "FailJob", "onExitCodes": over, "onPodConditions": []},  # before 1.29 it has to be there
             ]
         },
         "template": template,
@@ -79,7 +80,7 @@ def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
 def _template(name: str, spec: Spec, *, flags: Json = {}, probes: Json = PROBES) -> dict[str, Any]:  # noqa: B006
     template: dict[str, Any] = deepcopy(dict(spec.template))
     metadata = template.pop("metadata", {})
-    labels = {**(metadata.get("labels") or {}), JOB: name}
+    labels = {**(metadata.get("labels") or {}), INSTANCE: name}
     make_node(
         template["spec"],
         spec,
