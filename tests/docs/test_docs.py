@@ -16,12 +16,14 @@ import pytest
 
 from ripstop.config import ETCD_CONF, IDLE_CONF, RDZV_CONF
 from ripstop.rendezvous.machine import TRANSITIONS
+from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 PATIENCE = 100
+HELPED = (["run"], ["kube"], ["kube", "render"])  # whose flags our pages may name
 
 # flags in our pages that are not `ripstop run`'s
 OTHERS = {
@@ -115,9 +117,16 @@ def test_a_pages_commands_run(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_a_page_names_exists(page: str) -> None:
-    ours = subprocess.run(
-        [sys.executable, "-m", "ripstop", "run", "--help"], capture_output=True, text=True, check=True, timeout=PATIENCE
-    ).stdout
+    ours = "".join(
+        subprocess.run(
+            [sys.executable, "-m", "ripstop", *command, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE,
+        ).stdout
+        for command in HELPED
+    )
     flag = r"(?<![\w-])--[a-z][a-z_-]*[a-z]"
     known = {"--help", "--version", *re.findall(flag, ours)}
     text = (DOCS / page).read_text(encoding="utf-8").replace("<!--", "").replace("-->", "")
@@ -165,3 +174,8 @@ def test_the_page_on_rendezvous_has_every_key_that_is_understood() -> None:
 def test_every_page_is_in_the_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page for page in PAGES if f": {page}\n" not in contents] == []
+
+
+def test_the_fields_of_an_elastic_job_are_its_definitions() -> None:
+    page = crd_reference.PAGE.read_text(encoding="utf-8")
+    assert page == crd_reference.rewritten(page), "write them anew: python -m tests.docs.crd_reference"

@@ -153,7 +153,11 @@ def _field(field: Field) -> dict[str, Any]:
 
 
 def _status() -> dict[str, Any]:
-    text, number = {"type": "string"}, {"type": "integer"}
+    text, number, time = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
+
+    def said(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
+        return {**schema, "description": meaning}
+
     condition = {
         "type": "object",
         "required": ["type", "status"],
@@ -162,7 +166,7 @@ def _status() -> dict[str, Any]:
             "status": text,
             "reason": text,
             "message": text,
-            "lastTransitionTime": {"type": "string", "format": "date-time"},
+            "lastTransitionTime": time,
         },
     }
     loss = {
@@ -172,22 +176,27 @@ def _status() -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "phase": text,
-            "conditions": {"type": "array", "items": condition},
-            "replicas": number,
-            "readyReplicas": number,
-            "selector": text,
-            "members": {"type": "array", "items": text},
-            "round": number,
-            "restarts": number,
-            "goodput": text,
-            "lastFailure": text,
-            "startTime": {"type": "string", "format": "date-time"},
-            "completionTime": {"type": "string", "format": "date-time"},
-            "observedGeneration": number,
-            "accepted": {"type": "string", "description": "The spec that the job was accepted with."},
-            "everRan": {"type": "boolean"},
-            "replaced": {"type": "integer", "description": "Pods that were replaced."},
-            "losses": {"type": "array", "items": loss},
+            "phase": said(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
+            "conditions": said(
+                {"type": "array", "items": condition},
+                "Running, Recovering, Suspended, Succeeded, Failed; Invalid, Refused, CannotStart, Unschedulable.",
+            ),
+            "replicas": said(number, "Pods that are there."),
+            "readyReplicas": said(number, "Pods that train, or could at once."),
+            "selector": said(text, "By which autoscalers find the pods."),
+            "members": said({"type": "array", "items": text}, "Pods that run."),
+            "round": said(number, "The round that trains, as the job's coordinator says."),
+            "restarts": said(number, "Failures of workers that were healed, as it says."),
+            "goodput": said(text, "How much of its time the job trained, as it says."),
+            "lastFailure": said(text, "Why workers, or the job, failed last."),
+            "startTime": said(time, "When the job was accepted."),
+            "completionTime": said(time, "When it was over."),
+            "observedGeneration": said(number, "The version of the spec that this is about."),
+            "accepted": said(text, "The spec that the job was accepted with."),
+            "everRan": said({"type": "boolean"}, "Enough pods were ready once."),
+            "replaced": said(number, "Pods that were replaced."),
+            "losses": said(
+                {"type": "array", "items": loss}, "The last pod that each slot lost, for the next one's pause."
+            ),
         },
     }
