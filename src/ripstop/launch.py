@@ -55,7 +55,8 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     _conclude(end, directory)
     if config.termination_log is not None:
         _leave_word(config.termination_log, end)
-    if config.linger and end.code < 128:
+    over = end.report is not None or end.code == 0  # else it may go better with a new agent
+    if config.linger and over and end.code < 128:
         _linger(config)
     return end.code
 

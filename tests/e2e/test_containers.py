@@ -98,6 +98,11 @@ def test_a_lingering_agent_stays_when_the_job_is_over_and_keeps_its_exit_code(jo
     assert agent.wait() == 1
 
 
+def test_an_agent_that_found_no_coordinator_does_not_linger(job: Job) -> None:
+    agent = job.node("--linger", "--rdzv-conf=is_host=0,join_timeout=0.5", script=Path(script(job, "")))
+    assert agent.wait() == 1
+
+
 # other people's conventions -------------------------------------------------------------------------------------------
 
 

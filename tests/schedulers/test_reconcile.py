@@ -325,3 +325,64 @@ def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -
     latecomer = running(0, phase="Failed", ready=False, exit_code=2, message="the job is over")
     decision = decide(a_job({"startTime": "2027-01-15T08:00:00Z"}), [latecomer, said(1, "succeeded")], NOW)
     assert decision.status["phase"] == "Succeeded"
+
+
+# the cluster's no, and what changes while a job lives -----------------------------------------------------------------
+
+
+def test_what_the_cluster_refuses_is_a_condition_told_once_and_tried_again() -> None:
+    job = replace(a_job(), refused="Pod train-0 cannot be made: exceeded quota")
+    decision = decide(job, [], NOW)
+    assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be made: exceeded quota"
+    assert (emitted(decision), deeds(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
+    again = decide(after(job, decision), [], NOW + 1)
+    assert emitted(again) == []
+    made = decide(replace(after(job, decision), refused=""), [running(0), running(1)], NOW + 2)
+    assert condition(made, "Refused")["status"] == "False"
+
+
+def test_replicas_are_written_until_they_are_there() -> None:
+    job = settled(a_job())
+    del job.spec["replicas"]  # type: ignore[attr-defined]
+    assert SetReplicas(4) in decide(job, [], NOW).actions
+
+
+def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
+    job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
+    job.spec["suspend"] = True  # type: ignore[index]
+    job = settled(job, now=NOW + 50)
+    assert "startTime" not in job.status
+    job.spec["suspend"] = False  # type: ignore[index]
+    resumed = decide(job, [], NOW + 1000)
+    assert (resumed.status["phase"], resumed.again) == ("Recovering", 100)
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [said(1, "stopped", 143), replace(said(1, ""), message=""), replace(said(1, "", 2), message="usage")],
+)
+def test_what_a_pod_that_was_told_to_leave_says_of_its_end_is_not_the_jobs(pod: Pod) -> None:
+    decision = decide(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
+    assert decision.status["phase"] == "Running"
+
+
+def test_a_job_that_ends_while_a_pod_is_leaving_has_ended() -> None:
+    leaving = replace(said(1, "succeeded"), deleting=True)
+    assert decide(settled(a_job(), running(0)), [running(0), leaving], NOW).status["phase"] == "Succeeded"
+
+
+def test_what_was_accepted_and_cannot_be_read_is_accepted_anew() -> None:
+    decision = decide(a_job({"accepted": "{"}), [running(0), running(1)], NOW)
+    assert decision.status["phase"] == "Running"
+    assert json.loads(decision.status["accepted"])["maxReplicas"] == 4
+
+
+def test_what_another_version_accepted_is_a_condition() -> None:
+    decision = decide(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
+    assert (deeds(decision), decision.status["phase"]) == ([], "Invalid")
+
+
+@pytest.mark.parametrize("name", ["7up", "a.b", "-a", "A"])
+def test_a_name_that_no_service_can_have_is_a_condition(name: str) -> None:
+    job = replace(a_job(), owner=Owner(name, "ml", "u"))
+    assert "names a service" in condition(decide(job, [], NOW), "Invalid")["message"]

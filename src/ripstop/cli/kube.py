@@ -42,14 +42,10 @@ usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
 {kube_job.HELP}\
   --json                      a list in JSON, not YAML
 """
-CLUSTER_FLAGS = (
-    HELP_FLAG,
-    Flag("--namespace", "NAMESPACE", short="-n", from_environment=False),
-    Flag("--context", "NAME", from_environment=False),
-)
+CONTEXT = Flag("--context", "NAME", from_environment=False)
+CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n", from_environment=False), CONTEXT)
 JSON = Flag("--json", from_environment=False)
 FILE = Flag("--file", "FILE", short="-f", from_environment=False)
-CONTEXT = Flag("--context", "NAME", from_environment=False)
 FOLLOW = Flag("--follow", short="-f", from_environment=False)
 TAIL = Flag("--tail", "N", from_environment=False)
 IMAGE = Flag("--image", "IMAGE", from_environment=False)

@@ -4,6 +4,7 @@ Whatever changes something reads first, so that what cannot be is refused before
 """
 
 import json
+import os
 import sys
 import threading
 import time
@@ -253,6 +254,8 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
         for line in lines:
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(0)  # nobody reads any more
     except RipstopError as error:
         print(f"ripstop kube logs: error: {error}", file=sys.stderr)
 

@@ -42,20 +42,35 @@ class Unreachable(RipstopError):
 class Cluster:
     """A cluster, seen as the user of KUBECONFIG or as the pod's service account."""
 
-    def __init__(self, context: str | None = None) -> None:
+    def __init__(self, context: str | None = None, kubeconfig: str | None = None) -> None:
         from kubernetes import client, config
         from kubernetes.client.rest import RESTClientObject
 
         self._configuration = client.Configuration()
         self._configuration.connection_pool_maxsize = THREADS
         try:
-            if context is None:
-                config.load_config(client_configuration=self._configuration)
-            else:
-                config.load_kube_config(context=context, client_configuration=self._configuration)
+            try:
+                config.load_kube_config(kubeconfig, context, client_configuration=self._configuration)
+            except config.ConfigException:
+                if kubeconfig or context:
+                    raise
+                config.load_incluster_config(client_configuration=self._configuration)
         except config.ConfigException as error:
             raise Unreachable(f"no cluster is known ({error}); set KUBECONFIG, or run in a pod") from error
         self._pool = RESTClientObject(self._configuration).pool_manager
+
+    def credentials(self) -> dict[str, Any]:
+        """How to connect, as kopf wants to be told."""
+        scheme, _, token = self._headers("GET").get("authorization", "").rpartition(" ")
+        return {
+            "server": self._configuration.host,
+            "ca_path": self._configuration.ssl_ca_cert,
+            "insecure": not self._configuration.verify_ssl,
+            "scheme": scheme or None,
+            "token": token or None,
+            "certificate_path": self._configuration.cert_file,
+            "private_key_path": self._configuration.key_file,
+        }
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
         return self.request("GET", path, query=query)

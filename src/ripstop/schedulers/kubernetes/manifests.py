@@ -4,7 +4,7 @@ Everything has a name that follows from the job's, so that making it twice makes
 host name and rank stay when the pod is replaced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -138,7 +138,7 @@ def make_node(
     run_id: str,
     host: str,
     conf: str = "",
-    flags: Json = {},  # noqa: B006 - read only
+    flags: Mapping[str, str] = {},
     probes: Json = PROBES,
 ) -> None:
     """Make a pod's body that of a node: its first container knows all that `ripstop run` is to know.
@@ -156,7 +156,7 @@ def make_node(
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
 
 
-def _environment(secret: str, flags: Json, given: Sequence[Json]) -> list[Json]:
+def _environment(secret: str, flags: Mapping[str, str], given: Sequence[Json]) -> list[Json]:
     ours: list[Json] = [
         {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
         {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},

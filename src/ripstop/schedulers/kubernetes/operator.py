@@ -188,11 +188,24 @@ def run_operator(
         logging.getLogger(noisy).setLevel(logging.WARNING)
     cluster = Cluster()
     operator = Operator(cluster, operator_key(cluster, home), ask)
-    asyncio.run(_watch(operator, namespace, health))
+    if namespace is not None:
+        _defined(cluster, namespace)
+    asyncio.run(_watch(cluster, operator, namespace, health))
 
 
-async def _watch(operator: Operator, namespace: str | None, health: str | None) -> None:
+def _defined(cluster: Cluster, namespace: str) -> None:
+    """Only who sees all of a cluster notices when the definition comes."""
+    try:
+        cluster.get(jobs_path(namespace), limit="1")
+    except NotFound as error:
+        raise RipstopError("this cluster knows no ElasticJobs; `ripstop kube install` defines them") from error
+
+
+async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, health: str | None) -> None:
     import kopf
+
+    async def on_login(**_: Any) -> Any:
+        return kopf.ConnectionInfo(**await asyncio.to_thread(cluster.credentials))
 
     async def on_job(namespace: str, name: str, **_: Any) -> None:
         operator.job_changed((namespace, name))
@@ -204,13 +217,14 @@ async def _watch(operator: Operator, namespace: str | None, health: str | None) 
         operator.node_changed(body, gone=type == "DELETED")
 
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
-    kopf.on.login(registry=registry)(kopf.login_via_client)
+    kopf.on.login(registry=registry)(on_login)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)
     kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
     kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
     settings.watching.label_selectors["", "v1", "pods"] = JOB
     settings.networking.request_timeout = READ
     settings.posting.enabled = False  # we tell our own events
+    settings.scanning.disabled = namespace is not None  # it would want to see all namespaces
     await kopf.operator(
         registry=registry,
         settings=settings,

@@ -77,7 +77,7 @@ def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _template(name: str, spec: Spec, *, flags: Json = {}, probes: Json = PROBES) -> dict[str, Any]:  # noqa: B006
+def _template(name: str, spec: Spec, *, flags: Mapping[str, str] = {}, probes: Json = PROBES) -> dict[str, Any]:
     template: dict[str, Any] = deepcopy(dict(spec.template))
     metadata = template.pop("metadata", {})
     labels = {**(metadata.get("labels") or {}), INSTANCE: name}
