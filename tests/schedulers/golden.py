@@ -7,6 +7,7 @@ from typing import Any
 from ripstop.schedulers.kubernetes import deploy, manifests
 from ripstop.schedulers.kubernetes.manifests import Owner
 from ripstop.schedulers.kubernetes.spec import Spec, read
+from ripstop.schedulers.kubernetes.to_yaml import to_yaml
 
 HERE = Path(__file__).parent / "golden"
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -47,19 +48,16 @@ def manifests_by_name() -> dict[str, dict[str, Any]]:
     }
 
 
-def deploy_files() -> dict[str, list[dict[str, Any]]]:
-    return {**deploy.files(), "kustomization.yaml": [deploy.kustomization()]}
+def deploy_files() -> dict[str, str]:
+    files = {**deploy.files(), "kustomization.yaml": [deploy.kustomization()]}
+    return {name: f"# Written by python -m tests.schedulers.golden\n{to_yaml(items)}" for name, items in files.items()}
 
 
 def main() -> None:
-    import yaml
-
     for name, manifest in manifests_by_name().items():
         (HERE / f"{name}.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    for name, items in deploy_files().items():
-        apart = json.loads(json.dumps(items))  # no anchors for what occurs twice
-        text = yaml.safe_dump_all(apart, sort_keys=False, width=118, allow_unicode=True)
-        (DEPLOY / name).write_text(f"# Written by python -m tests.schedulers.golden\n{text}")
+    for name, text in deploy_files().items():
+        (DEPLOY / name).write_text(text)
 
 
 if __name__ == "__main__":

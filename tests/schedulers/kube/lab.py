@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from ripstop.schedulers.kubernetes import deploy
 from ripstop.schedulers.kubernetes.client import ApiError, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.schedulers.kubernetes.manifests import JOB
@@ -20,6 +22,14 @@ PATIENCE = 30.0  # seconds
 HERE = Path(__file__).parent
 NOWHERE = {"ripstop.dev/test": "nowhere"}  # no real node takes our pods
 T = TypeVar("T")
+
+
+def needs_a_cluster() -> None:
+    """For the top of a test file: without a cluster, it skips as a whole."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("no KUBECONFIG: `make test-kube` says how to get one", allow_module_level=True)
+    for package in ("kopf", "kubernetes", "yaml"):
+        pytest.importorskip(package, reason=f"{package} is not installed: requirements/kube.txt")
 
 
 def eventually(look: Callable[[], T], seconds: float = PATIENCE) -> T:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from ripstop.schedulers.kubernetes.client import Cluster, core_path, jobs_path
-from tests.schedulers.kube.lab import NOWHERE, Place, eventually, stamp
+from tests.schedulers.kube.lab import NOWHERE, Place, eventually, needs_a_cluster, stamp
+
+needs_a_cluster()
 
 pytestmark = pytest.mark.usefixtures("operator")
 

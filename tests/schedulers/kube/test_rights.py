@@ -7,7 +7,9 @@ import pytest
 from ripstop.schedulers.kubernetes.client import ApiError, Cluster
 from ripstop.schedulers.kubernetes.deeds import operator_key
 from tests.schedulers.kube.conftest import HOME
-from tests.schedulers.kube.lab import Place
+from tests.schedulers.kube.lab import Place, needs_a_cluster
+
+needs_a_cluster()
 
 NOT_ITS = [
     ("GET", "/api/v1/namespaces/{}/secrets"),

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from ripstop.schedulers.kubernetes.client import ApiError, jobs_path
-from tests.schedulers.kube.lab import Place, a_job, eventually
+from tests.schedulers.kube.lab import Place, a_job, eventually, needs_a_cluster
+
+needs_a_cluster()
 
 NO_CONTAINER = {"spec": {"containers": []}}
 

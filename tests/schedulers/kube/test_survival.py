@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.schedulers.kube.lab import Operators, Place, eventually
+from tests.schedulers.kube.lab import Operators, Place, eventually, needs_a_cluster
+
+needs_a_cluster()
 
 
 class Lives:
