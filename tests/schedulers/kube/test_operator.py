@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ripstop.schedulers.kubernetes.client import Cluster, core_path, jobs_path
-from tests.schedulers.kube.lab import NOWHERE, Place, eventually, needs_a_cluster, stamp
+from tests.schedulers.kube.lab import NOWHERE, SAYS, TALKATIVE, Place, eventually, needs_a_cluster, stamp
 
 needs_a_cluster()
 
@@ -43,6 +43,25 @@ def test_a_job_whose_pods_are_ready_runs(place: Place) -> None:
     status = place.job()["status"]
     assert (status["readyReplicas"], status["members"]) == (2, ["train-0", "train-1"])
     assert place.condition("Running")["status"] == "True"
+
+
+def test_a_running_job_is_asked_how_it_is_doing(place: Place) -> None:
+    place.submit()
+    place.there("train-0", "train-1")
+    place.set_status("train-0", podIP=TALKATIVE, podIPs=[{"ip": TALKATIVE}])
+    place.start("train-0", "train-1")
+    eventually(lambda: place.job()["status"]["round"] == SAYS["round"])
+    assert place.job()["status"].items() >= SAYS.items()
+
+
+def test_a_job_that_does_not_answer_runs_all_the_same(place: Place) -> None:
+    place.submit()
+    place.there("train-0", "train-1")
+    place.set_status("train-0", podIP="10.9.9.9", podIPs=[{"ip": "10.9.9.9"}])
+    place.start("train-0", "train-1")
+    eventually(lambda: place.phase() == "Running")
+    eventually(lambda: "Running" in place.events())
+    assert "round" not in place.job()["status"]
 
 
 def test_replicas_that_were_not_given_can_be_seen_and_scaled(place: Place) -> None:

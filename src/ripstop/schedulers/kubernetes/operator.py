@@ -29,7 +29,7 @@ from ripstop.schedulers.kubernetes.observe import coordinator_address, node_of, 
 from ripstop.schedulers.kubernetes.reconcile import CreatePod, decide
 from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 
-CALM = 0.05  # seconds in which what happens to a job is gathered
+CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
 RESYNC = 600.0  # a job is looked at so often although nothing happened
 TELEMETRY = 10.0  # a running job is asked so often
@@ -103,10 +103,13 @@ class Operator:
     # one job ----------------------------------------------------------------------------------------------------------
 
     async def _tend(self, name: Name, tended: Tended) -> None:
+        took = 0.0
         while True:
-            await asyncio.sleep(CALM)
+            await asyncio.sleep(CALM + took)  # large jobs are dear to read, and much happens to them
             tended.woken.clear()
+            began = time.monotonic()
             again = await self._look(name, tended)
+            took = min(time.monotonic() - began, LONGEST_PAUSE)
             if again is None and not tended.woken.is_set():
                 del self._tended[name]
                 return
