@@ -385,13 +385,13 @@ def _ending(pod: Pod) -> tuple[str, str, str] | None:
             case "succeeded":
                 return "Succeeded", "Succeeded", "all workers exited 0"
             case "failed":
-                return "Failed", "Failed", str(said.get("why", ""))
+                return "Failed", "Failed", _word(pod)
             case "stopped" if not pod.deleting:
-                return "Failed", "Stopped", str(said.get("why", ""))
+                return "Failed", "Stopped", _word(pod)
     if pod.deleting:
         return None  # it was told to go: what it says of its own end is not about the job's
     if pod.exit_code == 2:
-        return "Failed", "WrongInput", f"pod {pod.name}: {pod.message.strip() or 'see its log'}"
+        return "Failed", "WrongInput", f"pod {pod.name}: {_word(pod)}"
     if pod.exit_code == 0 and pod.phase == "Succeeded" and said is None:
         return "Succeeded", "Succeeded", f"pod {pod.name} exited 0"
     return None
@@ -408,7 +408,7 @@ def _loss(pod: Pod) -> tuple[str, str]:
     if pod.exit_code is not None and pod.exit_code >= 128:
         return "Killed", f"signal {pod.exit_code - 128} ended it"
     if pod.exit_code is not None:
-        return "PodFailed", f"it exited with code {pod.exit_code}: {pod.message.strip()[-300:] or 'see its log'}"
+        return "PodFailed", f"it exited with code {pod.exit_code}: {_word(pod)[-300:]}"
     return pod.reason or "PodFailed", pod.detail or "the cluster says no more"
 
 
@@ -416,6 +416,14 @@ def _cannot_start(pod: Pod | None) -> str:
     if pod is None:
         return ""
     return f"pod {pod.name}: {pod.detail or pod.waiting}; correct the image, or the template of a new job"
+
+
+def _word(pod: Pod) -> str:
+    """What the pod said at its end, for a person: the reason and the culprit of an agent's last word, or its log's."""
+    said = _parsed(pod.message)
+    if said is None:
+        return pod.message.strip() or "see its log"
+    return "; ".join(str(said[key]) for key in ("why", "culprit") if said.get(key))
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
