@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 from ripstop.errors import RipstopError
 from ripstop.schedulers.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.schedulers.kubernetes.deeds import Deeds, Refused, operator_key
-from ripstop.schedulers.kubernetes.manifests import HOME, JOB, run_id
+from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner, run_id
 from ripstop.schedulers.kubernetes.observe import coordinator_address, node_of, seen_job, seen_pods, silent_since
 from ripstop.schedulers.kubernetes.reconcile import CreatePod, decide
 from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
@@ -49,11 +49,17 @@ class Tended:
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     nodes: frozenset[str] = frozenset()
-    furnished: str = ""  # the uid of the job whose service, secret and budget are there
-    refused: str = ""
     troubles: int = 0  # in a row
+    uid: str = ""  # of the job that the rest is about: there may be another of its name
+    furnished: bool = False  # its service, its secret and its budget are there
+    refused: str = ""
     telemetry: Json = field(default_factory=dict)
     asked: float = 0.0
+
+    def meet(self, uid: str) -> None:
+        """Forget what was about another job."""
+        if self.uid != uid:
+            self.uid, self.furnished, self.refused, self.telemetry, self.asked = uid, False, "", {}, 0.0
 
 
 class Operator:
@@ -144,35 +150,33 @@ class Operator:
             return None
         pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
         tended.nodes = frozenset(filter(None, map(node_of, pods)))
-        await self._listen(tended, item, pods)
+        tended.meet(item["metadata"]["uid"])
         job = seen_job(item, telemetry=tended.telemetry, refused=tended.refused)
         decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
         item = await self._call(self._deeds.write_status, item, decision.status)
-        furnish = tended.furnished != job.owner.uid or any(isinstance(action, CreatePod) for action in decision.actions)
-        before, tended.refused = tended.refused, ""
+        furnish = not tended.furnished or any(isinstance(action, CreatePod) for action in decision.actions)
+        known = (tended.refused, tended.telemetry)
         try:
             await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
-            tended.furnished = job.owner.uid
+            tended.furnished, tended.refused = True, ""
         except Refused as error:
             tended.refused = str(error)
-        if tended.refused != before:
+        running = decision.status.get("phase") == "Running"
+        if running and self._ask is not None and not job.spec.get("secretName"):
+            await self._listen(self._ask, tended, job.owner, coordinator_address(pods, job.owner))
+        if (tended.refused, tended.telemetry) != known:
             tended.woken.set()  # for the status to say so
-        asking = self._ask is not None and decision.status.get("phase") == "Running"
-        return min(decision.again or RESYNC, TELEMETRY if asking else RESYNC)
+        return min(decision.again or RESYNC, TELEMETRY if running and self._ask is not None else RESYNC)
 
-    async def _listen(self, tended: Tended, item: Json, pods: list[dict[str, Any]]) -> None:
-        """Hear how a running job is doing, if it can be reached and its token is of our making."""
-        running = (item.get("status") or {}).get("phase") == "Running"
-        theirs = (item.get("spec") or {}).get("secretName")
-        if self._ask is None or not running or theirs or time.monotonic() - tended.asked < TELEMETRY:
+    async def _listen(self, ask: Ask, tended: Tended, owner: Owner, address: str) -> None:
+        """Hear how a running job is doing, if it can be reached."""
+        if not address or time.monotonic() - tended.asked < TELEMETRY:
             return
         tended.asked = time.monotonic()
-        owner = seen_job(item).owner
-        if address := coordinator_address(pods, owner):
-            try:
-                tended.telemetry = await self._call(self._ask, address, self._deeds.token(owner), run_id(owner))
-            except Exception as error:  # whatever it is: the job goes on without
-                log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, error)
+        try:
+            tended.telemetry = await self._call(ask, address, self._deeds.token(owner), run_id(owner))
+        except Exception as error:  # whatever it is: the job goes on without
+            log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, error)
 
     async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
