@@ -386,3 +386,9 @@ def test_what_another_version_accepted_is_a_condition() -> None:
 def test_a_name_that_no_service_can_have_is_a_condition(name: str) -> None:
     job = replace(a_job(), owner=Owner(name, "ml", "u"))
     assert "names a service" in condition(decide(job, [], NOW), "Invalid")["message"]
+
+
+def test_a_default_that_is_written_out_changes_nothing() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job.spec["maxRestarts"] = 3  # type: ignore[index]
+    assert condition(decide(job, [running(0), running(1)], NOW), "Invalid") is None

@@ -14,7 +14,7 @@ import pytest
 
 from ripstop.schedulers.kubernetes import deploy
 from ripstop.schedulers.kubernetes.client import Cluster
-from tests.schedulers.kube.lab import Operators, Place, apply, collection, eventually, service_account_config
+from tests.schedulers.kube.lab import Operators, Place, apply, collection, eventually, exists, service_account_config
 
 HOME = "ripstop-test-system"
 
@@ -44,6 +44,7 @@ def cluster(admin: dict[str, Any]) -> Iterator[Cluster]:
     finally:
         for item in reversed(ours):
             cluster.delete(f"{collection(item)}/{item['metadata']['name']}")
+        eventually(lambda: not any(exists(cluster, item) for item in ours), 90)  # lest the next session find it going
 
 
 @pytest.fixture

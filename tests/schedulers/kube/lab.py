@@ -71,6 +71,14 @@ def apply(cluster: Cluster, item: dict[str, Any]) -> bool:
     return True
 
 
+def exists(cluster: Cluster, item: dict[str, Any]) -> bool:
+    try:
+        cluster.get(f"{collection(item)}/{item['metadata']['name']}")
+    except NotFound:
+        return False
+    return True
+
+
 def service_account_config(cluster: Cluster, admin: dict[str, Any], home: str, path: Path) -> Path:
     """A kubeconfig of the operator's service account."""
     account = core_path(home, "serviceaccounts", f"{deploy.NAME}/token")
@@ -98,11 +106,8 @@ class Place:
         return self.cluster.get(jobs_path(self.name, name))
 
     def forgotten(self, name: str = "train") -> bool:
-        try:
-            self.job(name)
-        except NotFound:
-            return True
-        return False
+        metadata = {"name": name, "namespace": self.name}
+        return not exists(self.cluster, a_job(name) | {"metadata": metadata})
 
     def change(self, name: str = "train", **spec: Any) -> None:
         self.cluster.patch(jobs_path(self.name, name), {"spec": spec})

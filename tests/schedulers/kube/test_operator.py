@@ -20,7 +20,8 @@ def said(outcome: str) -> str:
 def test_a_job_gets_what_it_needs_and_owns_it(place: Place) -> None:
     job = place.submit(disruptionBudget=True)
     pods = place.there("train-0", "train-1")
-    budget = f"/apis/policy/v1beta1/namespaces/{place.name}/poddisruptionbudgets/train"
+    policy = place.cluster.get("/apis/policy")["preferredVersion"]["groupVersion"]
+    budget = f"/apis/{policy}/namespaces/{place.name}/poddisruptionbudgets/train"
     token = f"train-token-{job['metadata']['uid'][:8]}"
     found = [
         *place.pods().values(),

@@ -134,11 +134,11 @@ def read(name: str, spec: Json) -> Spec | list[Problem]:
 
 def changed(before: Json, after: Json) -> list[Problem]:
     """The fields that were changed and must not be, while the job exists."""
-    fixed = [field.name for field in FIELDS if field.fixed] + ["rendezvous", "template"]
+    fixed = {field.name: field.default for field in FIELDS if field.fixed} | {"rendezvous": None, "template": None}
     return [
         Problem(f"spec.{name}", "cannot be changed while the job exists; delete the job and create it anew")
-        for name in fixed
-        if before.get(name) != after.get(name)
+        for name, default in fixed.items()
+        if before.get(name, default) != after.get(name, default)
     ]
 
 
