@@ -569,13 +569,13 @@ def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
     agent = Agent(Settings(NODE, 2, 2, TIMING))
     assert agent.unready() == "it is warming up"
     on(agent, Warmed())
+    on(agent, Unlinked("host-b:29400: connection refused"))
+    assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
+    on(agent, Linked("host-a"))
     assert agent.unready() == "its health is being looked at"
     on(agent, Checked((FULL,)))
     assert agent.unready() == f"it is unhealthy: {FULL.words}"
     on(agent, Checked(()))
-    on(agent, Unlinked("host-b:29400: connection refused"))
-    assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
-    on(agent, Linked("host-a"))
     assert agent.unready() == ""
     on(agent, Offered(7001))
     on(agent, assign(1))

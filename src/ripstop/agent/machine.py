@@ -291,10 +291,12 @@ class Agent:
             return ""
         if not self._warm:
             return "it is warming up"
-        if not self.admitted:
-            problems = "; ".join(problem.words for problem in self._problems)
-            return f"it is unhealthy: {problems}" if problems else "its health is being looked at"
-        return "" if self._linked else f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+        if not self._linked:
+            return f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+        if self.admitted:
+            return ""
+        problems = "; ".join(problem.words for problem in self._problems)
+        return f"it is unhealthy: {problems}" if problems else "its health is being looked at"
 
     def _patience(self) -> float:
         timing = self._settings.timing
