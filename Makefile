@@ -60,6 +60,7 @@ bench: $(BENCH)  ## measure ripstop beside torchrun
 		--launcher ripstop="ripstop run" --json bench/results/recovery.json
 	python bench/plot.py bench/results/recovery.json docs/images/recovery.svg
 	python bench/tee.py --json bench/results/tee.json
+	python bench/overhead.py --json bench/results/overhead.json
 
 .PHONY: venv
 venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
@@ -100,12 +101,15 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# Tests across network namespaces want `ip`, those with etcd want `etcd`; without them they say so and skip.  Debian would
-# start etcd as a service: policy-rc.d keeps it from that, as the tests start their own.
+# Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`, those of metrics
+# `prometheus`; without them they say so and skip.  Debian would start services: policy-rc.d keeps it from that, as the
+# tests start their own.
 .PHONY: tools
 tools:
 	@$(call tool,ip,iproute2)
 	@$(call tool,etcd,etcd-server)
+	@$(call tool,iptables,iptables)
+	@$(call tool,prometheus,prometheus)
 
 define tool
 if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

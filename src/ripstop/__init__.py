@@ -2,10 +2,11 @@
 
 TYPE_CHECKING = False  # typing's own costs an import at every start
 if TYPE_CHECKING:
+    from ripstop import train
     from ripstop.observe.recording import record
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "record"]
+__all__ = ["__version__", "record", "train"]
 
 
 def __getattr__(name: str) -> object:
@@ -14,4 +15,8 @@ def __getattr__(name: str) -> object:
         from ripstop.observe.recording import record
 
         return record
+    if name == "train":
+        from importlib import import_module
+
+        return import_module("ripstop.train")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -98,12 +98,15 @@ class Logs:
 class Budget:
     """How many failures are healed: `max_restarts` in any `window` seconds (0: in the whole run).
 
-    `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.
+    `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.  Hangs are
+    counted apart: `max_infra_restarts` of them in any `infra_window` seconds.
     """
 
     max_restarts: int = 0
     window: float = 0.0
     backoff: float = 30.0
+    max_infra_restarts: int = 3
+    infra_window: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,29 @@ class Timing:
     lease: float = 3.0  # for a word from a silent peer
     coordinator: float = 600.0  # for a coordinator that has gone away
     shutdown: float = 30.0  # for workers to stop by themselves after SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """When this node is good enough for the job; looked at before it joins, and then every `interval` seconds.
+
+    `command` is the user's own check, which may take as long as `interval`; none when empty.  0 bytes of disk, 0
+    seconds of clock: that check is off.
+    """
+
+    command: tuple[str, ...] = ()
+    interval: float = 30.0
+    min_disk: int = 32 << 20  # bytes free where logs and temporary files go
+    max_skew: float = 60.0  # seconds between this node's clock and the coordinator's, when it joins
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A node at fault `failures` times in `window` seconds is out of the job for `cooldown`; 0 failures: never."""
+
+    failures: int = 3
+    window: float = 600.0
+    cooldown: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +234,9 @@ class RunConfig:
     store_port: int = 0  # 0: a new free port every round
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
+    health: Health = field(default_factory=Health)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    hang_timeout: float = 0.0  # seconds without progress after which a worker is taken to hang; 0: never
     start: Start = Start.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: what the script imports
     logs: Logs = field(default_factory=Logs)
@@ -218,6 +247,7 @@ class RunConfig:
     timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     token: str = field(default="", repr=False)
     tls: Tls | None = None
+    api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
     probe_port: int | None = None  # where probes are answered; None: nowhere
     termination_log: Path | None = None  # the file for this agent's last word
     linger: bool = False  # stay when the job is over, until a signal comes
@@ -235,6 +265,8 @@ class CoordinatorConfig:
     rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    log_dir: Path | None = None  # for the job's events; None: they are not written
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()
@@ -243,17 +275,21 @@ class CoordinatorConfig:
 # readers ------------------------------------------------------------------------------------------------------------
 
 COORDINATOR_PORT = 29400
+API_PORT = 29480
 ETCD_PORT = 2379
 ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500
 MOST_NODES = 100_000
 MOST_SLOTS = 4_096
 LONGEST_NAME = 200
+BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
+HEALTH_CONF = frozenset({"min_disk", "max_clock_skew"})
+QUARANTINE_CONF = frozenset({"quarantine_failures", "quarantine_window", "quarantine_cooldown"})
 BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
-RDZV_CONF = TLS_CONF | BEAT_CONF | {
+RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
     "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
 }  # fmt: skip
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
@@ -287,6 +323,19 @@ def duration(name: str, text: str, *, positive: bool = False) -> float:
         least = "above 0" if positive else "0 or more"
         raise UsageError(f"{name}={text}: a time is {least} and finite; give seconds, or 90s, 10m, 1h")
     return seconds
+
+
+def size(name: str, text: str) -> int:
+    """Bytes, written as a number with or without a unit of 1024: `512M`, `1G`, `1GiB`."""
+    digits = text.strip().rstrip("KMGTiB")
+    unit = text.strip()[len(digits) :].removesuffix("B").removesuffix("i")
+    try:
+        number = float(digits) * BYTES[unit]
+    except (ValueError, KeyError):
+        raise UsageError(f"{name}={text}: not a size; give bytes, or a number with a unit: 512M, 1G") from None
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"{name}={text}: a size is 0 or more, and finite; give bytes, or 512M, 1G")
+    return int(number)
 
 
 def truth(name: str, text: str) -> bool:
@@ -428,6 +477,31 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         shutdown=shutdown,
     )
     return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+
+
+def limits(name: str, conf: Mapping[str, str]) -> Health:
+    """What `--rdzv-conf` says of a good node; the user's own check is added by who reads the flags."""
+    default = Health()
+    disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
+    return Health(
+        min_disk=default.min_disk if disk is None else size(f"{name} min_disk", disk),
+        max_skew=default.max_skew if skew is None else duration(f"{name} max_clock_skew", skew),
+    )
+
+
+def quarantine(name: str, conf: Mapping[str, str]) -> Quarantine:
+    """What `--rdzv-conf` says of nodes whose failures repeat."""
+    default = Quarantine()
+
+    def seconds(key: str, otherwise: float) -> float:
+        return duration(f"{name} {key}", conf[key], positive=True) if key in conf else otherwise
+
+    failures = conf.get("quarantine_failures", str(default.failures))
+    return Quarantine(
+        failures=whole(f"{name} quarantine_failures", failures, least=0, most=1_000_000),
+        window=seconds("quarantine_window", default.window),
+        cooldown=seconds("quarantine_cooldown", default.cooldown),
+    )
 
 
 def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:

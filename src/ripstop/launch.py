@@ -19,15 +19,29 @@ from typing import Any
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import Quit
-from ripstop.config import Backend, Command, CoordinatorConfig, Entry, Function, Module, RunConfig, Script
+from ripstop.config import (
+    Backend,
+    Command,
+    CoordinatorConfig,
+    Entry,
+    Function,
+    Health,
+    Logs,
+    Module,
+    Quarantine,
+    RunConfig,
+    Script,
+)
 from ripstop.errors import UsageError
 from ripstop.observe import probes
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
+from ripstop.observe.job_socket import JobSocket
 from ripstop.observe.log import Stderr, one_line
 from ripstop.observe.report import render, to_json
+from ripstop.rendezvous import secret
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
@@ -82,11 +96,12 @@ def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator alone."""
     with _log_lines(config.notes, rendezvous=True):
+        directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
         assert bound is not None, "a demanded endpoint is bound, or an error"
         _may_serve(bound, config)
         _warn_of(bound)
-        end = asyncio.run(_coordinate(config, bound))
+        end = asyncio.run(_coordinate(config, bound, directory))
     if isinstance(end, int):
         return 128 + end
     print(render(end), end="", file=sys.stderr)
@@ -143,11 +158,13 @@ async def _meet(
 ) -> _Meeting:
     """The coordinator is in this process, or at the endpoint."""
     if config.backend is not Backend.LOCAL and bound is None:
+        _way_in(parts, config, node.id).follow(str(config.endpoint))
         return _Meeting(_remote(config, node.id))
     coordinator = Coordinator(_settings(config, own=node.id), sinks=[_event_file(parts, directory, OF_JOB)])
     parts.callback(coordinator.stop)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
+    _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
     return _Meeting(LocalLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
@@ -156,6 +173,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
+    way_in = _way_in(parts, config, node.id)
     link = ElectedLink(
         config.etcd,
         _settings(config),
@@ -164,19 +182,22 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         local_addr=config.local_addr,
         tls=config.tls,
         sinks=[_event_file(parts, directory, OF_JOB)],
+        seated=lambda address, own: way_in.lead(own, str(address)) if own else way_in.follow(str(address)),
     )
     return _Meeting(link, link.broken)
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
+async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> Report | int:
     """How the job ended, or the signal that ended its coordinator."""
     stopped: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
-        coordinator = Coordinator(_settings(config))
+        sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
+        coordinator = Coordinator(_settings(config), sinks=sinks)
         parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
+        _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
         signalled = asyncio.create_task(stopped.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
@@ -191,7 +212,9 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound) -> Report | int:
 
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
-    """The endpoint's socket, if this node is to host the coordinator."""
+    """The socket of the endpoint, if this node is to host the coordinator, or of `--api` where it is alone."""
+    if config.backend is Backend.LOCAL and config.api is not None:
+        return bind(config.api, demanded=True, shared=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
@@ -232,6 +255,7 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
 
 
 def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
+    alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return Settings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -241,6 +265,8 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
+        quarantine=Quarantine(failures=0) if alone else config.quarantine,
+        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 
@@ -248,6 +274,14 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
+
+
+def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
+    """For operators on this machine."""
+    token = secret.api_token(config.token, config.run_id) if config.token else ""
+    found = JobSocket(os.environ, config.run_id, node, token, config.tls)
+    parts.push_async_callback(found.close)
+    return found
 
 
 @contextmanager
@@ -314,6 +348,7 @@ async def _serve(
         lease=config.timing.lease,
         nodes=config.max_nodes,
         tls=tls,
+        agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
     )
     parts.push_async_callback(server.close)
     await server.start()
@@ -398,7 +433,9 @@ def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
         return report
     ours = str(directory.path)
     failures = (
-        replace(failure, logs="", error_file="") if failure.logs.startswith(ours) else failure
+        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
+        if failure.logs.startswith(ours)
+        else failure
         for failure in report.failures
     )
     return replace(report, failures=tuple(failures))

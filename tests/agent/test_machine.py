@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+from ripstop.agent.health import Problem
 from ripstop.agent.machine import (
     FAREWELL,
     HUSH,
     Agent,
+    Checked,
     Command,
     Event,
+    Examine,
+    Examined,
     Got,
     Linked,
     Offered,
@@ -36,7 +40,10 @@ from ripstop.rendezvous.messages import (
     Closing,
     Depart,
     Failed,
+    Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -50,6 +57,9 @@ from ripstop.round import Address, Node, Outcome, Place
 
 TIMING = Timing(join=100.0, coordinator=50.0, shutdown=30.0)
 NODE = Node("a", "host-a", 2)
+FULL = Problem("disk logs", "/logs (logs) needs 32 MiB free and has 3 MiB")
+FULLER = Problem("disk logs", "/logs (logs) needs 32 MiB free and has 2 MiB")
+LOST = Problem("gpu 3", "GPU 3: NVML says: GPU is lost")
 
 
 def on(agent: Agent, event: Event, now: float = 0.0) -> list[Command]:
@@ -79,7 +89,10 @@ def join(**state: object) -> Tell:
 
 
 def new_agent() -> Agent:
-    return Agent(Settings(NODE, 1, 4, TIMING))
+    """Healthy."""
+    agent = Agent(Settings(NODE, 1, 4, TIMING))
+    agent.on(Checked(()), 0.0)
+    return agent
 
 
 def ready_agent() -> Agent:
@@ -107,6 +120,7 @@ def test_an_agent_joins_as_soon_as_it_is_linked() -> None:
 
 def test_a_node_learns_its_address_from_the_link() -> None:
     agent = Agent(Settings(Node("a", "", 2), 1, 4, TIMING))
+    agent.on(Checked(()), 0.0)
     assert on(agent, Warmed()) == []
     assert on(agent, Linked("10.0.0.7")) == [Tell(Join(Node("a", "10.0.0.7", 2), 1, 4)), OfferStore()]
 
@@ -471,6 +485,86 @@ def test_nothing_happens_after_the_end() -> None:
     assert agent.deadline() is None
 
 
+# health ---------------------------------------------------------------------------------------------------------------
+
+
+def unchecked_agent() -> Agent:
+    """Linked and warm; nobody has looked at its health yet."""
+    agent = Agent(Settings(NODE, 1, 4, TIMING))
+    agent.on(Linked("host-a"), 0.0)
+    agent.on(Warmed(), 0.0)
+    return agent
+
+
+def test_nothing_is_offered_before_the_node_was_found_healthy() -> None:
+    agent = unchecked_agent()
+    assert not agent.admitted
+    assert on(agent, Checked(()), 1.0) == [OfferStore()]
+    assert on(agent, Offered(7001), 1.0) == [Tell(Ready(7001, 0))]
+
+
+def test_an_unhealthy_node_says_so_once_and_is_ready_when_it_is_mended() -> None:
+    agent = unchecked_agent()
+    said = agent.on(Checked((FULL,)), 1.0)
+    assert said == [
+        Say(f"unhealthy: {FULL.words}; not ready for the job until that is mended, 100 s at most"),
+        Tell(Health((FULL.words,))),
+    ]
+    assert agent.on(Checked((FULLER,)), 31.0) == []
+    assert agent.on(Checked(()), 61.0) == [Say("healthy again"), Tell(Health()), OfferStore()]
+
+
+def test_another_problem_is_told_too() -> None:
+    agent = running_agent()
+    on(agent, Checked((FULL,)), 2.0)
+    assert on(agent, Checked((FULL, LOST)), 32.0) == [Tell(Health((FULL.words, LOST.words)))]
+
+
+def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout_and_says_why() -> None:
+    agent = unchecked_agent()
+    agent.on(Checked((FULL,)), 5.0)
+    assert agent.deadline() == 105.0
+    agent.on(Checked((FULLER,)), 95.0)
+    assert on(agent, Tick(), 105.0) == [
+        Tell(Leave(f"unhealthy for 100 s: {FULLER.words}")),
+        Quit(1, f"unhealthy for 100 s: {FULLER.words}"),
+    ]
+
+
+def test_a_node_that_was_healthy_once_never_gives_up_for_its_health() -> None:
+    agent = running_agent()
+    assert on(agent, Checked((FULL,)), 5.0) == [Tell(Health((FULL.words,)))]
+    assert agent.deadline() is None
+    assert agent.state is State.RUNNING
+
+
+def test_a_join_tells_the_problems_too() -> None:
+    agent = running_agent()
+    on(agent, Unlinked("gone"), 5.0)
+    assert on(agent, Checked((LOST,)), 6.0) == []
+    (told,) = (command for command in on(agent, Linked("host-a"), 7.0) if isinstance(command, Tell))
+    assert isinstance(told.message, Join)
+    assert told.message.problems == (LOST.words,)
+
+
+# hangs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(1))) == [Examine(1)]
+    assert on(agent, Examined(1, (failure(),))) == [Tell(Inspected(1, (failure(),)))]
+    assert agent.state is State.RUNNING  # looking changes nothing
+
+
+def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
+    agent = running_agent()
+    assert on(agent, Got(Inspect(2))) == [Tell(Inspected(2))]
+
+
+# probes ---------------------------------------------------------------------------------------------------------------
+
+
 def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
     agent = Agent(Settings(NODE, 2, 2, TIMING))
     assert agent.unready() == "it is warming up"
@@ -478,6 +572,10 @@ def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
     on(agent, Unlinked("host-b:29400: connection refused"))
     assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
     on(agent, Linked("host-a"))
+    assert agent.unready() == "its health is being looked at"
+    on(agent, Checked((FULL,)))
+    assert agent.unready() == f"it is unhealthy: {FULL.words}"
+    on(agent, Checked(()))
     assert agent.unready() == ""
     on(agent, Offered(7001))
     on(agent, assign(1))

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from ripstop.cli import main
+from ripstop.cli.coordinator import FLAGS as COORDINATOR_FLAGS
 from ripstop.cli.coordinator import HELP as COORDINATOR_HELP
-from ripstop.cli.job import JOB_FLAGS
 from ripstop.cli.run import FLAGS, HELP
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl", "typing"}
@@ -54,5 +54,7 @@ def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, caps
 
 def test_the_help_names_every_flag_and_fits_a_wide_terminal() -> None:
     assert [flag.name for flag in FLAGS if flag.name != "--help" and flag.name not in HELP] == []
-    assert [flag.name for flag in JOB_FLAGS if flag.name != "--help" and flag.name not in COORDINATOR_HELP] == []
+    assert [
+        flag.name for flag in COORDINATOR_FLAGS if flag.name != "--help" and flag.name not in COORDINATOR_HELP
+    ] == []
     assert max(map(len, (HELP + COORDINATOR_HELP).splitlines())) <= 120

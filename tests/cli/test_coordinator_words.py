@@ -1,7 +1,9 @@
 """What the words of `ripstop coordinator` come to mean."""
 
+from pathlib import Path
+
 from ripstop.cli.coordinator import configure
-from ripstop.config import Budget, CoordinatorConfig, Timing
+from ripstop.config import Budget, CoordinatorConfig, Quarantine, Timing
 from ripstop.round import Address, RankBy
 
 
@@ -30,3 +32,21 @@ def test_a_coordinator_that_anyone_can_join_says_so() -> None:
     config = configure(["--rdzv-endpoint=head"], {})
     assert config is not None
     assert "whoever can reach head:29400" in config.notes[0]
+
+
+def test_a_coordinator_writes_events_where_it_is_told() -> None:
+    def told(words: str) -> Path | None:
+        config = configure(["--rdzv-endpoint=head", *words.split()], {})
+        assert config is not None
+        return config.log_dir
+
+    assert [told(""), told("--log-dir=/dev/null"), told("--log-dir=logs")] == [None, None, Path("logs")]
+
+
+def test_quarantine_is_the_coordinators_and_health_is_the_nodes() -> None:
+    config = configure(
+        ["--rdzv-endpoint=head", "--rdzv-conf=quarantine_failures=9,min_disk=1G"], {"RIPSTOP_TOKEN": "s"}
+    )
+    assert config is not None
+    assert config.quarantine == Quarantine(failures=9)
+    assert config.notes == ("--rdzv-conf min_disk has no effect here: it is about nodes",)

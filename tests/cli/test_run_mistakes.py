@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr, exit code 2, and nothing is started."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,43 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("", "nothing to run; name the script after the flags: ripstop run … train.py"),
         ("--standalone", "nothing to run; name the script after the flags: ripstop run … train.py"),
         ("--nnodes", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
+        (
+            "--standalone --api=127.0.0.1 train.py",
+            "--api=127.0.0.1:29480: whoever steers a job over the network shows a token made of its secret, and it has "
+            "none; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
+        ),
         ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
         ("--nprok-per-node=2 train.py", "--nprok-per-node=2: there is no such flag; did you mean --nproc-per-node?"),
         ("--max_restrats 2 train.py", "--max_restrats: there is no such flag; did you mean --max-restarts?"),
         ("--xyzzy train.py", "--xyzzy: there is no such flag; --help lists them"),
         ("-x train.py", "-x: there is no such flag; --help lists them"),
+        (
+            "--health-check=nosuchprogram train.py",
+            "--health-check=nosuchprogram: there is no such program: nosuchprogram; give its path, "
+            "or write sh -c '…' for a shell's words",
+        ),
+        (
+            "--health-check=./file train.py",
+            "--health-check=./file: is no program that may be run: ./file; give its path, "
+            "or write sh -c '…' for a shell's words",
+        ),
+        ("--health-check='true train.py", "--health-check='true: no closing quotation; quote it as for a shell"),
+        (
+            "--health-interval=0 train.py",
+            "--health-interval=0: a time is above 0 and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
+            "--rdzv-conf=min_disk=lots train.py",
+            "--rdzv-conf min_disk=lots: not a size; give bytes, or a number with a unit: 512M, 1G",
+        ),
+        (
+            "--rdzv-conf=min_disk=-1G train.py",
+            "--rdzv-conf min_disk=-1G: a size is 0 or more, and finite; give bytes, or 512M, 1G",
+        ),
+        (
+            "--rdzv-conf=quarantine_failures=-1 train.py",
+            "--rdzv-conf quarantine_failures=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+        ),
         ("--standalone=1 train.py", "--standalone=1: --standalone takes no value; write --standalone alone"),
         ("--restart=1 train.py", "--restart=1: could be --restart-window or --restart-backoff; write more of it"),
         ("-m --no-python train.py", "-m and --no-python: a module needs python; leave one of them out"),
@@ -193,8 +226,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (
             "--rdzv-conf=leese=1 train.py",
             "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, rank_by, timeout, "
-            "tls_ca, tls_cert, tls_key",
+            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, max_clock_skew, min_disk, "
+            "quarantine_cooldown, quarantine_failures, quarantine_window, rank_by, timeout, tls_ca, tls_cert, tls_key",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",
@@ -416,3 +449,15 @@ def test_a_command_that_is_not_there_is_told_what_there_is(
 ) -> None:
     assert main([name]) == 2
     assert capsys.readouterr().err == f"ripstop: error: {name}: there is no such command; write {remedy}\n"
+
+
+def test_an_api_address_that_is_taken_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIPSTOP_TOKEN", "s3cret")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = said(f"--standalone --api=127.0.0.1:{port} train.py", capsys)
+    assert line.startswith(
+        f"this node is to listen at 127.0.0.1:{port}, but that port is taken; choose another in --api"
+    )

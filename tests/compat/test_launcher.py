@@ -614,7 +614,8 @@ def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() 
 @pytest.mark.parametrize(
     ("setting", "word"),
     [
-        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd'.*c10d"),
+        ({"rdzv_backend": "zookeeper"}, "rdzv_backend='zookeeper'.*c10d"),
+        ({"rdzv_backend": "etcd", "rdzv_endpoint": ""}, "no etcd is named; write --rdzv-endpoint=HOST:2379"),
         ({"rdzv_endpoint": "no host!"}, "not a host name"),
         ({"start_method": "threads"}, "spawn, fork, forkserver"),
         ({"rdzv_configs": {"no_such_wait": 3}}, "no_such_wait"),

@@ -22,22 +22,33 @@ needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd he
 class Member:
     """One etcd process."""
 
-    def __init__(self, name: str, folder: Path, flags: tuple[str, ...] = (), scheme: str = "http") -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        flags: tuple[str, ...] = (),
+        scheme: str = "http",
+        address: str = "127.0.0.1",
+        wrap: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
         self.folder = folder / name
         self.client = free_port()
-        self.peer = f"http://127.0.0.1:{free_port()}"
-        self.endpoint = f"127.0.0.1:{self.client}"
+        self.peer = f"http://{address}:{free_port()}"
+        self.endpoint = f"{address}:{self.client}"
         self.scheme = scheme
         self.flags = flags
+        self.wrap = wrap  # in front of the command
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, cluster: str) -> None:
+        self._cluster = cluster
         url = f"{self.scheme}://{self.endpoint}"
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    "etcd", f"--name={self.name}", f"--data-dir={self.folder}", "--logger=zap", "--log-level=warn",
+                    *self.wrap, "etcd", "--logger=zap", "--log-level=warn",
+                    f"--name={self.name}", f"--data-dir={self.folder}",
                     f"--listen-client-urls={url}", f"--advertise-client-urls={url}",
                     f"--listen-peer-urls={self.peer}", f"--initial-advertise-peer-urls={self.peer}",
                     f"--initial-cluster={cluster}", "--initial-cluster-state=new", *self.flags,
@@ -54,6 +65,13 @@ class Member:
     def signal(self, signum: int) -> None:
         assert self.process is not None
         self.process.send_signal(signum)
+
+    def resume(self) -> None:
+        """After a `signal` that stopped or killed it."""
+        assert self.process is not None
+        self.signal(signal.SIGCONT)
+        if self.process.poll() is not None:
+            self.start(self._cluster)
 
     def ask(self, path: str, body: dict[str, Any], timeout: float = 2.0) -> dict[str, Any] | None:
         """What the member answers; None when it does not."""
@@ -85,6 +103,14 @@ class Member:
         status = self.ask("maintenance/status", {})
         return status is not None and status.get("leader") == status["header"]["member_id"]
 
+    def lead(self, members: list["Member"]) -> None:
+        """Make it the leader of these."""
+        me = (self.ask("maintenance/status", {}) or {})["header"]["member_id"]
+        for member in members:
+            if member.leads and member is not self:
+                member.ask("maintenance/transfer-leadership", {"targetID": me})
+        wait_until(lambda: self.leads or None)
+
 
 def encode(text: str) -> str:
     return b64encode(text.encode()).decode()
@@ -97,13 +123,19 @@ def decode(text: str) -> str:
 @contextmanager
 def cluster(size: int, folder: Path, *flags: str, scheme: str = "http") -> Iterator[list[Member]]:
     """A healthy cluster of so many members."""
-    members = [Member(f"m{number}", folder, flags, scheme) for number in range(size)]
+    with running([Member(f"m{number}", folder, flags, scheme) for number in range(size)]) as members:
+        for member in members:
+            wait_until(lambda member=member: member.is_up() or None, 30)  # type: ignore[misc]
+        yield members
+
+
+@contextmanager
+def running(members: list[Member]) -> Iterator[list[Member]]:
+    """They are one cluster, and may not be up yet."""
     names = ",".join(f"{member.name}={member.peer}" for member in members)
     try:
         for member in members:
             member.start(names)
-        for member in members:
-            wait_until(lambda member=member: member.is_up() or None, 30)  # type: ignore[misc]
         yield members
     finally:
         for member in members:

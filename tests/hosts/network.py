@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.etcd import Member, endpoints, running
 from tests.e2e.harness import Agent, Job
 
 NET = "10.83.7"
@@ -27,6 +28,9 @@ needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
     reason="hosts are network namespaces: that needs root, iproute2 and util-linux",
 )
+
+
+needs_loss = pytest.mark.skipif(shutil.which("iptables") is None, reason="no iptables here to lose packets with")
 
 
 class Namespace:
@@ -53,7 +57,13 @@ class Namespace:
         return ["nsenter", "--net", "--uts", "--mount", f"--target={self.pid}", f"--wd={Path.cwd()}"]
 
     def ip(self, *words: str) -> None:
-        subprocess.run(["nsenter", "--net", f"--target={self.pid}", "ip", *words], check=True, timeout=20)
+        self._configure("ip", *words)
+
+    def iptables(self, *words: str) -> None:
+        self._configure("iptables", "-t", "raw", *words)
+
+    def _configure(self, *words: str) -> None:
+        subprocess.run(["nsenter", "--net", f"--target={self.pid}", *words], check=True, timeout=20)
 
     def close(self) -> None:
         self._holder.communicate(timeout=20)
@@ -90,6 +100,21 @@ class Host:
         """What this host sends to the other gets lost; what the other sends arrives."""
         self._neighbour(other, NOBODY)
 
+    def loses(self, share: float) -> None:
+        """This share of all packets that come here gets lost."""
+        self.namespace.iptables("-F", "PREROUTING")
+        if share:
+            chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+            self.namespace.iptables("-A", "PREROUTING", "-i", "eth0", *chance, "-j", "DROP")
+
+    def signal(self, signum: int) -> None:
+        """To every process that runs here."""
+        here = Path(f"/proc/{self.namespace.pid}/ns/net").stat().st_ino
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                if process.name != str(self.namespace.pid) and (process / "ns/net").stat().st_ino == here:
+                    os.kill(int(process.name), signum)
+
     def _neighbour(self, other: "Host", mac: str) -> None:
         self.namespace.ip("neigh", "replace", other.address, "lladdr", mac, "dev", "eth0", "nud", "permanent")
 
@@ -117,20 +142,51 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         yield found
 
 
-class Cluster:
-    """A job on hosts; the first is the endpoint's."""
+def part(one: list[Host], other: list[Host]) -> None:
+    """Nothing goes from one side to the other any more."""
+    for near in one:
+        for far in other:
+            near.speaks_past(far)
+            far.speaks_past(near)
 
-    def __init__(self, job: Job, machines: list[Host]) -> None:
+
+def rejoin(one: list[Host], other: list[Host]) -> None:
+    for near in one:
+        for far in other:
+            near.knows(far)
+            far.knows(near)
+
+
+@contextmanager
+def etcd(machines: list[Host], folder: Path) -> Iterator[str]:
+    """A member of etcd on each of these hosts; its endpoints."""
+    members = [
+        Member(f"m{host.number}", folder, address=host.address, wrap=tuple(host.namespace.enter)) for host in machines
+    ]
+    with running(members):
+        yield endpoints(members)
+
+
+class Cluster:
+    """A job on hosts; its endpoint is the first's, or etcd's."""
+
+    def __init__(self, job: Job, machines: list[Host], elector: str = "") -> None:
         self.job = job
         self.hosts = machines
+        self.elected = bool(elector)
+        self._meeting = (
+            ("--rdzv-backend=etcd", f"--rdzv-endpoint={elector}")
+            if elector
+            else ("--rdzv-backend=c10d", f"--rdzv-endpoint={machines[0].address}:{PORT}")
+        )
 
     def node(self, host: Host, *flags: str, nnodes: str, lease: float = 1.0, **more: Any) -> Agent:
         """Start this host's node, with one worker, exactly as a user would: no word about its own address."""
         return self.job.node(
             f"--rdzv-conf=lease={lease},last_call_timeout=20",
+            *self._meeting,
             *flags,
             nnodes=nnodes,
-            endpoint=f"{self.hosts[0].address}:{PORT}",
             wrap=host.namespace.enter,
             **more,
         )
@@ -138,11 +194,7 @@ class Cluster:
     def die(self, host: Host) -> None:
         """Power off: the cable is silent, every process is gone."""
         host.cut()
-        here = Path(f"/proc/{host.namespace.pid}/ns/net").stat().st_ino
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
-                if process.name != str(host.namespace.pid) and (process / "ns/net").stat().st_ino == here:
-                    os.kill(int(process.name), signal.SIGKILL)
+        host.signal(signal.SIGKILL)
 
     def ranks(self, world: int, after: float = 0.0) -> dict[str, int]:
         """Which host had which rank in the newest full step of a world of this size."""

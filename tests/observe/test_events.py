@@ -55,7 +55,7 @@ def test_a_kind_that_is_not_known_here_is_still_read() -> None:
 
 
 def test_kinds_are_written_in_snake_case() -> None:
-    assert kind(RoundEnded(1, "x", 0.0)) == "round_ended"
+    assert kind(RoundEnded(1, "operator", "x", 0.0)) == "round_ended"
 
 
 def test_long_texts_are_cut() -> None:

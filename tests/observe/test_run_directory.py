@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.errors import UsageError
-from ripstop.observe.run_directory import run_directory
+from ripstop.observe.run_directory import HeldDirectory, run_directory
 
 
 def test_the_directory_is_this_users_alone(tmp_path: Path) -> None:
@@ -25,3 +25,20 @@ def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ripstop").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="alone"):
         run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_the_last_to_leave_removes_it_and_nobody_before(tmp_path: Path) -> None:
+    environ = {"TMPDIR": str(tmp_path)}
+    first, second = HeldDirectory(environ), HeldDirectory(environ)
+    assert first.path == second.path
+    first.leave()
+    assert second.path.is_dir()
+    second.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_somebody_else_keeps_there_keeps_it(tmp_path: Path) -> None:
+    held = HeldDirectory({"TMPDIR": str(tmp_path)})
+    (held.path / "socket").touch()
+    held.leave()
+    assert (held.path / "socket").exists()

@@ -105,24 +105,30 @@ class Harness:
         time.sleep(seconds)
 
     @staticmethod
-    def settings(nodes: int = 1, lease: float = 3.0) -> Settings:
-        return Settings("job", nodes, nodes, Timing(lease=lease))
+    def settings(nodes: int = 1, lease: float = 3.0, least: int = 0) -> Settings:
+        return Settings("job", least or nodes, nodes, Timing(lease=lease))
 
     @staticmethod
-    def coordinator(nodes: int = 1, lease: float = 3.0) -> Tapped:
-        return Tapped(Harness.settings(nodes, lease))
+    def coordinator(nodes: int = 1, lease: float = 3.0, least: int = 0) -> Tapped:
+        return Tapped(Harness.settings(nodes, lease, least))
 
     @staticmethod
-    def join(node: str, nodes: int = 1, **more: Any) -> Join:
-        return Join(Node(node, "127.0.0.1", 1), nodes, nodes, ready=Ready(29500, 0), **more)
+    def join(node: str, nodes: int = 1, least: int = 0, **more: Any) -> Join:
+        return Join(Node(node, "127.0.0.1", 1), least or nodes, nodes, ready=Ready(29500, 0), **more)
 
     @staticmethod
     @contextlib.asynccontextmanager
     async def serving(
-        *, nodes: int = 1, lease: float = 3.0, token: str = "s3cret", port: int = 0, tls: Tls | None = None
+        *,
+        nodes: int = 1,
+        least: int = 0,
+        lease: float = 3.0,
+        token: str = "s3cret",
+        port: int = 0,
+        tls: Tls | None = None,
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator at a port of its own."""
-        coordinator = Harness.coordinator(nodes, lease)
+        coordinator = Harness.coordinator(nodes, lease, least)
         bound = bind(Address("127.0.0.1", port), demanded=True)
         assert bound is not None
         server = Server(

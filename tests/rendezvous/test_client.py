@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ripstop.rendezvous import client
+from ripstop.rendezvous import client, server
 from ripstop.rendezvous.client import WebSocketLink
 from ripstop.rendezvous.messages import Assign, Closed, Leave, Status, Succeeded
 from ripstop.round import Address, Outcome
@@ -27,6 +29,23 @@ def test_a_link_knows_by_which_address_it_reached_the_coordinator(harness: Any) 
             await agent.until(lambda a: a.count("linked") == 1)
             assert link.local_host == "127.0.0.1"
             assert link.trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_a_link_knows_how_far_its_clock_is_from_the_coordinators(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SimpleNamespace(time=lambda: time.time() - 100.0)
+    monkeypatch.setattr(server, "time", wrong)
+
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), harness.linking(address) as (link, agent):
+            assert link.skew is None
+            await agent.until(lambda a: a.count("linked") == 1)
+            assert abs(link.skew - 100.0) < DEADLINE
+            right = time.time
+            monkeypatch.setattr(client.time, "time", lambda: right() + 1000.0)  # it is set while the link holds
+            assert abs(link.skew - 1100.0) < DEADLINE
+            monkeypatch.undo()
 
     asyncio.run(scenario())
 

@@ -103,7 +103,7 @@ def test_a_mangled_message_is_a_message_or_a_protocol_error(text: str) -> None:
         ('{"v":1,"type":"Ready","after":0,"store_port":' + "9" * 5000 + "}", "JSON|64 bits"),
         ('{"v":1,"type":"Welcome","proof":"","lease":NaN}', "JSON"),
         ('{"v":1,"type":"Welcome","proof":"","lease":Infinity}', "JSON"),
-        ('{"v":1,"type":"Welcome","proof":"","lease":1e999}', "finite"),
+        ('{"v":1,"type":"Welcome","proof":"","lease":1e999,"time":0}', "finite"),
         ('{"v":1,"type":"Failed","round":1,"failures":{}}', "a list"),
         ('{"v":1,"type":"Failed","round":1,"failures":[1]}', "a Failure object"),
         ('{"v":1,"type":"os.system"}', "received type 'os.system'"),
@@ -131,11 +131,11 @@ def test_a_message_of_the_other_direction_is_not_accepted() -> None:
 
 def test_an_infinite_number_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="finite"):
-        encode(Welcome("", math.inf))
+        encode(Welcome("", math.inf, 0.0))
 
 
 def test_a_whole_number_of_seconds_is_a_number_of_seconds() -> None:
-    assert decode('{"v":1,"type":"Welcome","proof":"","lease":3}', (Welcome,)) == Welcome("", 3.0)
+    assert decode('{"v":1,"type":"Welcome","proof":"","lease":3,"time":1}', (Welcome,)) == Welcome("", 3.0, 1.0)
 
 
 def failure(rank: int, size: int) -> Failure:

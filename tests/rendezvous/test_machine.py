@@ -4,9 +4,25 @@ from collections import Counter
 
 import pytest
 
-from ripstop.config import Budget, Timing
-from ripstop.observe.events import RankWishDenied, ScaleAsked, words
-from ripstop.observe.failure import Failure
+from ripstop.config import Budget, Quarantine, Timing
+from ripstop.observe.events import (
+    BudgetCharged,
+    Ending,
+    HangDiagnosed,
+    NodeHealthy,
+    NodeKept,
+    NodeQuarantined,
+    NodeReleased,
+    NodeUnhealthy,
+    RankWishDenied,
+    RoundEnded,
+    ScaleAsked,
+    words,
+)
+from ripstop.observe.events import (
+    Event as Happening,
+)
+from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous.events import (
     Close,
     Command,
@@ -22,7 +38,7 @@ from ripstop.rendezvous.events import (
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import BLAME, FAREWELL, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
+from ripstop.rendezvous.machine import BLAME, FAREWELL, INSPECTION, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -31,7 +47,10 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
+    Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -575,6 +594,24 @@ def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_leas
     assert job.round == 6
 
 
+def test_a_new_coordinator_waits_less_for_the_rest_of_a_round_that_has_failed_and_charges_nobody() -> None:
+    job = new_job(1, 3)
+    hear(job, "a", join(job, "a", held=place(5, 1, 3), status=Status.RUNNING, newest=5), 1.0)
+    assert job.deadline() == 31.0
+    back = join(job, "b", held=place(5, 2, 3), status=Status.FAILED, failures=(victim(2, 5),), newest=5)
+    assert assigned(hear(job, "b", back, 2.0)) == {}
+    assert job.deadline() == 11.5  # who is alive would have tried again after a third of a lease
+    assert assigned(on(job, Tick(), 11.5)) == {"a": 1, "b": 0}
+    assert job.restarts.used == 0
+
+
+def test_a_round_that_fails_late_while_its_members_are_awaited_is_over_at_once() -> None:
+    job = new_job(1, 2)
+    hear(job, "a", join(job, "a", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 1.0)
+    assert assigned(hear(job, "a", Failed(5, (victim(1, 5),)), 20.0)) == {"a": 0}
+    assert job.restarts.used == 0
+
+
 def test_the_highest_round_wins() -> None:
     job = new_job(1, 2)
     hear(job, "a", join(job, "a", held=place(4, 0, 1), status=Status.RUNNING, newest=4), 1.0)
@@ -897,3 +934,299 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
         feed(Gone(name), 2.0)
     feed(Tick(), 2.0 + RECONNECT)
     assert sum(sent.values()) <= count
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        (Heard("b", Failed(1, ())), Ending.APPLICATION),
+        (Heard("b", Leave("SIGTERM")), Ending.NODE_LEFT),
+        (Heard("c", Join(node("c"), 1, 4, ready=Ready(port("c"), 0))), Ending.NODE_JOINED),
+        (Scale(1), Ending.SCALED),
+        (Restart("an operator says so"), Ending.OPERATOR),
+    ],
+    ids=lambda value: value if isinstance(value, Ending) else "",
+)
+def test_a_round_that_ends_says_by_which_cause(event: Event, cause: Ending) -> None:
+    job = running("a", "b", high=4)
+    assert ends(job, event, 5.0) == [cause]
+
+
+def test_a_round_whose_node_is_lost_says_so() -> None:
+    job = running("a", "b")
+    assert ends(job, Gone("b"), 5.0) == []
+    assert ends(job, Tick(), 5.0 + RECONNECT) == [Ending.NODE_LOST]
+
+
+def ends(job: Job, event: Event, now: float) -> list[str]:
+    """The causes of the rounds that this event ends."""
+    return [
+        command.event.cause
+        for command in job.on(event, now)
+        if isinstance(command, Record) and isinstance(command.event, RoundEnded)
+    ]
+
+
+# rule 9: nodes in trouble ---------------------------------------------------------------------------------------------
+
+FULL = Health(("the disk is full",))
+RECHECK = 30.0  # seconds
+
+
+def recorded(commands: list[Command], *kinds: type[Happening]) -> list[Happening]:
+    return [c.event for c in commands if isinstance(c, Record) and isinstance(c.event, kinds)]
+
+
+def state(job: Job, name: str) -> tuple[str, int]:
+    return next((n.state, n.group_rank) for n in job.status(job._now).nodes if n.name == name)
+
+
+def crash_again(job: Job, name: str, now: float) -> list[Command]:
+    """The node's worker fails, after everybody has offered a port again."""
+    for other in job.places:
+        offer_anew(job, other, now)
+    rank = job.places[name].first_rank
+    return job.on(Heard(name, Failed(job.round, (crash(rank, job.round, now),))), now)
+
+
+def test_an_unhealthy_nodes_place_goes_to_a_spare_and_nobody_is_charged() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "s", join(job, "s"), 5.0)
+    assert recorded(job.on(Heard("b", FULL), 10.0), NodeUnhealthy) == [NodeUnhealthy("b", FULL.problems)]
+    assert job.deadline() == 10.0 + RECHECK
+    commands = on(job, Tick(), 10.0 + RECHECK)
+    assert assigned(commands) == {"a": 0, "s": 1}
+    assert Send("b", Hold(2, "unhealthy: the disk is full")) in commands
+    assert job.restarts.used == 0
+    assert state(job, "b") == ("unhealthy", -1)
+
+
+def test_a_node_that_is_healthy_again_in_time_keeps_its_place() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert recorded(job.on(Heard("b", Health()), 39.0), NodeHealthy) == [NodeHealthy("b")]
+    hear(job, "a", Beat(), 39.0)
+    assert assigned(on(job, Tick(), 41.0)) == {}
+    assert job.round == 1
+
+
+def test_an_unhealthy_node_that_the_job_needs_keeps_its_place_and_that_is_said_once() -> None:
+    job = running("a", "b", low=2)
+    said = recorded(job.on(Heard("b", FULL), 10.0), NodeKept)
+    assert [(event.name, "needs 2 nodes" in event.why) for event in said if isinstance(event, NodeKept)] == [
+        ("b", True)
+    ]
+    for now in (20.0, 40.0, 50.0):
+        for name in "ab":
+            assert recorded(job.on(Heard(name, Beat()), now), NodeKept) == []
+    assert (job.phase, job.round, state(job, "b")) == (Phase.RUNNING, 1, ("running", 1))
+    assert job.status(50.0).nodes[1].trouble == "unhealthy: the disk is full"
+    assert assigned(hear(job, "s", join(job, "s"), 51.0)) == {"a": 0, "s": 1}
+
+
+def test_a_restart_for_another_reason_leaves_an_unhealthy_node_out_at_once() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert assigned(hear(job, "a", Failed(1, (crash(0),)), 11.0)) == {"a": 0}
+
+
+def test_an_unhealthy_node_outside_the_round_is_given_no_place() -> None:
+    job = running("a", "b", low=2)
+    hear(job, "s", join(job, "s", problems=FULL.problems), 5.0)
+    hear(job, "b", Leave("bye"), 10.0)
+    assert job.phase is Phase.GATHERING
+    assert assigned(hear(job, "s", Health(), 12.0)) == {"a": 0, "s": 1}
+
+
+def test_when_most_of_the_round_is_unhealthy_nobody_loses_a_place_for_it() -> None:
+    job = running("a", "b", "c", low=1)
+    for name in "bc":
+        job.on(Heard(name, FULL), 10.0)
+    for name in "abc":
+        hear(job, name, Beat(), 35.0)
+    on(job, Tick(), 10.0 + RECHECK)
+    assert (job.phase, job.round) == (Phase.RUNNING, 1)
+    assert assigned(hear(job, "a", Failed(1, (crash(0),)), 41.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_a_healthy_node_comes_back_into_the_round() -> None:
+    job = running("a", "b", low=1)
+    job.on(Heard("b", FULL), 10.0)
+    assert assigned(on(job, Tick(), 10.0 + RECHECK)) == {"a": 0}
+    offer_anew(job, "a", 41.0)
+    assert assigned(hear(job, "b", Health(), 60.0)) == {"a": 0, "b": 1}
+
+
+def test_too_few_nodes_because_of_their_health_are_named_at_the_end() -> None:
+    job = new_job(2, 2)
+    hear(job, "a", join(job, "a"), 0.0)
+    hear(job, "b", join(job, "b", ready=None, problems=FULL.problems), 0.0)
+    for now in (25.0, 50.0):
+        for name in "ab":
+            hear(job, name, Beat(), now)
+    commands = on(job, Tick(), 60.0)
+    assert "node b is unhealthy: the disk is full" in next(
+        c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)
+    )
+
+
+def test_a_node_at_fault_again_and_again_is_in_quarantine_and_a_spare_has_its_place() -> None:
+    job = running("a", "b", low=2, restarts=9)
+    hear(job, "s", join(job, "s"), 5.0)
+    for now in (10.0, 11.0):
+        assert assigned(crash_again(job, "b", now)) == {"a": 0, "b": 1}
+    commands = crash_again(job, "b", 12.0)
+    (event,) = recorded(commands, NodeQuarantined)
+    assert isinstance(event, NodeQuarantined)
+    assert (event.name, event.seconds) == ("b", 600.0)
+    assert event.why == "at fault 3 times in 2 s, last: rank 1 on host exited with code 1"
+    assert assigned(commands) == {"a": 0, "s": 1}
+    assert held(commands) == {"b": 4}
+    assert state(job, "b") == ("quarantined", -1)
+
+
+def test_a_node_in_quarantine_is_released_after_its_time() -> None:
+    job = running("a", "b", restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        crash_again(job, "b", now)
+    assert list(job.places) == ["a"]
+    for now in range(30, 612, 20):
+        for name in "ab":
+            assert assigned(hear(job, name, Beat(), float(now))) == {}
+    offer_anew(job, "a", 611.0)
+    hear(job, "b", Beat(), 611.0)
+    assert job.deadline() == 612.0
+    commands = job.on(Tick(), 612.0)
+    assert recorded(commands, NodeReleased) == [NodeReleased("b")]
+    assert assigned(commands) == {"a": 0, "b": 1}
+
+
+def test_a_node_in_quarantine_comes_back_when_there_are_too_few_others() -> None:
+    job = running("a", "b", low=2, restarts=9)
+    hear(job, "s", join(job, "s"), 5.0)
+    for now in (10.0, 11.0, 12.0):
+        crash_again(job, "b", now)
+    assert set(job.places) == {"a", "s"}
+    offer_anew(job, "a", 13.0)
+    commands = job.on(Heard("s", Leave("bye")), 13.0)
+    assert assigned(commands) == {"a": 0, "b": 1}
+    assert [event.name for event in recorded(commands, NodeKept) if isinstance(event, NodeKept)] == ["b"]
+
+
+def test_victims_of_a_node_are_not_at_fault_even_if_they_are_heard_first() -> None:
+    job = running("a", "b", "c", low=2, restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        over = job.round
+        for name in job.places:
+            offer_anew(job, name, now)
+        job.on(Heard("a", Failed(over, (victim(0, over),))), now)
+        job.on(Heard("b", Failed(over, (crash(1, over, now),))), now + 0.1)
+    assert assigned(hear(job, "a", Ready(99, job.round), 12.2)) == {"a": 0, "c": 1}
+    assert state(job, "b") == ("quarantined", -1)
+
+
+def test_flapping_health_is_a_fault_too() -> None:
+    job = running("a", "b", restarts=9)
+    now = 10.0
+    for _ in range(3):
+        offer_anew(job, "a", now)
+        assert set(job.places) == {"a", "b"}
+        job.on(Heard("b", FULL), now)
+        hear(job, "a", Beat(), now + 25)
+        hear(job, "b", Beat(), now + 25)
+        on(job, Tick(), now + RECHECK)
+        assert set(job.places) == {"a"}
+        offer_anew(job, "a", now + 31)
+        job.on(Heard("b", Health()), now + 40)
+        now += 50
+    assert state(job, "b") == ("quarantined", -1)
+    assert job.restarts.used == 0
+
+
+def test_quarantine_can_be_turned_off() -> None:
+    job = Job(Settings("job7", 1, 2, TIMING, Budget(99, backoff=0.0), quarantine=Quarantine(failures=0)))
+    for name in "ab":
+        job.on(Heard(name, join(job, name)), 0.0)
+    job.on(Tick(), 2.0)
+    for now in range(10, 30):
+        assert set(assigned(crash_again(job, "b", float(now)))) == {"a", "b"}
+
+
+def test_words_of_an_unhealthy_node_are_bounded() -> None:
+    job = running("a", "b")
+    job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
+    assert len(job.status(10.0).nodes[1].trouble) < 5_000
+
+
+# rule 10: hangs -------------------------------------------------------------------------------------------------------
+
+
+def hang(rank: int, *, waits: bool = True) -> Failure:
+    call, where = ("all_reduce", "train.py:41") if waits else ("load_batch", "data.py:17")
+    return Failure(rank, 0, 1, "host", 10.0, hang=Hang(90.0, "no heartbeat", call, where, waits, "S"))
+
+
+WORDS = "rank 0 waits in all_reduce (train.py:41); rank 1 is in load_batch (data.py:17)"
+
+
+def test_a_round_that_hangs_is_looked_at_everywhere_before_it_ends() -> None:
+    job = running("a", "b", restarts=0)
+    assert hear(job, "a", Failed(1, (hang(0),)), 100.0) == [Send("b", Inspect(1))]
+    assert job.phase is Phase.RUNNING
+    commands = job.on(Heard("b", Inspected(1, (hang(1, waits=False),))), 100.2)
+    assert Record(HangDiagnosed(1, (1,), WORDS)) in commands
+    restart = f"{WORDS}; infrastructure restart 1 of 3 in 3600 s"
+    assert Record(BudgetCharged(1, "infrastructure", 1, 3, True, restart)) in commands
+    assert assigned(commands) == {"a": 0, "b": 1}
+
+
+def test_a_hang_on_a_single_node_ends_its_round_at_once() -> None:
+    job = running("a", restarts=0)
+    assert assigned(hear(job, "a", Failed(1, (hang(0), hang(1, waits=False))), 100.0)) == {"a": 0}
+
+
+def test_a_node_that_finds_the_hang_itself_is_waited_for_no_longer() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    assert assigned(hear(job, "b", Failed(1, (hang(1),)), 100.1)) == {"a": 0, "b": 1}
+    assert job.restarts.used == 1
+
+
+def test_a_node_that_does_not_tell_is_not_waited_for_long() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 10.0)
+    assert job.deadline() == 10.0 + INSPECTION
+    assert on(job, Tick(), 10.0 + INSPECTION - 0.01) == []
+    assert assigned(on(job, Tick(), 10.0 + INSPECTION)) == {"a": 0, "b": 1}
+
+
+def test_a_death_while_a_hang_is_looked_at_is_a_failure_as_ever() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    commands = hear(job, "b", Failed(1, (crash(1),)), 100.1)
+    assert [c.message.why for c in commands if isinstance(c, Send) and isinstance(c.message, Closing)] == [
+        "rank 1 on host exited with code 1; 0 of 0 restarts in all are spent"
+    ] * 2
+
+
+def test_a_spent_infrastructure_budget_ends_the_job_and_names_the_odd_one() -> None:
+    job = new_job(2, 2)
+    job.restarts = type(job.restarts)(Budget(5, max_infra_restarts=0))
+    for name in ("a", "b"):
+        job.on(Heard(name, join(job, name)), 0.0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    commands = hear(job, "b", Inspected(1, (hang(1, waits=False),)), 100.1)
+    why = f"{WORDS}; 0 of 0 infrastructure restarts in 3600 s are spent"
+    assert commands == [Send(name, Closing(why)) for name in ("a", "b")]
+
+
+def test_places_told_of_another_round_mean_nothing() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (hang(0),)), 100.0)
+    assert hear(job, "b", Inspected(7, (hang(1),)), 100.1) == []
+
+
+def test_a_node_that_is_done_is_not_looked_at() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "b", Succeeded(1), 50.0)
+    assert assigned(hear(job, "a", Failed(1, (hang(0),)), 100.0)) == {"a": 0, "b": 1}

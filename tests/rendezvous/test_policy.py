@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.config import Budget
-from ripstop.rendezvous.policy import YOUNG, Restarts
+from ripstop.observe.failure import Failure, Hang
+from ripstop.rendezvous.policy import YOUNG, Cause, Restarts, cause_of
 
 LONG = YOUNG * 6  # a healthy round's life
 
@@ -99,3 +100,19 @@ def test_no_window_ever_holds_more_charges_than_allowed(
             standing.append(now)
         for start in standing:
             assert sum(start <= at < (start + window if window else float("inf")) for at in standing) <= limit
+
+
+def test_hangs_have_a_budget_of_their_own() -> None:
+    restarts = Restarts(Budget(max_restarts=1, max_infra_restarts=1, infra_window=100.0))
+    assert restarts.charge(0.0, LONG, Cause.INFRASTRUCTURE).why == "infrastructure restart 1 of 1 in 100 s"
+    assert not restarts.charge(99.0, LONG, Cause.INFRASTRUCTURE).allowed
+    assert restarts.charge(99.0, LONG).allowed
+    assert restarts.charge(100.0, LONG, Cause.INFRASTRUCTURE).allowed
+    assert restarts.used == 3
+
+
+def test_only_a_round_in_which_nobody_died_is_the_infrastructures() -> None:
+    hang = Failure(0, 0, 1, "h", 1.0, hang=Hang(9.0, "no heartbeat", "", "", False, "S"))
+    death = Failure(1, 1, 1, "h", 1.0, exitcode=1)
+    assert cause_of([hang]) is Cause.INFRASTRUCTURE
+    assert cause_of([hang, death]) is cause_of([death]) is cause_of([]) is Cause.APPLICATION

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,7 +78,8 @@ def test_an_agent_with_the_secret_is_welcome_and_so_is_the_coordinator(harness: 
             exchange = Exchange("job", "a", challenge.nonce, "00" * 16)
             await ws.send_str(encode(Hello("job", "a", exchange.answer, exchange.by_agent("s3cret"))))
             welcome = decode(await ws.receive_str(), (Welcome,))
-            assert welcome == Welcome(exchange.by_coordinator("s3cret"), 7.0)
+            assert (welcome.proof, welcome.lease) == (exchange.by_coordinator("s3cret"), 7.0)
+            assert abs(welcome.time - time.time()) < DEADLINE
 
     asyncio.run(scenario())
 

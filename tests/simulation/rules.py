@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ripstop.observe.events import NodeGone
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job, Phase
-from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Succeeded
+from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
+from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place
 
 if TYPE_CHECKING:
@@ -38,12 +39,19 @@ class Rules:
         self.ranks: dict[str, int] = {}  # of the nodes in the round that was committed last
         self.ports: dict[Address, tuple[int, int]] = {}
         self.running = (0, 0)  # the round last seen running
+        self.earlier: set[str] = set()  # who was in the round before this step
 
     # a step of the coordinator ----------------------------------------------------------------------------------------
 
     def before(self, job: Job, event: coordinator.Event) -> Callable[[], None] | None:
         """Look at the state before certain events; the answer compares it with the state after."""
+        self.earlier = set(job.places)
         match event:
+            case coordinator.Heard(name, Join(held=held)) if held is not None:
+                self.earlier.add(name)  # in a round that this coordinator does not know, perhaps
+            case coordinator.Heard(_, Health()):
+                charged = job.restarts.used
+                return lambda: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
             case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.round:
                 used, done = job.restarts.used, set(job._done)
 
@@ -57,6 +65,7 @@ class Rules:
                 and name in job.places
                 and not (job._absent or job._leaving or job._verdict)
                 and failures[0].message != GLOO
+                and failures[0].hang is None
                 and self._standing(job) >= self.world.budget.max_restarts
                 and self._is_on_time(job)
             ):
@@ -78,6 +87,8 @@ class Rules:
         )
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
+        hangs = job.restarts.spent(Cause.INFRASTRUCTURE)
+        demand(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
                 case coordinator.Record(NodeGone(name, why)) if why.startswith("lost: silent"):
@@ -86,7 +97,7 @@ class Rules:
     def _standing(self, job: Job) -> int:
         """How many charges count now."""
         window = self.world.budget.window
-        return sum(not window or at > self.world.now - window for at in job.restarts._charges)
+        return sum(not window or at > self.world.now - window for at in job.restarts._charges[Cause.APPLICATION])
 
     def _is_on_time(self, job: Job) -> bool:
         due = job.deadline()
@@ -150,9 +161,20 @@ class Rules:
             )
             demand(not self.world.fixed or node.wish == rank, f"{name} has rank {rank} in a static job: {node}")
             demand(place == right, f"{name} has a wrong place: {place}, right is {right}")
+        self._check_fitness(job)
         demand(store.host == nodes[0].host, f"the store {store} is not on rank 0's host")
         demand(store not in self.ports, f"store {store} was used in round {self.ports.get(store)}, again in {round}")
         self.ports[store] = (life, round)
+
+    def _check_fitness(self, job: Job) -> None:
+        """Who is in trouble is in a round only if the others are too few, or most are unhealthy."""
+        unhealthy = [name for name in job.places if job.members[name].problems]
+        troubled = [name for name in job.places if job._trouble(name)]
+        for name in unhealthy:
+            demand(name in self.earlier, f"{name} is unhealthy and was given a place")
+        before = [name for name in self.earlier if name in job.members and job.members[name].problems]
+        right = not troubled or len(job._able) < self.world.low or len(before) > 1
+        demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {sorted(job._able)}")
 
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():
@@ -199,8 +221,16 @@ class Rules:
         ids = {n.id for n in living}
         if not (job.places.keys() - job._done <= ids == job.members.keys()):
             return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if not job._done and len(job.places) != min(job._target, len(living)):
+        if any(job._quarantine.reason(n.id) for n in living):
+            return "somebody is in quarantine"
+        sick = {n.id for n in living if n.sick}
+        if any(not n.machine.admitted for n in living):
+            return "somebody waits to be healthy"
+        if not job._done and not sick & job.places.keys() and len(job.places) != min(job._target, len(ids - sick)):
             return f"{len(job.places)} nodes of {len(living)} are in the round"
+        common = len(sick & job.places.keys()) > 1
+        if not job._done and sick & job.places.keys() and len(ids - sick) >= world.low and not common:
+            return f"{sorted(sick)} are unhealthy and in the round, others could be"
         for node in living:
             place = job.places.get(node.id)
             runs = node.group.place if node.group else None

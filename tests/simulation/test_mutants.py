@@ -9,7 +9,8 @@ import pytest
 from ripstop.agent.machine import Agent
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.policy import Restarts, Verdict
+from ripstop.rendezvous.policy import Cause, Restarts, Verdict
+from ripstop.rendezvous.quarantine import Quarantine
 from tests.simulation.rules import Violation
 from tests.simulation.world import World
 
@@ -89,12 +90,23 @@ def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
-    def charge(restarts: Restarts, now: float, lived: float) -> Verdict:
-        restarts._charges.append(now)
+    def charge(restarts: Restarts, now: float, lived: float, cause: Cause = Cause.APPLICATION) -> Verdict:
+        restarts._charges[cause].append(now)
         restarts.used += 1
         return Verdict(True, 0.0, "why not")
 
     patch.setattr(Restarts, "charge", charge)
+
+
+def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    right = Job._inspect
+
+    def inspect(job: Job, node: str, now: float) -> Any:
+        out = right(job, node, now)
+        job._inspection = 1e9
+        return out
+
+    patch.setattr(Job, "_inspect", inspect)
 
 
 def restarts_are_forgotten_with_the_coordinator(patch: pytest.MonkeyPatch) -> None:
@@ -132,6 +144,19 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_link", link)
 
 
+def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_replaceable", lambda job, now: None)
+
+
+def an_unhealthy_node_is_given_a_place(patch: pytest.MonkeyPatch) -> None:
+    right = Job._join
+    patch.setattr(Job, "_join", lambda job, node, join, now: right(job, node, replace(join, problems=()), now))
+
+
+def a_quarantine_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Quarantine, "release", lambda quarantine, now: [])
+
+
 def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
     right = ranks.order
     patch.setattr(ranks, "order", lambda candidates, by: right([(node, None) for node, _ in candidates], by))
@@ -150,11 +175,15 @@ MUTANTS: list[Patch] = [
     the_highest_round_does_not_win,
     rounds_of_the_same_number_are_mixed_up,
     the_budget_is_endless,
+    an_inspection_waits_for_ever,
     restarts_are_forgotten_with_the_coordinator,
     a_lost_assignment_is_not_told_again,
     an_agent_starts_any_round,
     an_agent_ignores_holds,
     an_agent_forgets_that_the_job_is_closing,
+    an_unhealthy_node_keeps_its_place,
+    an_unhealthy_node_is_given_a_place,
+    a_quarantine_has_no_end,
     ranks_are_given_anew_in_every_round,
 ]
 

@@ -22,8 +22,9 @@ from random import Random
 from typing import Any
 
 from ripstop.agent import machine as agent
-from ripstop.config import Budget, Timing
-from ripstop.observe.failure import Failure
+from ripstop.agent.health import Problem
+from ripstop.config import Budget, Quarantine, Timing
+from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
@@ -31,6 +32,7 @@ from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
+RECHECK = 1.0
 PATIENCE = 120.0  # simulated seconds after the last fault in which everything must come to rest
 MOST_STEPS = 20_000  # of one schedule: more is a busy loop
 _NOISE = re.compile(  # in a transcript
@@ -56,7 +58,8 @@ class Mix:
 CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
 MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
-WORKERS = {"crash": 5, "victim": 3, "succeed": 1}
+WORKERS = {"crash": 5, "victim": 3, "hang": 2, "succeed": 1}
+HEALTH = {"sicken": 5, "mend": 2}
 
 MIXES = (
     Mix("quiet", {"join": 1}, most=2),
@@ -64,8 +67,9 @@ MIXES = (
     Mix("nodes come and go", CHURN),
     Mix("the network is bad", NETWORK | {"crash": 2, "join": 2}),
     Mix("the coordinator is restarted", MASTER | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
-    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40),
-    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | {"close": 1}, most=40, disorder=True),
+    Mix("nodes are bad", HEALTH | {"crash": 3, "join": 3, "reset": 1, "kill": 1}),
+    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40),
+    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40, disorder=True),
 )
 
 
@@ -101,7 +105,7 @@ class SimNode:
 
     __slots__ = (
         "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
-        "newest", "offered", "own", "restarts", "timer", "unlinked_since",
+        "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -109,6 +113,7 @@ class SimNode:
         self.machine = machine
         self.own = own  # in the coordinator's process
         self.alive = True
+        self.sick = False
         self.leaving = 0
         self.closing = False  # it was told that the job is to end
         self.code: int | None = None
@@ -136,7 +141,7 @@ class World:
         low = random.choice((1, 1, 2, 2, 3))
         high = low + random.choice((0, 0, 1, 2, 3))
         window = random.choice((0.0, 0.0, 8.0))
-        self.budget = Budget(random.choice(mix.restarts), window, backoff=2.0)
+        self.budget = Budget(random.choice(mix.restarts), window, 2.0, (0, 1, 100)[seed // 7 % 3], infra_window=20.0)
         self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
         self.fixed = random.random() < 0.1  # a static job: every node brings its rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
@@ -144,6 +149,7 @@ class World:
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
+        self.quarantine = Quarantine(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
         # the coordinator's process
         self.life = 0
         self.job: Job | None = None
@@ -222,7 +228,7 @@ class World:
                 self._feed_job(coordinator.Scale(self.random.randint(self.low, self.high)))
             case "close":
                 self._feed_job(coordinator.Close("an operator wants it"))
-            case "crash" | "victim" | "succeed" | "signal":
+            case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
             case _:
@@ -236,9 +242,14 @@ class World:
             case "crash" | "victim":
                 if node.group:
                     self._workers_fail(node, node.group, kind)
+            case "hang":
+                if node.group:
+                    self._workers_hang(node, node.group)
             case "succeed":
                 if node.group and node.group.state == "running" and node.group.began <= self.now:
                     self._workers_done(node, node.group)
+            case "sicken" | "mend":
+                self._check_up(node, sick=kind == "sicken")
             case "signal":
                 node.leaving = node.leaving or 15
                 self._feed(node, agent.Signalled(15))
@@ -263,6 +274,8 @@ class World:
         for node in self.nodes.values():
             node.blocked_up = min(node.blocked_up, self.now)
             node.blocked_down = min(node.blocked_down, self.now)
+            if node.sick and self.random.random() < 0.7:
+                self._check_up(node, sick=False)
             if node.group and self.finishing:
                 self.soon(0.1, 1.0, self._try_to_finish, node, node.group)
         self.at(self.now + 0.4, self._look, 0)
@@ -276,7 +289,9 @@ class World:
             self.serial += 1
             own = f"own{self.life}"
         settings = coordinator.Settings(
-            "job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by
+            *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
+            quarantine=self.quarantine,
+            recheck=RECHECK,
         )
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
@@ -414,6 +429,11 @@ class World:
         self._arm(node)
         self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.Warmed())
         self.soon(0.0, 0.05, self._connect, node)
+        self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
+
+    def _check_up(self, node: SimNode, sick: bool) -> None:
+        node.sick = sick
+        self._feed(node, agent.Checked((Problem("disk", "the disk is full"),) if sick else ()))
 
     def _wish(self) -> int | None:
         """In some schedules some nodes would like a rank, several of them the same."""
@@ -465,6 +485,11 @@ class World:
                     self.soon(0.0, 0.02, self._feed, node, agent.Offered(self.port))
                 case agent.Start(place):
                     self._start(node, place)
+                case agent.Examine(round):
+                    where = (self._hang(node, node.group),) if node.group else ()
+                    self.soon(
+                        0.0, self.random.choice((0.05, 2.0, 999.0)), self._feed, node, agent.Examined(round, where)
+                    )
                 case agent.Stop(round, _, grace):
                     self._stop(node, round, grace)
                 case agent.Quit():
@@ -479,6 +504,8 @@ class World:
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
         elif node.leaving:
             right = end.code == 128 + node.leaving
+        elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
+            right = not node.machine.admitted
         elif self.fixed and end.code == 2:
             right = "is taken by node" in end.why  # by one that is dead and not yet known to be
         else:
@@ -542,6 +569,20 @@ class World:
             place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=words, traceback=words
         )
         self._feed(node, agent.WorkersFailed(place.round, (failure,)))
+
+    def _workers_hang(self, node: SimNode, group: Group) -> None:
+        """And who waits for them hangs a moment later, unless somebody acts."""
+        if not node.alive or node.group is not group or group.state != "running":
+            return
+        group.state = "failed"
+        for peer in self.nodes.values():
+            if peer.group and peer.group.place.store == group.place.store and self.random.random() < 0.7:
+                self.soon(0.0, 0.5, self._workers_hang, peer, peer.group)
+        self._feed(node, agent.WorkersFailed(group.place.round, (self._hang(node, group),)))
+
+    def _hang(self, node: SimNode, group: Group) -> Failure:
+        hang = Hang(1.0, "no heartbeat", "all_reduce", "train.py:41", self.random.random() < 0.5, "S")
+        return Failure(group.place.first_rank, 0, group.place.round, node.id, self.now, hang=hang)
 
     def _hurt_peers(self, node: SimNode) -> None:
         """Its collectives' partners notice, some of them."""

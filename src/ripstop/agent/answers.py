@@ -4,19 +4,25 @@ Answers change nothing.  A question that cannot be answered is a `NoAnswer`; wha
 nobody's training may be disturbed by a question.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ripstop.errors import NoAnswer
+from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
+from ripstop.workers.stacks import look_at, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
 LARGEST = 192 * 1024  # characters of an answer
+LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,7 @@ class Workers:
     place: Place
     pids: tuple[int, ...]
     logs: RoundLogs
+    progress: Mapping[int, Pace]  # of those that report, by local rank
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -38,21 +45,93 @@ class Workers:
 
 Question = Callable[[Workers, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
-QUESTIONS: dict[str, Question] = {}
+
+async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the workers are: of one `rank`, or of all of this node's."""
+    rank = details.get("rank")
+    if rank is not None and type(rank) is not int:
+        raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
+    chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
+    looks = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in chosen)
+    room = LARGEST // 2 // len(looks)  # JSON needs more characters than the text has
+    return {
+        "ranks": [
+            {
+                "rank": workers.place.first_rank + local,
+                "pid": look.pid,
+                "stack": look.stack[:room],
+                "wchan": look.wchan,
+                "state": look.state,
+                "source": look.source,
+            }
+            for local, look in zip(chosen, looks, strict=True)
+        ]
+    }
+
+
+async def _workers(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    return {"round": workers.place.round, "pids": workers.pids}
+
+
+async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+    """A piece of a worker's log: from `offset` in the log of `round`, or the last `tail` lines of the present one.
+
+    A round that is over is read to its end, and then the present one from its beginning.  At the end of that, the
+    answer waits for more, up to `wait` seconds.
+    """
+    from ripstop.workers import tail  # nobody may ever ask
+
+    rank, stream, now = int(details["rank"]), str(details["stream"]), workers.place.round
+    path = _log_file(workers, rank, stream)
+    round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
+    if round < now:
+        before = path.parent.parent.parent / f"round_{round}" / str(rank) / path.name
+        if before.is_file():
+            piece = await asyncio.to_thread(tail.read, before, offset)
+            if piece.text:
+                return {"round": round} | asdict(piece)
+        offset = 0
+    if "tail" in details:
+        offset = await asyncio.to_thread(tail.last_lines, path, int(details["tail"]))
+    piece = await asyncio.to_thread(tail.read, path, offset)
+    if wait and not piece.text:
+        await tail.grown(path, piece.size, min(wait, LONGEST_WAIT))
+        piece = await asyncio.to_thread(tail.read, path, offset)
+    return {"round": now} | asdict(piece)
+
+
+def _log_file(workers: Workers, rank: int, stream: str) -> Path:
+    local = workers.local_rank(rank)
+    path = workers.logs.stdout(local) if stream == "stdout" else workers.logs.stderr(local)
+    if path is None:
+        raise NoAnswer(
+            f"rank {rank}'s {stream} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+        )
+    if not path.is_file():
+        raise NoAnswer(f"rank {rank}'s {stream} goes to {path}, where nothing can be read")
+    return path
+
+
+QUESTIONS: dict[str, Question] = {"log": _log, "stacks": stacks, "workers": _workers}
 
 
 async def answer(question: str, argument: str, workers: Workers | None) -> str:
     """The answer as JSON."""
-    asked = QUESTIONS.get(question)
-    if asked is None:
-        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {', '.join(sorted(QUESTIONS)) or 'nothing'}")
-    if workers is None:
+    asked: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+    if question in WHENEVER:
+        asked = partial(WHENEVER[question], workers)
+    elif question not in QUESTIONS:
+        known = ", ".join(sorted([*QUESTIONS, *WHENEVER]))
+        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {known}")
+    elif workers is None:
         raise NoAnswer("no workers run on this node now")
+    else:
+        asked = partial(QUESTIONS[question], workers)
     try:
         details = json.loads(argument or "{}")
         if not isinstance(details, dict):
             raise NoAnswer(f"the details of a question are a JSON object, received {argument[:80]!r}")
-        text = json.dumps(await asked(workers, details))
+        text = json.dumps(await asked(details))
     except NoAnswer:
         raise
     except Exception as defect:
@@ -61,3 +140,26 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
     if len(text) > LARGEST:
         raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
     return text
+
+
+# also when no workers run ---------------------------------------------------------------------------------------------
+
+Whenever = Callable[[Workers | None, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+
+_gpus: Any = None  # `Gpus`, once somebody asks
+
+
+async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any]:
+    """What this node and its workers use now: a `NodeSample`."""
+    from ripstop.workers import samples  # here and below: only where somebody asks
+    from ripstop.workers.gpus import Gpus
+
+    global _gpus
+    _gpus = _gpus or Gpus()
+    found = await _gpus.sample()
+    place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
+    progress = workers.progress if workers else {}
+    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, progress, found))
+
+
+WHENEVER: dict[str, Whenever] = {"sample": sample}

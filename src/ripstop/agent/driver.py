@@ -19,10 +19,15 @@ from typing import TYPE_CHECKING
 
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
+from ripstop.agent.checkup import Checkup
 from ripstop.agent.diary import Diary, Trouble
+from ripstop.agent.health import problems
 from ripstop.agent.machine import (
     Agent,
+    Checked,
     Event,
+    Examine,
+    Examined,
     Got,
     Linked,
     Offered,
@@ -41,6 +46,7 @@ from ripstop.agent.machine import (
     WorkersFailed,
     WorkersStopped,
 )
+from ripstop.agent.watch import Subject, Watch
 from ripstop.config import RunConfig
 from ripstop.errors import NoAnswer, StartError
 from ripstop.observe import events
@@ -55,6 +61,7 @@ from ripstop.observe.events import (
     WorkersStopping,
     WorkersSucceeded,
 )
+from ripstop.observe.failure import Failure
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Rejected
 from ripstop.round import Node, Place
@@ -64,7 +71,9 @@ from ripstop.workers.failures import Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
 from ripstop.workers.process import Children
+from ripstop.workers.reports import Report, Reports
 from ripstop.workers.spawner import Birth, Starter
+from ripstop.workers.stacks import SIGNAL, stack_file
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
@@ -86,6 +95,8 @@ class Running:
     memory: Memory
     left: int  # workers that have not exited 0
     group: Group | None = None
+    watch: Watch | None = None
+    ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
     condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
 
@@ -121,6 +132,8 @@ class Driver:
             self._loop.time(),
         )
         self._children = Children()
+        self._checkup = Checkup(config.health, str(directory.path), environ, self._children)
+        self._checking: asyncio.Task[None] | None = None
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
@@ -136,6 +149,7 @@ class Driver:
         self._signals = [signal.Signals[name] for name in handled]
         self._trouble: Trouble | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
+        self._reports = Reports(environ, self._reported)
 
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
@@ -161,6 +175,8 @@ class Driver:
     def on_linked(self) -> None:
         self._feed(Linked(self._link.local_host or "127.0.0.1"))
         self._diary.tell_again()
+        if self._checking is None and not self._end.done():  # not before: the coordinator's clock is part of it
+            self._checking = self._task(self._check_up())
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Ask):
@@ -177,9 +193,13 @@ class Driver:
 
     def _workers(self) -> Workers | None:
         running = self._running
-        if running is None or running.group is None:
+        if running is None or running.group is None or running.watch is None:
             return None
-        return Workers(running.place, running.group.pids, running.logs)
+        return Workers(running.place, running.group.pids, running.logs, running.watch.paces())
+
+    def _reported(self, pid: int, report: Report) -> None:
+        if self._running is not None and self._running.watch is not None:
+            self._running.watch.report(pid, report)
 
     def on_unlinked(self, why: str) -> None:
         self._feed(Unlinked(why))
@@ -218,7 +238,7 @@ class Driver:
 
     # commands out -----------------------------------------------------------------------------------------------------
 
-    def _execute(self, command: Tell | OfferStore | Start | Stop | Say | Quit) -> None:
+    def _execute(self, command: Tell | OfferStore | Start | Stop | Examine | Say | Quit) -> None:
         match command:
             case Tell(message):
                 self._link.send(message)
@@ -234,6 +254,8 @@ class Driver:
                 self._trouble = self._trouble or Trouble(now, now)
                 self._trouble.told = self._trouble.told or now
                 self._task(self._stop_workers(round, signum, grace))
+            case Examine(round):
+                self._task(self._examine(round))
             case Say(text):
                 self._diary.record(AgentSaid(text))
             case Quit():
@@ -260,6 +282,14 @@ class Driver:
         warm = await self._spawner.warm()
         self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
         self._feed(Warmed())
+
+    async def _check_up(self) -> None:
+        """Look at this node's health, now and again."""
+        health = self._config.health
+        while True:
+            facts = await self._checkup.look(self._link.skew)
+            self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+            await asyncio.sleep(health.interval)
 
     def _offer(self) -> None:
         """Have a port listen for the store of a later round.
@@ -307,6 +337,7 @@ class Driver:
             self._could_not_start(running, str(error))
             return
         self._note_start(place, running.group.pids, why, began)
+        self._watch_over(running, running.group)
 
     def _note_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()
@@ -319,6 +350,26 @@ class Driver:
         )
         if trouble:
             self._diary.record(trouble.over(place.round, began, now))
+
+    def _watch_over(self, running: Running, group: Group) -> None:
+        place = running.place
+        found = self._directory.path / f"round_{place.round}" / "hang"
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs, found)
+
+        def hung(failures: tuple[Failure, ...], seconds: float) -> None:
+            now = self._loop.time()
+            self._trouble = self._trouble or Trouble(now - seconds, now)
+            self._feed(WorkersFailed(place.round, failures))
+
+        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung)
+        for local_rank in running.ended:  # sooner than we came to it
+            running.watch.gone(local_rank)
+
+    async def _examine(self, round: int) -> None:
+        running, failures = self._running, tuple[Failure, ...]()
+        if running is not None and running.place.round == round and running.watch is not None:
+            failures = await running.watch.examine()
+        self._feed(Examined(round, failures))
 
     def _load_plugin(self) -> LogsSource:
         from ripstop.workers.logs_plugin import LogsPlugin
@@ -336,6 +387,7 @@ class Driver:
             error_file=error_file,
             virtual_local_rank=self._config.virtual_local_rank,
             timer_pipe=self._config.timer_pipe,
+            socket=self._reports.path,
         )
 
     def _birth(self, running: Running, local_rank: int) -> Birth:
@@ -343,10 +395,14 @@ class Driver:
         env = self._environment(running.place, local_rank, logs.error_file(local_rank))
         env |= logs.environment(local_rank)
         binding = self._config.bindings[local_rank] if self._config.bindings else None
-        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding)
+        stacks = (SIGNAL, stack_file(logs.directory(local_rank))) if self._config.hang_timeout else None
+        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding, stacks)
 
     def _exited(self, running: Running, exit: Exit) -> None:
         round = running.place.round
+        running.ended.add(exit.local_rank)
+        if running.watch is not None:
+            running.watch.gone(exit.local_rank)
         if exit.exitcode == 0:
             running.left -= 1
             if not running.left:
@@ -411,8 +467,13 @@ class Driver:
         assert running is not None and running.place.round == round, "only the round that runs is stopped"
         began = self._loop.time()
         running.sent |= {signum, signal.SIGKILL}
+        if running.watch is not None and grace > 0:
+            await running.watch.settle()
         if running.group is not None:
             await running.group.stop(grace, signum)
+        if running.watch is not None:
+            running.watch.close()
+            running.watch = None
         if self._store is not None:
             await self._store.close()
             self._store = None
@@ -432,10 +493,16 @@ class Driver:
         """Leave nothing behind, however it ended."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait([self._checking])
         if self._running is not None and self._running.group is not None:
             self._running.sent.add(signal.SIGKILL)
             with suppress(StartError):  # said already
                 await self._running.group.stop(0.0)
+        if self._running is not None and self._running.watch is not None:
+            self._running.watch.close()
+        self._reports.close()
         for port in (self._store, self._offered):
             if port is not None:
                 await port.close()

@@ -13,11 +13,14 @@
     its workers have all succeeded by then, so has it.
 5.  A signal means leaving: tell it, stop the workers with that signal, say good-bye, exit 128 + n.  A second one means
     now.
+6.  A node offers nothing to the job before it was found healthy once, and does not wait for that longer than for a
+    coordinator.  From then on it tells what is wrong with it: whether it is needed all the same is not its to decide.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ripstop.agent.health import Problem
 from ripstop.config import Timing
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import trim
@@ -29,7 +32,10 @@ from ripstop.rendezvous.messages import (
     Failed,
     FromAgent,
     FromCoordinator,
+    Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -88,6 +94,13 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """What is wrong with this node, if anything."""
+
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Offered:
     """This port listens for a store."""
 
@@ -96,7 +109,15 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFailed:
-    """Workers of this round died, or could not be started."""
+    """Workers of this round died, could not be started, or hang."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """This is where the workers of this round are."""
 
     round: int
     failures: tuple[Failure, ...]
@@ -128,7 +149,10 @@ class Tick:
     """A deadline has passed."""
 
 
-Event = Linked | Unlinked | Got | Warmed | Offered | WorkersFailed | WorkersDone | WorkersStopped | Signalled | Tick
+Event = (
+    Linked | Unlinked | Got | Warmed | Checked | Offered
+    | WorkersFailed | Examined | WorkersDone | WorkersStopped | Signalled | Tick
+)  # fmt: skip
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -168,6 +192,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Find out where the workers are, and come back with `Examined`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """A line for the node's operator."""
 
@@ -183,7 +214,7 @@ class Quit:
     report: Report | None = None
 
 
-Command = Tell | OfferStore | Start | Stop | Say | Quit
+Command = Tell | OfferStore | Start | Stop | Examine | Say | Quit
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -215,6 +246,9 @@ class Agent:
         self._restarts = 0  # the most failures healed, as told with a place
         self._next: tuple[Place, str] | None = None  # to start when the workers are gone
         self._warm = False
+        self.admitted = False  # it was found healthy, once at least
+        self._problems: tuple[Problem, ...] = ()
+        self._unfit: float | None = None  # since when it is not admitted for its problems
         self._ready: Ready | None = None  # the offer that no round uses
         self._offering = False  # it is being made
         self._failures: tuple[Failure, ...] = ()
@@ -242,9 +276,12 @@ class Agent:
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
-        if self._stuck is None or self.state in (State.STOPPING, State.OVER):
+        if self.state in (State.STOPPING, State.OVER):
             return None
-        return self._stuck + (self._patience() if self._announced else min(HUSH, self._patience()))
+        times = [] if self._unfit is None else [self._unfit + self._settings.timing.join]
+        if self._stuck is not None:
+            times.append(self._stuck + (self._patience() if self._announced else min(HUSH, self._patience())))
+        return min(times, default=None)
 
     def unready(self) -> str:
         """Why this node can do nothing for its job at the moment; "" while it trains, or could at once."""
@@ -254,7 +291,12 @@ class Agent:
             return ""
         if not self._warm:
             return "it is warming up"
-        return "" if self._linked else f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+        if not self._linked:
+            return f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+        if self.admitted:
+            return ""
+        problems = "; ".join(problem.words for problem in self._problems)
+        return f"it is unhealthy: {problems}" if problems else "its health is being looked at"
 
     def _patience(self) -> float:
         timing = self._settings.timing
@@ -274,12 +316,16 @@ class Agent:
             case Warmed():
                 self._warm = True
                 return self._offer()
+            case Checked(problems):
+                return self._checked(problems, now)
             case Offered(port):
                 self._offering = False
                 self._ready = Ready(port, after=self._newest)
                 return [] if self._going() else self._tell(self._ready)
             case WorkersFailed(round, failures):
                 return self._failed(round, failures)
+            case Examined(round, failures):
+                return self._tell(Inspected(round, trim(failures)))
             case WorkersDone(round) if self._holds(round) and self.state is State.RUNNING:
                 self.state = State.SUCCEEDED
                 return self._tell(Succeeded(round))
@@ -292,6 +338,27 @@ class Agent:
                 if due is not None and now >= due:
                     return self._wait_or_give_up(now)
         return []
+
+    # health -----------------------------------------------------------------------------------------------------------
+
+    def _checked(self, problems: tuple[Problem, ...], now: float) -> list[Command]:
+        before, self._problems = self._problems, problems
+        if not problems:
+            self.admitted, self._unfit = True, None
+            out = [Say("healthy again"), *self._tell(Health())] if before else []
+            return [*out, *self._offer()]
+        if not self.admitted and self._unfit is None:
+            self._unfit = now
+        if [problem.what for problem in before] == [problem.what for problem in problems]:
+            return []
+        wait = "" if self.admitted else f"; not ready for the job until that is mended, {self._join_time()} at most"
+        return [Say(f"unhealthy: {'; '.join(self._words())}{wait}"), *self._tell(Health(self._words()))]
+
+    def _words(self) -> tuple[str, ...]:
+        return tuple(problem.words for problem in self._problems)
+
+    def _join_time(self) -> str:
+        return f"{self._settings.timing.join:g} s"
 
     # the link ---------------------------------------------------------------------------------------------------------
 
@@ -313,6 +380,7 @@ class Agent:
             status=status,
             failures=trim(self._failures) if status is Status.FAILED else (),
             closing=self._closing,
+            problems=self._words(),
         )
         out: list[Command] = [Tell(join)]
         if self._leaving:
@@ -340,7 +408,9 @@ class Agent:
 
     def _offer(self) -> list[Command]:
         promised = self._next is not None and self._next[0].group_rank == 0
-        if not self._warm or not self.node.host or self._ready or self._offering or promised or self._going():
+        if not (self._warm and self.admitted and self.node.host):
+            return []
+        if self._ready or self._offering or promised or self._going():
             return []
         self._offering = True
         return [OfferStore()]
@@ -352,6 +422,8 @@ class Agent:
         return [Tell(message)] if self._linked else []  # rule 3: the next Join says it
 
     def _wait_or_give_up(self, now: float) -> list[Command]:
+        if self._unfit is not None and now >= self._unfit + self._settings.timing.join:
+            return self._quit(Quit(1, f"unhealthy for {self._join_time()}: {'; '.join(self._words())}"))
         assert self._stuck is not None, "only who is stuck has a deadline"
         if now < self._stuck + self._patience():
             self._announced = True
@@ -377,6 +449,9 @@ class Agent:
                 return self._hold(round, why)
             case Depart(why):
                 return self._depart(why)
+            case Inspect(round):
+                here = self._holds(round) and self.state in (State.RUNNING, State.FAILED)
+                return [Examine(round)] if here else self._tell(Inspected(round))
             case Closing(why):
                 self._closing = message
                 self._next = None

@@ -14,12 +14,24 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
   ripstop run [FLAGS] train.py [ARGS]   run this node's part of a job; takes torchrun's flags
   ripstop coordinator [FLAGS]           run a job's coordinator by itself, without workers
+
+  ripstop status                        what a job is at this moment
+  ripstop events [-f]                   what happened in it
+  ripstop logs [RANK] [-f]              what its workers wrote
+  ripstop stacks [RANK]                 where they are in their code
+  ripstop restart                       stop them, and start them again
+  ripstop drain NODE                    have a node leave
+  ripstop scale N                       have another number of nodes
+  ripstop stop                          end a job
+  ripstop token                         print what opens its API to other programs
+
   ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
   ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
   ripstop version                       print the version
 
-`ripstop run --help`, `ripstop coordinator --help` and `ripstop kube --help` say more.
+`ripstop COMMAND --help` says more.
 """
+STEERING = ("status", "events", "logs", "stacks", "restart", "drain", "scale", "stop", "token")
 
 
 def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | None = None) -> int:
@@ -31,7 +43,7 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         _open_missing_streams()
         _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = name in ("run", "coordinator", "kube")  # a wrong name is in the message already
+    known = name in ("run", "coordinator", "kube", *STEERING)  # a wrong name is in the message already
     try:
         return _dispatch(name, rest, with_handler)
     except RipstopError as error:
@@ -40,6 +52,9 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         return error.exit_code
     except KeyboardInterrupt:  # after all was stopped
         return 130
+    except BrokenPipeError:  # whoever read what we say has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
 
 
 def _open_missing_streams() -> None:
@@ -70,6 +85,11 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
             from ripstop.cli import coordinator
 
             return coordinator.main(rest)
+        case command if command in STEERING:
+            from importlib import import_module
+
+            code: int = import_module(f"ripstop.cli.{command}").main(rest)
+            return code
         case "kube":
             from ripstop.cli import kube
 

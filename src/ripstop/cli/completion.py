@@ -3,8 +3,9 @@
 Made from the flags themselves, so it knows all of them.  From the script's name on, files are offered.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from ripstop.cli import STEERING
 from ripstop.cli.flags import Flag
 from ripstop.errors import UsageError
 
@@ -15,7 +16,7 @@ usage: ripstop completion bash|zsh|fish
   eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
   ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
 """
-COMMANDS = ("run", "coordinator", "kube", "completion", "version")
+COMMANDS = ("run", "coordinator", *STEERING, "kube", "completion", "version")
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
@@ -29,8 +30,7 @@ _ripstop() {
         return
     fi
     case ${COMP_WORDS[1]} in
-        run) flags='@RUN@' with_value=' @RUN_VALUES@ ' ;;
-        coordinator) flags='@COORDINATOR@' with_value=' @COORDINATOR_VALUES@ ' ;;
+@BASH_FLAGS@
         completion) COMPREPLY=($(compgen -W '@SHELLS@' -- "$cur")); return ;;
         *) return ;;
     esac
@@ -40,7 +40,7 @@ _ripstop() {
         if [[ $with_value == *" $word "* ]]; then
             [[ ${COMP_WORDS[i+1]} == = ]] && ((i++))
             ((i++))
-        elif [[ $word != -* && $word != = ]]; then
+        elif [[ ${COMP_WORDS[1]} == run && $word != -* && $word != = ]]; then
             return  # the script's own words
         fi
     done
@@ -65,9 +65,7 @@ _ripstop() {
         run) _arguments -S -A '-*' \\
 @ZSH_RUN@
             '1:script:_files' '*::argument:_files' ;;
-        coordinator) _arguments -S \\
-@ZSH_COORDINATOR@
-            && : ;;
+@ZSH_OTHERS@
         completion) _arguments '1:shell:(@SHELLS@)' ;;
     esac
 }
@@ -77,8 +75,7 @@ compdef _ripstop ripstop
 FISH = """\
 complete -c ripstop -n __fish_use_subcommand -f -a '@COMMANDS@'
 complete -c ripstop -n '__fish_seen_subcommand_from completion' -f -a '@SHELLS@'
-@FISH_RUN@
-@FISH_COORDINATOR@
+@FISH_FLAGS@
 """
 
 
@@ -93,26 +90,49 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    from ripstop.cli.job import JOB_FLAGS
-    from ripstop.cli.run import FLAGS
+    from ripstop.cli.run import FLAGS as RUN
 
-    run, coordinator = tuple(FLAGS), tuple(JOB_FLAGS)
+    flags = commands_flags()
+    others = {command: given for command, given in flags.items() if command != "run"}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),
         "SHELLS": " ".join(SHELLS),
-        "RUN": _names(run),
-        "RUN_VALUES": _names(flag for flag in run if flag.metavar),
-        "COORDINATOR": _names(coordinator),
-        "COORDINATOR_VALUES": _names(flag for flag in coordinator if flag.metavar),
-        "BASH_CHOICES": "\n".join(_bash(flag) for flag in run if flag.metavar),
-        "ZSH_RUN": _zsh(run),
-        "ZSH_COORDINATOR": _zsh(coordinator),
-        "FISH_RUN": _fish("run", run),
-        "FISH_COORDINATOR": _fish("coordinator", coordinator),
+        "BASH_FLAGS": "\n".join(_bash_flags(command, given) for command, given in flags.items()),
+        "BASH_CHOICES": "\n".join(_bash(flag) for flag in _with_values(flags)),
+        "ZSH_RUN": _zsh(RUN),
+        "ZSH_OTHERS": "\n".join(
+            f"        {command}) _arguments -S \\\n{_zsh(given)}\n            && : ;;"
+            for command, given in others.items()
+        ),
+        "FISH_FLAGS": "\n".join(_fish(command, given) for command, given in flags.items()),
     }.items():
         text = text.replace(f"@{name}@", value)
     return text
+
+
+def commands_flags() -> dict[str, tuple[Flag, ...]]:
+    """Of every command that has some."""
+    from importlib import import_module
+
+    from ripstop.cli.job import JOB_FLAGS
+    from ripstop.cli.kube import FLAGS as KUBE
+    from ripstop.cli.run import FLAGS
+    from ripstop.cli.steering import FLAGS as COMMON
+
+    own = {command: getattr(import_module(f"ripstop.cli.{command}"), "FLAGS", ()) for command in STEERING}
+    steering = {command: (*COMMON, *flags) for command, flags in own.items()}
+    return {"run": FLAGS, "coordinator": JOB_FLAGS, **steering, "kube": KUBE}
+
+
+def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:
+    """Each once, though several commands have it."""
+    return list({flag.name: flag for given in flags.values() for flag in given if flag.metavar}.values())
+
+
+def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
+    values = _names(flag for flag in flags if flag.metavar)
+    return f"        {command}) flags='{_names(flags)}' with_value=' {values} ' ;;"
 
 
 def _names(flags: Iterable[Flag]) -> str:

@@ -2,16 +2,19 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from ripstop.cli.flags import read
+from ripstop.cli.flags import Flag, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.config import (
     COORDINATOR_PORT,
+    HEALTH_CONF,
     CoordinatorConfig,
     Timing,
     address,
     nodes,
     pairs,
+    quarantine,
     rank_by,
     secret,
     timing,
@@ -33,11 +36,16 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --max-restarts N              failures that are healed, in the whole job (0)
   --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
+  --max-infra-restarts N        hangs that are healed in any hour, counted apart (3)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, tls_cert, tls_key,
-                                tls_ca
+                                tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
+  --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
 Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
+
+
+FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig | None:
     """The configuration that these words mean, None when they ask for help."""
-    given = read(JOB_FLAGS, argv, environ)
+    given = read(FLAGS, argv, environ)
     if "--help" in given:
         return None
     if given.program:
@@ -68,6 +76,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
     if "is_host" in conf:
         raise UsageError(f"{conf_name} is_host={conf['is_host']}: a coordinator always is the host; leave is_host out")
     waits, notes = timing(conf_name, conf, shutdown=Timing().shutdown)
+    notes += [f"{conf_name} {key} has no effect here: it is about nodes" for key in conf if key in HEALTH_CONF]
     token, about_token = secret(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
@@ -75,6 +84,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
             f"{conf_name} tls_ca={tls.ca}: a coordinator shows a certificate; add tls_cert=FILE,tls_key=FILE"
         )
     notes += about_token if token else open_door(endpoint, tls)
+    log_dir = given.text("--log-dir", "")
     return CoordinatorConfig(
         run_id=word(given.label("--rdzv-id"), given.text("--rdzv-id", "none")),
         endpoint=endpoint,
@@ -83,6 +93,8 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         rank_by=rank_by(conf_name, conf),
         budget=budget(given, notes),
         timing=waits,
+        log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
+        quarantine=quarantine(conf_name, conf),
         token=token,
         tls=tls,
         notes=tuple(notes),

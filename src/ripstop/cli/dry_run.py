@@ -40,7 +40,7 @@ def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:
         inner = getattr(value, field.name)
         if field.name in UNSHOWN:
             continue
-        if field.name in ("budget", "timing", "logs"):
+        if field.name in ("budget", "timing", "health", "quarantine", "logs"):
             yield from _flat(f"{field.name}.", inner)
         else:
             yield prefix + field.name, inner

@@ -15,6 +15,7 @@ JOB_FLAGS = (
     Flag("--max-restarts", "N"),
     Flag("--restart-window", "TIME"),
     Flag("--restart-backoff", "SECONDS"),
+    Flag("--max-infra-restarts", "N"),
 )
 MOST_RESTARTS = 1_000_000
 
@@ -29,6 +30,12 @@ def budget(given: Given, notes: list[str]) -> Budget:
         max_restarts=restarts,
         window=duration(given.label("--restart-window"), given.text("--restart-window", str(default.window))),
         backoff=duration(given.label("--restart-backoff"), given.text("--restart-backoff", str(default.backoff))),
+        max_infra_restarts=whole(
+            given.label("--max-infra-restarts"),
+            given.text("--max-infra-restarts", str(default.max_infra_restarts)),
+            least=0,
+            most=MOST_RESTARTS,
+        ),
     )
 
 

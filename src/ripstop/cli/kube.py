@@ -52,6 +52,8 @@ IMAGE = Flag("--image", "IMAGE", from_environment=False)
 HOME = Flag("--home", "NAMESPACE", from_environment=False)
 HEALTH = Flag("--health", "HOST:PORT", from_environment=False)
 DRY_RUN = Flag("--dry-run", from_environment=False)
+_ALL = (*CLUSTER_FLAGS, *kube_job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN)
+FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all commands, for completion
 MOST_TAIL = 1_000_000
 
 

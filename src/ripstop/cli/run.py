@@ -9,12 +9,14 @@ from pathlib import Path
 
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
+from ripstop.cli.health import health
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting, ranking
 from ripstop.cli.output import HANDLERS, event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
 from ripstop.config import (
+    API_PORT,
     LEAVING,
     MOST_SLOTS,
     Backend,
@@ -22,11 +24,14 @@ from ripstop.config import (
     Etcd,
     Numa,
     RunConfig,
+    Tls,
+    address,
     duration,
     etcd,
     nodes,
     pairs,
     port,
+    quarantine,
     secret,
     signals,
     timing,
@@ -34,6 +39,7 @@ from ripstop.config import (
     word,
 )
 from ripstop.errors import UsageError
+from ripstop.round import Address
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
@@ -76,14 +82,26 @@ where nodes meet
   --node-label NAME           where this node stands, as a rack or switch, for rank_by=label
   --master-addr HOST, --master-port PORT                              for static (port 29500)
   --local-addr HOST           this node's address for the others
+  --api HOST[:PORT]           steer a job on one node over the network, too, with RIPSTOP_TOKEN (port 29480); a job of
+                              several nodes is steered at its coordinator's port
 
 when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
   --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
   --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
+  --hang-timeout TIME         diagnose and restart a worker that makes no progress for so long, as 90s, 10m (0: never)
+  --max-infra-restarts N      hangs that are healed in any hour, counted apart from failures (3)
   --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
+
+when a node is bad
+  --health-check COMMAND      run before this node joins, and again and again; anything but exit code 0 in time keeps
+                              the node out, or has its place given to another.  No shell: write sh -c '…' for one
+  --health-interval TIME      how often it and ripstop's own checks are run, and how long it may take (30)
+  --rdzv-conf KEY=VALUE,…     min_disk=32M free for logs and temporary files; max_clock_skew=60 when a node joins;
+                              quarantine_failures=3 of a node within quarantine_window=600 keep it out for
+                              quarantine_cooldown=600, if the job can do without it; 0 turns each of them off
 
 output
   --log-dir DIR               where logs go (a new directory below the temporary one); /dev/null keeps none
@@ -118,6 +136,7 @@ FLAGS = (
     Flag("--master-addr", "HOST"),
     Flag("--master-port", "PORT"),
     Flag("--local-addr", "HOST"),
+    Flag("--api", "HOST[:PORT]"),
     Flag("--module", short="-m"),
     Flag("--no-python"),
     Flag("--run-path"),
@@ -128,6 +147,9 @@ FLAGS = (
     Flag("--virtual-local-rank"),
     Flag("--config", "FILE"),
     Flag("--dry-run"),
+    Flag("--health-check", "COMMAND"),
+    Flag("--health-interval", "TIME"),
+    Flag("--hang-timeout", "TIME"),
     Flag("--shutdown-timeout", "SECONDS"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "SECONDS"),
@@ -205,9 +227,10 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
             "of its own; add tls_cert=FILE,tls_key=FILE"
         )
     alone = place.endpoint is None and elector is None
-    if tls is not None and alone:
-        notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     token, about_token = secret(environ)
+    api = _api(given, token, tls, local=place.backend is Backend.LOCAL, notes=notes)
+    if tls is not None and alone and api is None:
+        notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
     if not token and not alone:
         about_token = open_door(place.endpoint or "the nodes", tls)
     return RunConfig(
@@ -230,6 +253,9 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         store_port=place.store_port,
         budget=budget(given, notes),
         timing=waits,
+        health=health(given, conf_name, conf, alone=alone),
+        quarantine=quarantine(conf_name, conf),
+        hang_timeout=_hang_timeout(given, notes),
         start=how,
         preload=preload(given, how, notes),
         logs=logs(given, environ, slots, notes),
@@ -240,6 +266,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         timer_pipe=timer_pipe(environ, notes),
         token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
         tls=tls,
+        api=api,
         probe_port=_probe_port(given, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
         linger="--linger" in given,
@@ -247,10 +274,37 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
     )
 
 
+def _api(given: Given, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
+    if "--api" not in given:
+        return None
+    name = given.label("--api")
+    if not local:
+        notes.append(f"{name} has no effect on a job of several nodes: it is steered at its coordinator's port")
+        return None
+    where = address(name, given.text("--api", ""), default_port=API_PORT)
+    if not token and (tls is None or tls.ca is None):
+        raise UsageError(
+            f"{name}={where}: whoever steers a job over the network shows a token made of its secret, and it has none; "
+            "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE"
+        )
+    if tls is not None:
+        from ripstop.rendezvous.tls import examine_host
+
+        examine_host(tls, where.host)
+    return where
+
+
 def _idle_words(given: Given, notes: list[str]) -> None:
     if "--monitor-interval" in given:
         duration(name := given.label("--monitor-interval"), given.text("--monitor-interval", ""))
         notes.append(f"{name} has no effect: nothing polls, a worker's death is noticed at once")
+
+
+def _hang_timeout(given: Given, notes: list[str]) -> float:
+    timeout = duration(given.label("--hang-timeout"), given.text("--hang-timeout", "0"))
+    if not timeout and "--max-infra-restarts" in given:
+        notes.append(f"{given.label('--max-infra-restarts')} has no effect without --hang-timeout: no hang is noticed")
+    return timeout
 
 
 def _threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:

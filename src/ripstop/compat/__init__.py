@@ -19,8 +19,8 @@ __all__ = ["MODULES", "install", "installed", "uninstall"]
 
 _ELASTIC = "torch.distributed.elastic"
 _SERVER = f"{_ELASTIC}.agent.server"
-_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 _MULTIPROCESSING = f"{_ELASTIC}.multiprocessing"
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous"
 
 # torch's module → ours, below `ripstop.compat`
 MODULES = {
@@ -42,6 +42,7 @@ MODULES = {
     f"{_MULTIPROCESSING}.subprocess_handler.handlers": "subprocess_handler",
     f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler": "subprocess_handler",
     f"{_MULTIPROCESSING}.tail_log": "tail_log",
+    f"{_ELASTIC}.control_plane": "control_plane",
     f"{_ELASTIC}.events": "events",
     f"{_ELASTIC}.events.api": "events",
     f"{_ELASTIC}.events.handlers": "events",
@@ -59,6 +60,9 @@ MODULES = {
     f"{_RENDEZVOUS}.registry": "rendezvous.registry",
     f"{_RENDEZVOUS}.static_tcp_rendezvous": "rendezvous.static",
     f"{_RENDEZVOUS}.utils": "rendezvous.endpoint",
+    f"{_RENDEZVOUS}.etcd_rendezvous_backend": "etcd_rendezvous_backend",
+    f"{_RENDEZVOUS}.etcd_server": "etcd_server",
+    f"{_RENDEZVOUS}.etcd_store": "etcd_store",
     # the packages of these only pass their names on
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "data",

@@ -38,6 +38,7 @@ from ripstop.rendezvous.messages import (
     Failed,
     FromAgent,
     FromCoordinator,
+    Health,
     Hold,
     Join,
     Leaving,
@@ -103,6 +104,10 @@ class HandlerLink:
         return "127.0.0.1" if self._config.max_nodes == 1 else _own_address(handler.endpoint)
 
     @property
+    def skew(self) -> float | None:
+        return None  # there is no coordinator
+
+    @property
     def trouble(self) -> str:
         return ""
 
@@ -119,6 +124,8 @@ class HandlerLink:
                 self._offer(ready)
             case Ready():
                 self._offer(message)
+            case Health():
+                pass  # nobody else could be told; what keeps a node from being ready does so here too
             case Leaving() if self._task is not None:
                 self._task.cancel()
             case _:

@@ -2,7 +2,7 @@
 
 A `LaunchConfig` is turned into the words of `ripstop run` and read by the same reader, so that there is one meaning of
 every setting; what is launched then runs on the same engine.  Quirks kept from torch: the defaults (three restarts,
-`spawn`, a backend that must be named), a run id that is made up when there is none, `ChildFailedError`.
+`spawn`, etcd), a run id that is made up when there is none, `ChildFailedError`.
 
 The engine runs in the calling thread, or in one of its own where the calling thread is inside an event loop already.
 Signals are handled only in the main thread, and are the program's again afterwards.  The program may have children of
@@ -236,9 +236,9 @@ def _words(config: LaunchConfig) -> Iterator[str]:
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
         del conf["timeout"]  # put there by the default
-    if config.rdzv_backend not in ("c10d", "static") and not _is_a_handlers(config.rdzv_backend):
+    if config.rdzv_backend not in ("c10d", "etcd", "etcd-v2", "static") and not _is_a_handlers(config.rdzv_backend):
         raise ValueError(
-            f"rdzv_backend={config.rdzv_backend!r}: there are c10d, and static for fixed ranks; write "
+            f"rdzv_backend={config.rdzv_backend!r}: there are c10d, etcd, and static for fixed ranks; write "
             "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
         )
     yield f"--nnodes={config.min_nodes}:{config.max_nodes}"

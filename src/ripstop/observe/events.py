@@ -11,11 +11,26 @@ and passes over what is no entry: a file torn by a crash is still read.
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, get_args
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
 MAX_LINE = 1 << 20  # characters of one entry
+
+
+class Ending(StrEnum):
+    """Why a round ended, as few words as there are remedies."""
+
+    APPLICATION = "application"  # a worker failed
+    INFRASTRUCTURE = "infrastructure"  # it was not the workers' fault
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    NODE_JOINED = "node_joined"
+    NODE_UNFIT = "node_unfit"  # it was unhealthy, or in quarantine, and could be spared
+    SCALED = "scaled"  # an operator wanted fewer nodes
+    OPERATOR = "operator"  # wanted a new round
+    COORDINATOR = "coordinator"  # a coordinator that took over could not go on with the round it found
 
 
 # the coordinator's ----------------------------------------------------------------------------------------------------
@@ -53,6 +68,45 @@ class NodeGone:
     name: str
     why: str
     lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnhealthy:
+    """A node is not to be counted on, and why."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealthy:
+    """It is again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeQuarantined:
+    """A node was at fault too often: others take its place for so many seconds, if they can."""
+
+    name: str
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReleased:
+    """Its quarantine is over."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKept:
+    """A node that is unhealthy or in quarantine has a place all the same, and why."""
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +150,10 @@ class RoundResumed:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over; another will be formed when it can, not before `delay` seconds."""
+    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Ending`."""
 
     round: int
+    cause: str
     why: str
     delay: float
 
@@ -112,6 +167,15 @@ class BudgetCharged:
     used: int
     limit: int
     allowed: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangDiagnosed:
+    """A round hangs, and all its nodes were looked at: the ranks that the others wait for, and where everybody is."""
+
+    round: int
+    odd: tuple[int, ...]
     why: str
 
 
@@ -253,6 +317,18 @@ class TimersMissed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHangs:
+    """A worker makes no progress: for how long, how that shows, and where it is."""
+
+    round: int
+    rank: int
+    pid: int
+    seconds: float
+    sign: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of this node exited 0."""
 
@@ -292,10 +368,12 @@ class AgentEnded:
 
 Event = (
     NodeJoined | NodeRejected | NodeLeaving | NodeGone
+    | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | NodeKept
     | RoundFormed | RankWishDenied | RoundFound | RoundResumed | RoundEnded
-    | BudgetCharged | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
+    | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleAsked | JobClosing | JobClosed | Steered
     | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
-    | WorkerFailed | TimersMissed | WorkersSucceeded | WorkersStopping | WorkersStopped | AgentSaid | AgentEnded
+    | WorkerFailed | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping | WorkersStopped
+    | AgentSaid | AgentEnded
 )  # fmt: skip
 
 
@@ -406,6 +484,16 @@ def words(event: Event) -> str:
             return f"node={name} is leaving: {why}"
         case NodeGone(name, why):
             return f"node={name} {why}"
+        case NodeUnhealthy(name, problems):
+            return f"node={name} is unhealthy: {'; '.join(problems)}"
+        case NodeHealthy(name):
+            return f"node={name} is healthy again"
+        case NodeQuarantined(name, why, seconds):
+            return f"node={name} is in quarantine for {seconds:g} s: {why}"
+        case NodeReleased(name):
+            return f"node={name} is out of quarantine"
+        case NodeKept(name, why):
+            return f"node={name} keeps its place: {why}"
         case RoundFormed(round, nodes, world, store, _, why):
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
         case RankWishDenied(round, name, wish, rank, why):
@@ -414,6 +502,8 @@ def words(event: Event) -> str:
             return f"round={round} is known to its members; waiting for {nodes} nodes"
         case RoundResumed(round, nodes):
             return f"round={round} goes on: all {nodes} nodes are back"
+        case HangDiagnosed(round, why=why):
+            return f"round={round} hangs: {why}"
         case ScaleAsked(nodes, accepted, why):
             return f"scale to {nodes} nodes" + ("" if accepted else f" refused: {why}")
         case JobClosing(_, why):
@@ -435,6 +525,10 @@ def words(event: Event) -> str:
             return f"round={round} rank={rank} pid={pid} failed: {why}"
         case TimersMissed(round, rank, pid, why):
             return f"round={round} rank={rank} pid={pid} {why}"
+        case WorkerHangs(round, rank, pid, seconds, sign, where):
+            return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s" + (
+                f", {where}" if where else ""
+            )
         case WorkersStopping(round, why):
             return f"round={round} stopping: {why}"
         case AgentSaid(text):

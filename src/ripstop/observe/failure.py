@@ -9,11 +9,29 @@ from ripstop.round import Outcome
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """Where a worker was when its round made no progress; `observe/stacks.py` says what it means.
+
+    `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
+    kernel's letter for the process, `file` what has all that was found.
+    """
+
+    seconds: float
+    sign: str
+    call: str
+    where: str
+    waits: bool
+    state: str
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one worker is dead.
+    """Why one worker is dead, or is to be stopped because its round hangs.
 
     `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
-    `exitcode` and `signal` is set, except for a worker that could not be started at all: then neither is.
+    `exitcode` and `signal` is set, except for a worker that could not be started at all, or hangs: then neither is.
+    A hang's `at` is the last sign of progress, and its `traceback` the stack.
     """
 
     rank: int
@@ -30,6 +48,7 @@ class Failure:
     log_tail: tuple[str, ...] = ()
     error_file: str = ""
     logs: str = ""
+    hang: Hang | None = None
 
 
 @dataclass(frozen=True, slots=True)

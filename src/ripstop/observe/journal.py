@@ -6,6 +6,7 @@ for longer finds the rest in the event files.
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from ripstop.observe.events import Entry, Event, Sink
 
@@ -41,7 +42,7 @@ class Journal:
         """The kept entries after the `number`-th of the job, numbered."""
         first = self.count - len(self._entries)
         skip = max(0, number - first)
-        return [(first + 1 + i, entry) for i, entry in enumerate(self._entries) if i >= skip]
+        return list(enumerate(islice(self._entries, skip, None), first + skip + 1))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Have every later entry given to `sink`; the result ends that."""

@@ -2,7 +2,8 @@
 
 Pure.  The rule of blame: when one worker dies, its peers die of it a moment later, in a collective that lost its
 partner.  So among the failures of one round those that can only be a peer's doing come last, whatever the clocks of
-their hosts say; among equals the earlier one comes first.
+their hosts say; among equals the earlier one comes first.  In a round that hangs, the odd ones out come first
+(`stacks.py`).
 """
 
 import re
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from enum import IntEnum
 
 from ripstop.observe.failure import Failure, Report
+from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.round import Outcome
 
 # compiled at their first use: most jobs never need them
@@ -47,10 +49,19 @@ def root_cause(failures: Iterable[Failure]) -> Failure | None:
 
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The culprit first, its victims after it; the latest round before the earlier ones."""
-    return tuple(sorted(failures, key=lambda failure: (-failure.round, _blame(failure), failure.at, failure.rank)))
+    failures = tuple(failures)
+    rounds = {failure.round for failure in failures if failure.hang}
+    odd = {(round, rank) for round in rounds for rank in odd_ones(hangs_among(failures, round))}
+
+    def blame(failure: Failure) -> _Blame:
+        return _Blame.CAUSE if (failure.round, failure.rank) in odd else _blame(failure)
+
+    return tuple(sorted(failures, key=lambda failure: (-failure.round, blame(failure), failure.at, failure.rank)))
 
 
 def _blame(failure: Failure) -> _Blame:
+    if failure.hang:
+        return _Blame.UNEXPLAINED if failure.hang.sign and not failure.hang.waits else _Blame.COLLECTIVE
     aborted = failure.signal == "SIGABRT"
     started = failure.exitcode is not None or failure.signal is not None
     if failure.oom or not started or (failure.signal and not aborted):
@@ -115,6 +126,8 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         return
     cause, *others = order(report.failures)
     yield ""
+    if cause.hang:
+        yield from _wrapped(f"hang: {in_words(hangs_among(report.failures, cause.round))}", width)
     yield f"root cause: {_who(cause)}"
     yield from _facts(cause, width)
     if others:
@@ -137,8 +150,10 @@ def _facts(failure: Failure, width: int) -> Iterator[str]:
         yield f"  logs     {failure.logs}"
     if failure.error_file:
         yield f"  error    {failure.error_file}"
+    if failure.hang and failure.hang.file:
+        yield f"  stacks   {failure.hang.file}"
     if failure.traceback:
-        yield "  traceback"
+        yield "  stack" if failure.hang else "  traceback"
         yield from (f"    {line}" for line in failure.traceback.split("\n"))
     if tail := _more_than_the_traceback(failure):
         yield "  last lines of stderr"
@@ -171,6 +186,8 @@ def _when(at: float) -> str:
 
 def how(failure: Failure) -> str:
     """How a worker ended, in a few words."""
+    if hang := failure.hang:
+        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "was there when others hung"
     if failure.signal:
         return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
     return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node.  `state`: running, done, spare, warming, leaving or absent; ranks are -1 outside the round."""
+    """One node.  `state`: running, done, spare, warming, unhealthy, quarantined, leaving or absent.
+
+    Ranks are -1 outside the round.  `trouble`: why it is not to be counted on, though it may be in the round.
+    """
 
     name: str
     host: str
@@ -14,6 +17,7 @@ class NodeStatus:
     state: str
     group_rank: int = -1
     first_rank: int = -1
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class WebSocketLink:
         self._task: asyncio.Task[None] | None = None
         self._outbox: Outbox | None = None  # while linked
         self._local_host: str | None = None
+        self._distance: float | None = None  # this machine's uptime less the coordinator's clock
         self._tls = tls
         self._broken_off = 0  # TLS handshakes that ended without a word, in a row
         self._welcome = False  # has been linked at least once
@@ -88,6 +89,12 @@ class WebSocketLink:
     @property
     def local_host(self) -> str | None:
         return self._local_host
+
+    @property
+    def skew(self) -> float | None:
+        if self._distance is None:
+            return None
+        return self._distance + (time.time() - time.monotonic())  # so a clock that was set since is noticed
 
     @property
     def trouble(self) -> str:
@@ -195,8 +202,10 @@ class WebSocketLink:
             challenge = decode(await _expect(ws), (Challenge,))
             exchange = secret.Exchange(self._run_id, self._node, challenge.nonce, secrets.token_hex(16))
             proof = exchange.by_agent(self._token)
+            asked = time.monotonic()
             await ws.send_str(encode(Hello(self._run_id, self._node, exchange.answer, proof)))
             answer = decode(await _expect(ws), ANSWER)
+            heard = time.monotonic()
         except VersionMismatch as error:
             raise self._no(str(error)) from error
         if isinstance(answer, Rejected):
@@ -206,6 +215,7 @@ class WebSocketLink:
         if not 0 < answer.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
         self._lease = answer.lease
+        self._distance = (asked + heard) / 2 - answer.time
 
     def _no(self, why: str, how: str = "refused") -> _Refused | _TryAgain:
         """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""

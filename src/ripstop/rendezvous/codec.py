@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from ripstop.errors import ProtocolError
-from ripstop.rendezvous.messages import VERSION, Beat, Closed, Failed, Join, Message, Stopped
+from ripstop.rendezvous.messages import VERSION, Beat, Closed, Failed, Inspected, Join, Message, Stopped
 
 MAX_FRAME = 256 * 1024  # bytes of one message; frames are ASCII, so also characters
 MAX_ITEMS = 4096  # elements of one list
@@ -48,8 +48,8 @@ def fit(message: Message) -> str:
     text = _dump(message)
     while len(text) > MAX_FRAME:
         match message:
-            case Failed(failures=failures) | Join(failures=failures) | Stopped(failures=failures) if failures:
-                message = replace(message, failures=_fewer(failures))
+            case Failed() | Join() | Stopped() | Inspected() if message.failures:
+                message = replace(message, failures=_fewer(message.failures))
             case Closed(report) if report.failures:
                 message = Closed(replace(report, failures=_fewer(report.failures)))
             case _:
@@ -83,16 +83,7 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
     """The message in a frame, one of the allowed types."""
     if text == BEAT and Beat in allowed:
         return Beat()  # type: ignore[return-value]  # it is allowed
-    if len(text) > MAX_FRAME:
-        raise ProtocolError(f"a message has at most {MAX_FRAME} bytes, this one has {len(text)}")
-    try:
-        frame = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise ProtocolError(f"a message is JSON, this is not: {_cut(text)}") from error
-    except RecursionError as error:
-        raise ProtocolError("a message is not nested this deep") from error
-    if not isinstance(frame, dict):
-        raise ProtocolError(f"a message is a JSON object, this is {_cut(text)}")
+    frame = _load(text)
     version = frame.pop("v", None)
     if type(version) is not int or version != VERSION:
         raise VersionMismatch(
@@ -105,6 +96,26 @@ def decode(text: str, allowed: tuple[type[M], ...]) -> M:
             message: M = _UNPACKS[name](frame, name)
             return message
     raise ProtocolError(f"expected {' or '.join(cls.__name__ for cls in allowed)}, received type {_cut(name)}")
+
+
+def reader(cls: type[M]) -> Callable[[str], M]:
+    """Reads such a record from its JSON, as strictly as a message."""
+    unpack = _record(cls)[1]
+    return lambda text: unpack(_load(text), cls.__name__)
+
+
+def _load(text: str) -> dict[str, Any]:
+    if len(text) > MAX_FRAME:
+        raise ProtocolError(f"a message has at most {MAX_FRAME} bytes, this one has {len(text)}")
+    try:
+        frame = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ProtocolError(f"a message is JSON, this is not: {_cut(text)}") from error
+    except RecursionError as error:
+        raise ProtocolError("a message is not nested this deep") from error
+    if not isinstance(frame, dict):
+        raise ProtocolError(f"a message is a JSON object, this is {_cut(text)}")
+    return frame
 
 
 def _refuse_constant(name: str) -> NoReturn:

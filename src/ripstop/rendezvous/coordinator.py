@@ -18,6 +18,7 @@ from ripstop.observe import events as observe
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.journal import Journal
+from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
 from ripstop.rendezvous.events import (
     Close,
@@ -72,7 +73,7 @@ class Coordinator:
     """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it.
 
     `may_decide` is asked before every decision: a coordinator whose office has run out does nothing more.  What happens
-    in the job goes to its journal, and from there to `sinks`.
+    in the job goes to its journal, and from there to `totals` and `sinks`.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Coordinator:
         self._sessions: dict[str, Session] = {}
         self._questions: dict[int, tuple[str, asyncio.Future[str]]] = {}  # whom, and what becomes of it
         self._asked = 0
-        self.journal = Journal(sinks)
+        self.totals = Totals()
+        self.journal = Journal([self.totals.on, *sinks])
         self._deadline: float | None = None  # the job's clock does not pass it before its tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[Report] = self._loop.create_future()

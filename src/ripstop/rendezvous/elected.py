@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from ripstop.config import Etcd, Tls
@@ -44,7 +44,7 @@ from ripstop.rendezvous.election import (
     write_seat,
 )
 from ripstop.rendezvous.endpoint import Bound, bind
-from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable
+from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable, below
 from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.machine import FAREWELL, Settings
 from ripstop.rendezvous.messages import Closed, FromAgent, FromCoordinator
@@ -85,7 +85,8 @@ class _Office:
 class ElectedLink:
     """A `Link` to whoever is elected; to be made inside a running event loop.
 
-    `broken` has the defect, should the coordinator in this process break.
+    `broken` has the defect, should the coordinator in this process break.  `seated` is told where the coordinator is,
+    whenever it is another, and which it is if it is in this process.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ElectedLink:
         local_addr: str | None,
         tls: Tls | None = None,
         sinks: Iterable[Sink] = (),
+        seated: Callable[[Address, Coordinator | None], None] = lambda _address, _own: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
@@ -107,6 +109,7 @@ class ElectedLink:
         self._token = token
         self._local_addr = local_addr
         self._sinks = tuple(sinks)
+        self._seated = seated
         self._served_tls = for_coordinator(tls) if tls else None
         self._linked_tls = for_agent(tls) if tls else None
         self._election = Election()
@@ -129,6 +132,10 @@ class ElectedLink:
     @property
     def local_host(self) -> str | None:
         return self._followed.local_host if self._followed else None
+
+    @property
+    def skew(self) -> float | None:
+        return self._followed.skew if self._followed else None
 
     @property
     def trouble(self) -> str:
@@ -178,9 +185,12 @@ class ElectedLink:
                 pause = FIRST_PAUSE
                 continue
             except Unavailable as error:
+                why = str(error)
+                if lost := await self._client.leaderless():
+                    why += f" (no leader is known to {', '.join(map(str, lost))}; see that most of etcd's members run)"
                 if not self._trouble.startswith("etcd cannot"):
-                    log.warning("etcd cannot be reached, trying again: %s", error)
-                self._trouble = f"etcd cannot be reached: {error}"
+                    log.warning("etcd cannot be reached, trying again: %s", why)
+                self._trouble = f"etcd cannot be reached: {why}"
             except (ProtocolError, Denied) as error:
                 self._trouble = str(error)
                 if not self._member:
@@ -212,7 +222,7 @@ class ElectedLink:
     async def _until_changed(self, revision: int) -> None:
         # A watch may hang with its member.  Whoever has a coordinator can wait for that to break; who has none, looks.
         patience = None if self._linked else self._settings.timing.lease
-        watching = asyncio.create_task(self._client.until_changed(self._prefix, revision))
+        watching = asyncio.create_task(self._client.until_changed(below(self._prefix), revision))
         nudged = asyncio.create_task(self._look.wait())
         try:
             await asyncio.wait([watching, nudged], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -364,13 +374,16 @@ class ElectedLink:
         log.info("elected: the coordinator of job=%s is at %s", self._settings.run_id, seat.address)
 
     async def _renew(self, lease: int, ttl: float) -> None:
+        pause = ttl / 4
         while True:
-            await asyncio.sleep(ttl / 4)
+            await asyncio.sleep(pause)
             asked = _now()
             try:
                 given = await self._client.keep_alive(lease, timeout=ttl / 8)
             except (Unavailable, Denied):
-                continue  # who is right about it, the clock knows
+                pause = FIRST_PAUSE  # who is right about it, the clock knows
+                continue
+            pause = ttl / 4
             self._tell(Renewed(asked, given) if given > 0 else Expired())
 
     def _leave_office(self) -> None:
@@ -420,6 +433,8 @@ class ElectedLink:
     # following --------------------------------------------------------------------------------------------------------
 
     def _follow(self, seat: Seat) -> None:
+        own = self._office is not None and self._office.seat.revision == seat.revision
+        self._seated(seat.address, self._office.coordinator if self._office and own else None)
         old = self._followed
         self._followed = new = WebSocketLink(
             seat.address,

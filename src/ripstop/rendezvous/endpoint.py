@@ -32,21 +32,29 @@ class Bound:
         return Address(host, port)
 
 
-def bind(endpoint: Address, *, demanded: bool = False, shared: bool = True, own: str | None = None) -> Bound | None:
+def bind(
+    endpoint: Address,
+    *,
+    demanded: bool = False,
+    shared: bool = True,
+    own: str | None = None,
+    flag: str = "--rdzv-endpoint",
+) -> Bound | None:
     """Listen at the endpoint, or None when another agent is to.
 
     `demanded`: the user said that this node is the host, so not being able to is an error.  `shared`: other machines
-    are to come, so a loopback address deserves a word.  `own`: what the user calls this node's address.
+    are to come, so a loopback address deserves a word.  `own`: what the user calls this node's address.  `flag` is what
+    the user calls the endpoint.
     """
     try:
-        return _bind(endpoint, demanded=demanded, shared=shared)
+        return _bind(endpoint, demanded=demanded, shared=shared, flag=flag)
     except _NotHere as error:
         here = own if demanded and own else _known_to_itself(endpoint.host)
         if here is None or here == endpoint.host:
             if demanded:
                 raise UsageError(str(error)) from error
             return None  # the name may come to life later; the client keeps asking
-        bound = _bind(Address(here, endpoint.port), demanded=True, shared=False)
+        bound = _bind(Address(here, endpoint.port), demanded=True, shared=False, flag=flag)
         assert bound is not None, "a demanded endpoint is bound, or an error"
         return Bound(bound.listening, f"{endpoint.host} is not known as this node yet; listening at {bound.address}")
 
@@ -69,14 +77,14 @@ def _known_to_itself(name: str) -> str | None:
     return address if known and not ip_address(address.partition("%")[0]).is_loopback else None
 
 
-def _bind(endpoint: Address, *, demanded: bool, shared: bool) -> Bound | None:
+def _bind(endpoint: Address, *, demanded: bool, shared: bool, flag: str) -> Bound | None:
     """The same, or `_NotHere`."""
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise _NotHere(
-            f"is_host: this node is to listen at {endpoint}, but {endpoint.host} has no address here "
-            f"({error.strerror}); mend the name in --rdzv-endpoint or give an IP address"
+            f"this node is to listen at {endpoint}, but {endpoint.host} has no address here "
+            f"({error.strerror}); mend the name in {flag} or give an IP address"
         ) from error
     trouble: OSError | None = None
     for family, kind, protocol, _, address in sorted(found, key=lambda info: info[0] != socket.AF_INET):
@@ -96,26 +104,27 @@ def _bind(endpoint: Address, *, demanded: bool, shared: bool) -> Bound | None:
         return Bound(listening, _note(endpoint, str(address[0])) if shared else "")
     assert trouble is not None, "a name has at least one address"
     if trouble.errno == errno.EADDRNOTAVAIL:
-        raise _NotHere(_explain(endpoint, trouble)) from trouble
+        raise _NotHere(_explain(endpoint, trouble, flag)) from trouble
     if demanded or trouble.errno != errno.EADDRINUSE:
-        raise UsageError(_explain(endpoint, trouble)) from trouble
+        raise UsageError(_explain(endpoint, trouble, flag)) from trouble
     return None
 
 
-def _explain(endpoint: Address, error: OSError) -> str:
+def _explain(endpoint: Address, error: OSError, flag: str) -> str:
     start = f"this node is to listen at {endpoint}, but "
     match error.errno:
         case errno.EADDRINUSE:
             return (
-                f"{start}that port is taken; choose another in --rdzv-endpoint, "
+                f"{start}that port is taken; choose another in {flag}, "
                 f"or stop what listens there (ss -ltnp 'sport = :{endpoint.port}')"
             )
         case errno.EADDRNOTAVAIL:
-            return f"{start}that is no address of this machine; set is_host=1 only on the node that has it"
+            remedy = "set is_host=1 only on the node that has it" if flag == "--rdzv-endpoint" else f"mend {flag}"
+            return f"{start}that is no address of this machine; {remedy}"
         case errno.EACCES:
             return f"{start}port {endpoint.port} is privileged; choose one above 1023"
         case _:
-            return f"{start}the system says: {error.strerror}; choose another address in --rdzv-endpoint"
+            return f"{start}the system says: {error.strerror}; choose another address in {flag}"
 
 
 def _note(endpoint: Address, bound: str) -> str:

@@ -28,6 +28,7 @@ from ripstop.rendezvous.wire import tune
 from ripstop.round import Address
 
 REQUEST = 2.0  # seconds a member has for an answer
+STATUS = 0.5  # seconds a member has to tell of itself
 MAX_ANSWER = 4 * 1024 * 1024  # bytes
 INVALID, NOT_FOUND, DENIED, UNFIT, UNAUTHENTICATED = 3, 5, 7, 9, 16  # gRPC's codes for: asking again will not help
 
@@ -89,8 +90,8 @@ class EtcdClient:
 
     async def read(self, prefix: str) -> View:
         """All keys below a prefix, by what follows it."""
-        answer = await self._call("kv/range", _below(prefix))
-        with _as_etcd_answers():
+        answer = await self.call("kv/range", below(prefix))
+        with as_etcd_answers():
             found = {_text(kv["key"]).removeprefix(prefix): _entry(kv) for kv in answer.get("kvs", ())}
             return View(int(answer["header"]["revision"]), found)
 
@@ -100,25 +101,28 @@ class EtcdClient:
         The lease tells whose it is, also when an answer was lost and this was the second try.
         """
         absent = [
-            {"key": _b64(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"} for name in (key, unless)
+            {"key": b64(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"} for name in (key, unless)
         ]
-        put = {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
-        look = {"request_range": {"key": _b64(key)}}
-        answer = await self._call("kv/txn", {"compare": absent, "success": [put, look], "failure": [look]})
-        with _as_etcd_answers():
+        put = {"request_put": {"key": b64(key), "value": b64(value), "lease": str(lease)}}
+        look = {"request_range": {"key": b64(key)}}
+        answer = await self.call("kv/txn", {"compare": absent, "success": [put, look], "failure": [look]})
+        with as_etcd_answers():
             found = answer["responses"][-1]["response_range"].get("kvs", ())
             return _entry(found[0]) if found else None
 
     async def replace(self, key: str, created: int, other: str, value: str, lease: int) -> None:
         """In one step, if the key is still the one made at that revision: it goes, and the other comes."""
-        same = {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(created)}
-        put = {"request_put": {"key": _b64(other), "value": _b64(value), "lease": str(lease)}}
-        delete = {"request_delete_range": {"key": _b64(key)}}
-        await self._call("kv/txn", {"compare": [same], "success": [put, delete]})
+        same = {"key": b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(created)}
+        put = {"request_put": {"key": b64(other), "value": b64(value), "lease": str(lease)}}
+        delete = {"request_delete_range": {"key": b64(key)}}
+        await self.call("kv/txn", {"compare": [same], "success": [put, delete]})
 
-    async def until_changed(self, prefix: str, revision: int) -> bool:
-        """Wait until something below the prefix changes at this revision or later; False: this member cannot tell."""
-        body = {"create_request": {**_below(prefix), "start_revision": str(revision)}}
+    async def until_changed(self, where: dict[str, str], revision: int) -> bool:
+        """Wait until a key, or something `below` a prefix, changes at this revision or later.
+
+        False: this member cannot tell.
+        """
+        body = {"create_request": {**where, "start_revision": str(revision)}}
         # a member that has lost the others ends the watch, instead of keeping us waiting
         headers = {**self._headers(), "Grpc-Metadata-Hasleader": "true"}
         endpoint = self._endpoints[self._current]
@@ -141,27 +145,44 @@ class EtcdClient:
 
     async def grant(self, ttl: int) -> tuple[int, float]:
         """A new lease: its id, and the seconds etcd gives it, which may be more."""
-        answer = await self._call("lease/grant", {"TTL": str(ttl)})
-        with _as_etcd_answers():
+        answer = await self.call("lease/grant", {"TTL": str(ttl)})
+        with as_etcd_answers():
             return int(answer["ID"]), float(answer["TTL"])
 
-    async def keep_alive(self, lease: int, timeout: float) -> float:
+    async def keep_alive(self, lease: int, timeout: float = REQUEST) -> float:
         """Renew a lease: the seconds it has now; 0 when there is no such lease any more."""
-        answer = await self._call("lease/keepalive", {"ID": str(lease)}, timeout)
-        with _as_etcd_answers():
+        answer = await self.call("lease/keepalive", {"ID": str(lease)}, timeout)
+        with as_etcd_answers():
             return float(answer.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
         """End a lease and the keys that go with it."""
         try:
-            await self._call("lease/revoke", {"ID": str(lease)})
+            await self.call("lease/revoke", {"ID": str(lease)})
         except Denied as error:
             if error.code != NOT_FOUND:
                 raise
 
+    # its members ------------------------------------------------------------------------------------------------------
+
+    async def leaderless(self) -> list[Address]:
+        """The members that answer, and know of no leader: they have lost most of the others."""
+
+        async def is_leaderless(endpoint: Address) -> bool:
+            try:
+                async with asyncio.timeout(STATUS):
+                    status = await self._post(endpoint, "maintenance/status", {})
+            except (aiohttp.ClientError, OSError, RipstopError):
+                return False
+            return "leader" not in status
+
+        found = await asyncio.gather(*map(is_leaderless, self._endpoints))
+        return [endpoint for endpoint, is_one in zip(self._endpoints, found, strict=True) if is_one]
+
     # requests ---------------------------------------------------------------------------------------------------------
 
-    async def _call(self, path: str, body: dict[str, Any], timeout: float = REQUEST) -> dict[str, Any]:
+    async def call(self, path: str, body: dict[str, Any], timeout: float = REQUEST) -> dict[str, Any]:
+        """A request in the gateway's own words, and the answer."""
         if self._user and not self._token:
             await self._authenticate()
         try:
@@ -175,7 +196,7 @@ class EtcdClient:
     async def _authenticate(self) -> None:
         self._token = ""
         answer = await self._ask("auth/authenticate", {"name": self._user, "password": self._password}, REQUEST)
-        with _as_etcd_answers():
+        with as_etcd_answers():
             self._token = str(answer["token"])
 
     async def _ask(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -224,7 +245,7 @@ class EtcdClient:
 
 
 @contextmanager
-def _as_etcd_answers() -> Iterator[None]:
+def as_etcd_answers() -> Iterator[None]:
     """What is taken from an answer in here is there, or somebody else has answered."""
     try:
         yield
@@ -248,16 +269,17 @@ def _tls(settings: Etcd) -> ssl.SSLContext | None:
     return context
 
 
-def _b64(text: str) -> str:
-    return b64encode(text.encode()).decode()
+def b64(data: str | bytes) -> str:
+    return b64encode(data.encode() if isinstance(data, str) else data).decode()
 
 
 def _text(encoded: str) -> str:
     return b64decode(encoded).decode(errors="replace")
 
 
-def _below(prefix: str) -> dict[str, str]:
-    return {"key": _b64(prefix), "range_end": _b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+def below(prefix: str) -> dict[str, str]:
+    """All keys that begin with it."""
+    return {"key": b64(prefix), "range_end": b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
 
 
 def _entry(kv: dict[str, Any]) -> Entry:

@@ -37,6 +37,10 @@ class Link(Protocol):
         """This node's address on the way to the coordinator, once known; None within one process."""
 
     @property
+    def skew(self) -> float | None:
+        """Seconds that this node's clock is ahead of the coordinator's; None within one process, or before a link."""
+
+    @property
     def trouble(self) -> str:
         """Why there is no link now, since when, and what was tried; empty while linked."""
 

@@ -27,6 +27,10 @@ class LocalLink:
         return None
 
     @property
+    def skew(self) -> float | None:
+        return None
+
+    @property
     def trouble(self) -> str:
         return "" if self._session else self._trouble
 

@@ -17,20 +17,29 @@
 7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
     stale: nobody knows who may still be talking to that port.
 8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
-    when all its members are back within a lease; restarts that were granted are spent; an end that one of them was
-    told of comes to its end.
-9.  Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
+    when all its members are back within a lease, or sooner when it has failed meanwhile; restarts that were granted are
+    spent; an end that one of them was told of comes to its end.
+9.  A node that is unhealthy, or in quarantine (`quarantine.py`), is in a round only while the job has too few others.
+    An unhealthy one loses its place when it stays so until everybody has looked at its health again, and does not
+    share its trouble with most of the round: then the cause is likely none of theirs.  It is given none before it is
+    healthy.
+10. Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
     too few nodes for too long, or by an operator.  Everybody is told before the coordinator goes.
+11. A round that hangs is looked at on all its nodes before it ends: who hangs on one may wait for a rank of another.
+    Nodes have `INSPECTION` seconds for it; a death meanwhile is a failure as ever.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ripstop import config
 from ripstop.config import MOST_SLOTS, Budget, Timing
 from ripstop.observe import events as observe
+from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
+from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.events import (
@@ -55,7 +64,10 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
+    Health,
     Hold,
+    Inspect,
+    Inspected,
     Join,
     Leave,
     Leaving,
@@ -65,19 +77,26 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.rendezvous.policy import Restarts
+from ripstop.rendezvous.policy import Cause, Restarts, Verdict, cause_of
+from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
+INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
+PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
+PLACES = 16_384  # and of a round that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
+    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease.
+
+    Within `recheck` seconds every node has looked at its health again.
+    """
 
     run_id: str
     min_nodes: int
@@ -87,6 +106,8 @@ class Settings:
     fixed_ranks: bool = False
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
+    quarantine: config.Quarantine = field(default_factory=config.Quarantine)
+    recheck: float = config.Health().interval
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -132,6 +153,8 @@ class Member:
     ready: bool = False
     port: int = 0  # offered for a store; 0: none now
     served: int = 0  # the last round whose store was put on a port of this connection
+    problems: tuple[str, ...] = ()  # why it is unhealthy
+    since: float = 0.0  # when it became so
 
 
 class Job:
@@ -153,10 +176,12 @@ class Job:
         self._why = "first round"
         self._quorum: float | None = None  # since when enough nodes are ready
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
-        self._able: set[str] = set()  # ready, here and not leaving: they could be in a round
+        self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
+        self._reserve: dict[str, None] = {}  # the same in trouble: in a round only if it must be
+        self._benched: set[str] = set()  # those of the reserve that are outside the round
         self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
         self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
-        self._missing: set[str] = set()  # in the round, and not able
+        self._missing: set[str] = set()  # in the round, and not ready or not here
         self._warming: set[str] = set()  # outside the round, and not ready
         self._leaving: set[str] = set()
         self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
@@ -167,8 +192,13 @@ class Job:
         self._broken = False  # a worker of the live or last round failed
         self._failures: list[Failure] = []  # of that round
         self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
+        self._inspection: float | None = None  # until when a hanging round is looked at
+        self._awaited: set[str] = set()  # nodes that have not told where their workers are
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self._held = False  # survivors of the last round were told to stop
+        self._quarantine = Quarantine(settings.quarantine)
+        self._unblamed = 0  # the last round that was charged, and whose culprit may yet be heard of
+        self._kept: set[str] = set()  # nodes in trouble that are in service; it was said
         self._unstopped: set[str] = set()  # nodes whose evidence is awaited
         self._ended = False
         self._now = now  # of the last event: what was due by then has been done
@@ -200,6 +230,7 @@ class Job:
                 pass
         out += self._expire(now)
         out += self._advance(now)
+        self._say_who_is_kept()
         notes, self._notes = self._notes, []
         return [*map(Record, notes), *out] if notes else out
 
@@ -214,6 +245,10 @@ class Job:
             times.append(next(iter(self._absent.values())) + RECONNECT)
         if self._verdict:
             times.append(self._verdict[0])
+        if (release := self._quarantine.deadline()) is not None:
+            times.append(release)
+        if self._inspection is not None:
+            times.append(self._inspection)
         match self.phase:
             case Phase.GATHERING:
                 if self._quorum is None:
@@ -221,15 +256,15 @@ class Job:
                 else:
                     times += [self._quorum + timing.settle, self._not_before]
             case Phase.RECOVERING:
-                times.append(self._since + timing.lease)
+                times.append(self._since + self._time_to_return())
             case Phase.CLOSING:
                 times.append(self._since + timing.shutdown + FAREWELL)
             case Phase.CLOSED:
                 times = [self._since + FAREWELL]
-            case Phase.RUNNING if self._waiting:
-                times.append(next(iter(self._waiting.values())) + timing.settle)
-            case _:
-                pass
+            case Phase.RUNNING:
+                if self._waiting:
+                    times.append(next(iter(self._waiting.values())) + timing.settle)
+                times += [self._may_go(n) for n in self._reserve if n in self.places]
         return min((t for t in times if t > self._now), default=None)
 
     def objection_to_release(self, node: str) -> str:
@@ -268,11 +303,13 @@ class Job:
             else "leaving" if name in self._leaving
             else "done" if name in self._done
             else "running" if place
+            else "unhealthy" if self.members[name].problems
+            else "quarantined" if name in self._reserve
             else "spare" if name in self._able
             else "warming"
         )  # fmt: skip
         ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
-        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_)
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._trouble(name))
 
     # what is heard ----------------------------------------------------------------------------------------------------
 
@@ -287,8 +324,14 @@ class Job:
         match message:
             case Ready():
                 self._ready(node, message, now)
+            case Health(problems):
+                self._health(node, problems, now)
             case Failed(round, failures):
                 return self._failed(node, round, failures, now)
+            case Inspected(round, failures):
+                self._keep(failures, round)
+                if round == self.round:
+                    self._awaited.discard(node)
             case Succeeded(round):
                 self._succeeded(node, round)
             case Leaving(why):
@@ -327,6 +370,7 @@ class Job:
             return [Send(node, Rejected(objection)), Drop(node)]
         member = self.members.get(node)
         if member is None:
+            self._quarantine.welcome(join.node, (other.node for other in self.members.values()), now)
             member = self.members[node] = Member(join.node)
             self._notes.append(observe.NodeJoined(node, join.node.host, join.node.slots))
         member.node = join.node
@@ -335,6 +379,7 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._note_word(node, now)
+        self._health(node, join.problems, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
             self.restarts = Restarts(self.settings.budget, join.restarts, now)
@@ -403,7 +448,8 @@ class Job:
         place = self.places[node]
         if join.newest < self.round and place.group_rank:
             return [Send(node, Assign(place, self._why))]
-        self._gather(f"node {node} does not have round {self.round}", now)  # nor its store, if that was there
+        # nor does it have its store, if that was there
+        self._gather(Ending.NODE_LOST, f"node {node} does not have round {self.round}", now)
         return []
 
     def _ready(self, node: str, offer: Ready, now: float) -> None:
@@ -413,8 +459,21 @@ class Job:
         member.ready = True
         self._reclassify(node, now)
 
+    def _health(self, node: str, problems: tuple[str, ...], now: float) -> None:
+        member = self.members[node]
+        problems = tuple(problem[:WORDS] for problem in problems[:PROBLEMS])
+        if problems and not member.problems:
+            member.since = now
+            self._notes.append(observe.NodeUnhealthy(node, problems))
+        elif member.problems and not problems:
+            self._notes.append(observe.NodeHealthy(node))
+        member.problems = problems
+        self._reclassify(node, now)
+
     def _failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[Command]:
         self._keep(failures, round)
+        if round == self._unblamed and node in self.members and not all(looks_like_victim(f) for f in failures):
+            self._fault(node, how(failures[0]), now)  # its victims were heard first
         if round != self.round or node not in self.places:
             return []  # rule 2
         self._broken = True
@@ -425,26 +484,62 @@ class Job:
             return []
         if self._verdict:
             return []
-        verdict = self.restarts.charge(now, now - self._since)
-        self._notes.append(
-            observe.BudgetCharged(
-                self.round,
-                "application",
-                self.restarts.used,
-                self.settings.budget.max_restarts,
-                verdict.allowed,
-                f"{self._culprit()}; {verdict.why}",
-            )
-        )
+        if cause_of(self._failures) is Cause.INFRASTRUCTURE:
+            return self._inspect(node, now)
+        verdict = self._charge(Cause.APPLICATION, now)
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect = now if victims else None
-            self._gather(f"{self._culprit()}; {verdict.why}", now, verdict.delay)
+            self._unblamed = self.round
+            if not victims:
+                culprit = root_cause(self._failures)
+                self._fault(self._home_of(culprit.rank) if culprit else "", self._culprit(), now)
+            self._gather(Ending.APPLICATION, f"{self._culprit()}; {verdict.why}", now, verdict.delay)
             return []
         if victims:  # rule 6
             self._verdict = (now + BLAME, verdict.why)
             return []
         return self._close(Outcome.FAILED, f"{self._culprit()}; {verdict.why}", now)
+
+    def _fault(self, node: str, what: str, now: float) -> None:
+        """This node, and no other, is to blame for the end of the round."""
+        self._unblamed = 0
+        if node in self.members and (why := self._quarantine.fault(self.members[node].node, what, now)):
+            self._notes.append(observe.NodeQuarantined(node, why, self.settings.quarantine.cooldown))
+            self._reclassify(node, now)
+
+    def _charge(self, cause: Cause, now: float) -> Verdict:
+        verdict = self.restarts.charge(now, now - self._since, cause)
+        used = self.restarts.spent(cause)
+        why = f"{self._culprit()}; {verdict.why}"
+        self._notes.append(
+            observe.BudgetCharged(self.round, cause, used, self.restarts.limit(cause), verdict.allowed, why)
+        )
+        return verdict
+
+    def _inspect(self, node: str, now: float) -> list[Command]:
+        """Have a round that hangs looked at on all its nodes (rule 11)."""
+        if self._inspection is not None:
+            self._awaited.discard(node)
+            return []
+        self._inspection = now + INSPECTION
+        self._awaited = {n for n in self.places if n != node and n not in self._done}
+        return [Send(n, Inspect(self.round)) for n in self.places if n in self._awaited]
+
+    def _conclude(self, now: float) -> list[Command]:
+        """All that can be known of the hang is known."""
+        self._inspection = None
+        hangs = hangs_among(self._failures, self.round)
+        odd = tuple(sorted(odd_ones(hangs)))
+        self._notes.append(observe.HangDiagnosed(self.round, odd, in_words(hangs)))
+        verdict = self._charge(Cause.INFRASTRUCTURE, now)
+        why = f"{self._culprit()}; {verdict.why}"
+        if not verdict.allowed:
+            return self._close(Outcome.FAILED, why, now)
+        if len(odd) == 1:
+            self._fault(self._home_of(odd[0]), f"rank {odd[0]} hung", now)
+        self._gather(Ending.INFRASTRUCTURE, why, now, verdict.delay)
+        return self._form_or_hold(now)
 
     def _blame(self, gone: list[str], now: float) -> None:
         """A failure while nodes were absent or leaving: it is theirs (rule 5), and nobody is charged."""
@@ -452,7 +547,7 @@ class Job:
             if node in self._absent:
                 self._lose(node, "lost: its connection closed, and a peer failed", now)
         if self.phase is Phase.RUNNING:
-            self._gather(f"a worker failed while node {gone[0]} was going", now)
+            self._gather(Ending.NODE_LEFT, f"a worker failed while node {gone[0]} was going", now)
 
     def _succeeded(self, node: str, round: int) -> None:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
@@ -468,7 +563,7 @@ class Job:
 
     def _restart(self, why: str, now: float) -> None:
         if self.phase is Phase.RUNNING:
-            self._gather(why, now)
+            self._gather(Ending.OPERATOR, why, now)
 
     def _release(self, node: str, why: str) -> list[Command]:
         return [] if self.objection_to_release(node) else [Send(node, Depart(why))]
@@ -509,6 +604,10 @@ class Job:
             if now < since + RECONNECT:
                 break
             self._lose(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
+        for node in self._quarantine.release(now):
+            if node in self.members:
+                self._notes.append(observe.NodeReleased(node))
+                self._reclassify(node, now)
         return out
 
     def _forgive(self, now: float, late: float) -> None:
@@ -523,6 +622,8 @@ class Job:
         self._since += late
         if self._verdict:
             self._verdict = (now + BLAME, self._verdict[1])
+        if self._inspection is not None:
+            self._inspection = max(self._inspection, now + BLAME)
 
     def _lose(self, node: str, why: str, now: float) -> None:
         if (member := self.members.pop(node, None)) is None:
@@ -533,31 +634,47 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._unstopped.discard(node)
+        self._awaited.discard(node)
         self._reclassify(node, now)
-        self._notes.append(observe.NodeGone(node, why, lost=not why.startswith("left")))
+        lost = not why.startswith("left")
+        self._notes.append(observe.NodeGone(node, why, lost))
         if self._suspect is not None and node in self.places and now - self._suspect <= self.settings.timing.lease:
             self.restarts.refund()  # its victims were heard first
             self._suspect = None
+            self._unblamed = 0
             self._notes.append(observe.BudgetRefunded(self.round, node))
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
         elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
-            self._gather(f"node {node} {why}", now)
+            self._gather(Ending.NODE_LOST if lost else Ending.NODE_LEFT, f"node {node} {why}", now)
 
     def _reclassify(self, node: str, now: float) -> None:
         """Note where a node stands, after anything about it or the round has changed."""
         member = self.members.get(node)
         inside, staying = node in self.places, member is not None and node not in self._leaving
-        able = member is not None and member.ready and staying and node not in self._absent
+        here = member is not None and member.ready and staying and node not in self._absent
+        sick = member is not None and bool(member.problems)
+        able = here and not sick and not self._quarantine.reason(node)
         _put(self._able, node, able)
-        _put(self._missing, node, inside and staying and not able)
-        _put(self._warming, node, not inside and staying and not able)
-        if not able or inside:
+        _put(self._missing, node, inside and staying and not here)
+        _put(self._warming, node, not inside and staying and not here and not sick)
+        reserve = here and not able and (inside or not sick)
+        if reserve:
+            self._reserve[node] = None
+        else:
+            self._reserve.pop(node, None)
+            self._kept.discard(node)
+        if able and not inside:
+            if node not in self._waiting:
+                self._waiting[node] = now
+                self._untold[node] = None
+        else:
             self._waiting.pop(node, None)
-            self._untold.pop(node, None)
-        elif node not in self._waiting:
-            self._waiting[node] = now
-            self._untold[node] = None
+            if not reserve or inside:
+                self._untold.pop(node, None)
+            elif node not in self._benched:
+                self._untold[node] = None
+        _put(self._benched, node, reserve and not inside)
 
     def _reclassify_all(self, now: float) -> None:
         for node in self.members:
@@ -574,7 +691,7 @@ class Job:
         self.round, self._witness = held.round, held
         self._begin({}, now)
         if not first:
-            self._gather(f"round {held.round} was alive elsewhere", now)
+            self._gather(Ending.COORDINATOR, f"round {held.round} was alive elsewhere", now)
             return out
         self._enter(Phase.RECOVERING, now)
         self._notes.append(observe.RoundFound(held.round, held.group_size))
@@ -594,15 +711,15 @@ class Job:
         self._failures = []
         self._reclassify_all(now)
 
-    def _gather(self, why: str, now: float, delay: float = 0.0) -> None:
+    def _gather(self, cause: Ending, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
-        self._notes.append(observe.RoundEnded(self.round, why, delay))
+        self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
         self._not_before = now + delay
         self._quorum = None
         self._held = False
-        self._verdict = None
+        self._verdict = self._inspection = None
 
     def _advance(self, now: float) -> list[Command]:
         """Do what the state now allows: resume, form, hold, finish, end."""
@@ -616,6 +733,8 @@ class Job:
                     return self._close(Outcome.SUCCEEDED, "all workers exited 0", now)
                 if self._verdict and now >= self._verdict[0]:
                     return self._close(Outcome.FAILED, f"{self._culprit()}; {self._verdict[1]}", now)
+                if self._inspection is not None:
+                    return [] if self._awaited and now < self._inspection else self._conclude(now)
                 return self._resize(now)
             case Phase.CLOSING:
                 return self._finish(now)
@@ -626,9 +745,9 @@ class Job:
         assert self._witness is not None
         back, size = len(self.places), self._witness.group_size
         if back < size:
-            if now < self._since + self.settings.timing.lease:
+            if now < self._since + self._time_to_return():
                 return []
-            self._gather(f"{back} of {size} nodes came back", now)
+            self._gather(Ending.COORDINATOR, f"{back} of {size} nodes came back", now)
             return self._form_or_hold(now)
         self._enter(Phase.RUNNING, now)
         self._why = "the coordinator was restarted"
@@ -638,15 +757,29 @@ class Job:
             out += self._failed(next(iter(self.places)), self.round, (), now)
         return [*out, *self._advance(now)]
 
+    def _time_to_return(self) -> float:
+        """How long the members of a round that is recovered have; less when it is over anyway.
+
+        Who is alive tries every third of a lease.
+        """
+        lease = self.settings.timing.lease
+        return min(lease, lease / 3 + RECONNECT) if self._broken else lease
+
     def _resize(self, now: float) -> list[Command]:
         """A live round grows when newcomers are ready, and changes size when an operator says so."""
         if self._missing or self._verdict:
             return []  # who is in it will show in a moment
         if len(self.places) > self._target:
-            self._gather(f"scaled down to {self._target} nodes", now)
+            self._gather(Ending.SCALED, f"scaled down to {self._target} nodes", now)
+            return self._form_or_hold(now)
+        if (node := self._replaceable(now)) and self._next_store_is_offered():
+            why = self._trouble(node)
+            if self.members[node].problems:
+                self._fault(node, why, now)
+            self._gather(Ending.NODE_UNFIT, f"node {node} is {why}", now)
             return self._form_or_hold(now)
         if not self._waiting:
-            return []
+            return self._tell_newcomers("spare")
         if len(self.places) >= self._target:
             return self._tell_newcomers(f"spare: all {self._target} places are taken")
         if self._done:
@@ -654,18 +787,23 @@ class Job:
         first, since = next(iter(self._waiting.items()))
         if self._warming and now < since + self.settings.timing.settle:
             return []  # one switch for all of them
-        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in self._able)
-        if not all(self.members[n].port for n in hosts):
-            return []  # nobody is stopped before the next store's port is offered
-        self._gather(f"node {first} joined", now)
+        if not self._next_store_is_offered():
+            return []
+        self._gather(Ending.NODE_JOINED, f"node {first} joined", now)
         return self._form_or_hold(now)
 
+    def _next_store_is_offered(self) -> bool:
+        """Nobody is stopped before it is, by the node of rank 0 if that stays."""
+        able = self._able | set(self._needed())
+        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in able)
+        return all(self.members[n].port for n in hosts)
+
     def _form_or_hold(self, now: float) -> list[Command]:
-        ready, least, timing = len(self._able), self.settings.min_nodes, self.settings.timing
+        ready, least, timing = len(self._able) + len(self._needed()), self.settings.min_nodes, self.settings.timing
         if ready < least:
             self._quorum = None
             if now >= self._since + timing.join:
-                need = f"{least} nodes are needed and {ready} ready after {timing.join:g} s"
+                need = f"{least} nodes are needed and {ready} ready after {timing.join:g} s{self._the_unhealthy()}"
                 return self._close(Outcome.FAILED, f"{need} ({self._why}); start more, or raise join_timeout", now)
             return self._hold(f"waiting: {ready} of at least {least} nodes are ready ({self._why})")
         if self._quorum is None:
@@ -675,15 +813,16 @@ class Job:
         settled = now >= self._quorum + timing.settle
         if self._absent or not (settled or self._complete()):
             return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
-        return self._form(self._candidates()[: self._target], now)
+        return self._form([*self._candidates(), *self._needed()][: self._target], now)
 
     def _complete(self) -> bool:
         """Is there nobody worth waiting for?"""
         if self._missing:
             return False
-        if len(self._able) >= self._target:
+        needed = self._needed()
+        if len(self._able) + len(needed) >= self._target:
             return True
-        survivors = len(self._able) - len(self._waiting)
+        survivors = len(self._able) - len(self._waiting) + sum(n in self.places for n in needed)
         return self.round > 0 and (survivors >= self.settings.min_nodes or not self._warming)
 
     def _candidates(self) -> list[str]:
@@ -701,10 +840,11 @@ class Job:
 
     def _tell_newcomers(self, why: str) -> list[Command]:
         untold, self._untold = self._untold, {}
-        return [Send(n, Hold(self.round, why)) for n in untold]
+        return [Send(n, Hold(self.round, self._trouble(n) or why)) for n in untold]
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
+        chosen = sorted(chosen, key=lambda n: n not in before)  # who has a rank comes before who only inherits it
         candidates = [(self.members[n].node, before.get(n, self._inherited(n))) for n in chosen]
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = self.members[nodes[0].id]
@@ -722,8 +862,57 @@ class Job:
         self._notes += (observe.RankWishDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
         out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        out += [Send(n, Hold(self.round, why)) for n in left_out if n not in self._untold]
+        out += [Send(n, Hold(self.round, self._trouble(n) or why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
+
+    # nodes in trouble -------------------------------------------------------------------------------------------------
+
+    def _trouble(self, node: str) -> str:
+        """Why a node is not to be counted on; empty when it is."""
+        member = self.members.get(node)
+        if member is not None and member.problems:
+            return f"unhealthy: {'; '.join(member.problems)}"
+        why = self._quarantine.reason(node)
+        return f"in quarantine: {why}" if why else ""
+
+    def _needed(self) -> list[str]:
+        """Those in trouble that have a place all the same (rule 9), and so do all if most of the round is unhealthy."""
+        if not self._reserve:
+            return []
+        inside = sorted((n for n in self._reserve if n in self.places), key=lambda n: self.places[n].group_rank)
+        short = max(0, self.settings.min_nodes - len(self._able))
+        if self._is_nobodys_fault():
+            short = max(short, len(inside))
+        return [*inside, *(n for n in self._reserve if n not in self.places)][:short]
+
+    def _is_nobodys_fault(self) -> bool:
+        unhealthy = sum(bool(self.members[n].problems) for n in self._reserve if n in self.places)
+        return unhealthy > 1 and 2 * unhealthy > len(self.places)
+
+    def _may_go(self, node: str) -> float:
+        """When a node in trouble may lose its place: at once if it is in quarantine."""
+        member = self.members[node]
+        return member.since + self.settings.recheck if member.problems else self._now
+
+    def _replaceable(self, now: float) -> str | None:
+        """A node of the live round without which the job is better off."""
+        if not self._reserve or self._done:
+            return None
+        needed = self._needed()
+        return next((n for n in self._reserve if n in self.places and n not in needed and now >= self._may_go(n)), None)
+
+    def _say_who_is_kept(self) -> None:
+        for node in self._needed() if self.phase is Phase.RUNNING else ():
+            if node in self.places and node not in self._kept:
+                self._kept.add(node)
+                others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
+                if self._is_nobodys_fault():
+                    others = "most of the round's nodes are unhealthy, which is likely nobody's own fault"
+                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._trouble(node)})"))
+
+    def _the_unhealthy(self) -> str:
+        node = next((n for n, member in self.members.items() if member.problems), None)
+        return f"; node {node} is {self._trouble(node)}" if node else ""
 
     def _inherited(self, node: str) -> int | None:
         """The rank of the lost node that this one stands in for, if it does."""
@@ -740,17 +929,28 @@ class Job:
     def _keep(self, failures: Iterable[Failure], round: int) -> None:
         if round == self.round:
             known = {(f.rank, f.at) for f in self._failures}
-            self._failures += [f for f in failures if (f.rank, f.at) not in known][: EVIDENCE - len(self._failures)]
+            for failure in failures:
+                if (failure.rank, failure.at) in known:
+                    continue
+                if len(self._failures) < EVIDENCE:
+                    self._failures.append(failure)
+                elif failure.hang and len(self._failures) < PLACES:
+                    self._failures.append(replace(failure, traceback="", log_tail=()))
+
+    def _home_of(self, rank: int) -> str:
+        return next((n for n, p in self.places.items() if p.first_rank <= rank < p.first_rank + p.slots), "")
 
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
+        if failure and failure.hang:
+            return in_words(hangs_among(self._failures, self.round))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
         self._why = why
-        self._verdict = None
+        self._verdict = self._inspection = None
         self.report = Report(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)
         if outcome is Outcome.SUCCEEDED:

@@ -39,10 +39,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost."""
+    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost; my clock says `time`."""
 
     proof: str
     lease: float
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Join:
     `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
     `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
     workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
-    coordinator that may be gone now.
+    coordinator that may be gone now; `problems` are why I should not be counted on.
     """
 
     node: Node
@@ -97,6 +98,14 @@ class Join:
     status: Status = Status.IDLE
     failures: tuple[Failure, ...] = ()
     closing: "Closing | None" = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Why I should not be counted on; nothing: I can be."""
+
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,14 @@ class Failed:
 
     round: int
     failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """Where my workers of this round are, as `Inspect` asked; none when I have none."""
+
+    round: int
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +200,13 @@ class Depart:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspect:
+    """This round hangs on another node: tell where your workers are, before they are stopped."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An operator wants to know something of you; answer under this number.  It changes nothing."""
 
@@ -207,8 +231,8 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Failed | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
-FromCoordinator = Assign | Hold | Depart | Ask | Closing | Closed | Rejected | Beat
+FromAgent = Join | Ready | Health | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromCoordinator = Assign | Hold | Depart | Inspect | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

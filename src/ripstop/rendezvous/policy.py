@@ -2,15 +2,32 @@
 
 Rules: (1) only failures are charged; a node that comes, goes or is lost costs nothing; (2) at most `max_restarts`
 charges stand in any window (or in the whole run when there is none); (3) a restart is immediate, unless rounds die
-young again and again: from the third young death in a row the pause doubles, from one second up to `backoff`.
+young again and again: from the third young death in a row the pause doubles, from one second up to `backoff`; (4) a
+round that hangs is charged to the infrastructure's budget, which has a limit and a window of its own.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ripstop.config import Budget
+from ripstop.observe.failure import Failure
 
 YOUNG = 10.0  # seconds: a round that fails sooner may be a crash loop
 PATIENCE = 2  # young deaths in a row that are still healed at once
+
+
+class Cause(StrEnum):
+    """Whose budget pays for a restart."""
+
+    APPLICATION = "application"
+    INFRASTRUCTURE = "infrastructure"
+
+
+def cause_of(failures: Iterable[Failure]) -> Cause:
+    """A round's failures are the infrastructure's if all that is known is that it hangs: nobody has died by itself."""
+    hangs = [failure.hang is not None for failure in failures]
+    return Cause.INFRASTRUCTURE if hangs and all(hangs) else Cause.APPLICATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +44,43 @@ class Restarts:
 
     def __init__(self, budget: Budget, used: int = 0, now: float = 0.0) -> None:
         self._budget = budget
-        self._charges = [now] * min(used, budget.max_restarts)  # their times are not known: as if it were now
+        # of those that another coordinator granted neither time nor cause is known: as if it were now, for failures
+        self._charges = {Cause.APPLICATION: [now] * min(used, budget.max_restarts), Cause.INFRASTRUCTURE: []}
         self._young = 0
         self.used = used
 
-    def charge(self, now: float, lived: float) -> Verdict:
+    def charge(self, now: float, lived: float, cause: Cause = Cause.APPLICATION) -> Verdict:
         """A round failed after it had `lived` so long: spend one restart if there is one left."""
-        limit, window = self._budget.max_restarts, self._budget.window
+        limit, window = self.limit(cause), self._window(cause)
         if window:
-            self._charges = [at for at in self._charges if at > now - window]
-        spent = len(self._charges)
+            self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
+        spent = len(self._charges[cause])
         scope = f"in {window:g} s" if window else "in all"
+        kind = "" if cause is Cause.APPLICATION else f"{cause} "
         if spent >= limit:
-            return Verdict(False, 0.0, f"{spent} of {limit} restarts {scope} are spent")
-        self._charges.append(now)
+            return Verdict(False, 0.0, f"{spent} of {limit} {kind}restarts {scope} are spent")
+        self._charges[cause].append(now)
         self.used += 1
         self._young = self._young + 1 if lived < YOUNG else 0
         delay = self._delay()
         pause = f", after a pause of {delay:g} s for {self._young} quick failures in a row" if delay else ""
-        return Verdict(True, delay, f"restart {spent + 1} of {limit} {scope}{pause}")
+        return Verdict(True, delay, f"{kind}restart {spent + 1} of {limit} {scope}{pause}")
 
     def refund(self) -> None:
         """The last charge was a mistake: what failed was the victim of a node's loss.  `used` never goes back."""
-        if self._charges:
-            self._charges.pop()
+        if charges := self._charges[Cause.APPLICATION]:
+            charges.pop()
             self._young = max(0, self._young - 1)
+
+    def spent(self, cause: Cause) -> int:
+        """What stands charged."""
+        return len(self._charges[cause])
+
+    def limit(self, cause: Cause) -> int:
+        return self._budget.max_restarts if cause is Cause.APPLICATION else self._budget.max_infra_restarts
+
+    def _window(self, cause: Cause) -> float:
+        return self._budget.window if cause is Cause.APPLICATION else self._budget.infra_window
 
     def _delay(self) -> float:
         if self._young <= PATIENCE or not self._budget.backoff:

@@ -36,6 +36,11 @@ def sign(token: str, run_id: str, text: str) -> str:
     return _mac(token, "signature", run_id, text)
 
 
+def api_token(token: str, run_id: str) -> str:
+    """What operators show to steer the job over HTTP: made of the secret, which itself is never sent."""
+    return _mac(token, "api", run_id)
+
+
 def same(proof: str, expected: str) -> bool:
     """Compare proofs in a time that tells nothing."""
     return hmac.compare_digest(_bytes(proof), _bytes(expected))

@@ -1,8 +1,11 @@
-"""The coordinator's port: agents' WebSockets at `/agent`, and `/healthz`.
+"""The coordinator's port: agents at `/agent` (WebSockets), operators at `/api`, Prometheus at `/metrics`, `/healthz`.
 
 A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
 before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
 operators do, once per address and kind.  Nothing is decided here: a known agent's messages go to the `Coordinator`.
+
+Operators show a token that is made of the secret.  A job without one is steered over the network only where TLS asks
+everybody for a certificate; else through the socket on its coordinator's machine (`observe/job_socket.py`).
 """
 
 import asyncio
@@ -12,12 +15,14 @@ import resource
 import secrets
 import socket
 import ssl
+import time
 from functools import partial
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from ripstop.errors import ProtocolError
+from ripstop.observe.api import MAX_BODY, Api, Refused
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
@@ -30,6 +35,7 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
+from ripstop.rendezvous.scrape import CONTENT_TYPE, Scraper
 from ripstop.rendezvous.tls import describe, speaks_tls
 from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
 
@@ -60,13 +66,16 @@ class Server:
         lease: float,
         nodes: int = 1,
         tls: ssl.SSLContext | None = None,
+        agents: bool = True,
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
+        self._scraper = Scraper(coordinator)
         self._run_id = run_id
         self._token = token
         self._lease = lease
         self._tls = tls
+        self._agents = agents  # whether they come here, too
         self._strangers: dict[Stranger, asyncio.TimerHandle] = {}  # the oldest first
         self._most_strangers = _most_strangers(nodes)
         self._room = asyncio.Event()
@@ -77,8 +86,11 @@ class Server:
 
     async def start(self) -> None:
         """Begin to accept connections."""
-        app = web.Application()
-        app.router.add_get(PATH, self._agent)
+        app = web.Application(client_max_size=MAX_BODY)
+        if self._agents:
+            app.router.add_get(PATH, self._agent)
+        Api(lambda: self._coordinator, self._admit).mount(app)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
         logger = logging.Logger("ripstop.rendezvous.http", logging.DEBUG)  # ours alone: it never reaches the console
@@ -203,6 +215,44 @@ class Server:
             self._complaints.add((host, kind))
             log.warning("refused peer=%s why=%r (said once)", host, why)
 
+    # operators --------------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: web.Request) -> str:
+        """Who asks for something of the API; `Refused` for a stranger, and the connection closes."""
+        transport = request.transport
+        if transport is None:
+            raise Refused(401, "this connection is gone")
+        if self._token:
+            self._check_token(request, _host(transport))
+        elif self._tls is None or self._tls.verify_mode is not ssl.CERT_REQUIRED:
+            raise Refused(
+                403,
+                "a job without a secret is not steered over the network; start it with RIPSTOP_TOKEN, "
+                "or ask as its user on its coordinator's machine",
+            )
+        self._part(transport)
+        return _host(transport)
+
+    def _check_token(self, request: web.Request, host: str) -> None:
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not shown:
+            raise Refused(401, "this job is steered with its token; send Authorization: Bearer and `ripstop token`'s")
+        if not secret.same(shown.strip(), secret.api_token(self._token, self._run_id)):
+            self._complain(host, "a wrong token for the API", kind="token")
+            why = f"the token is not that of job {self._run_id}"
+            raise Refused(401, f"{why}; set that job's RIPSTOP_TOKEN, and give --job={self._run_id}")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Numbers are for whoever shows the token, and for anybody where there is no secret."""
+        if self._token:
+            try:
+                self._admit(request)  # no stranger: the page of a large job may take its time
+            except Refused as refused:
+                return _plain(refused.status, str(refused))
+        response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
+        response.force_close()
+        return response
+
     # agents -----------------------------------------------------------------------------------------------------------
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
@@ -242,7 +292,7 @@ class Server:
             self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease)))
+        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:

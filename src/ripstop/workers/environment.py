@@ -12,10 +12,12 @@ from pathlib import Path
 
 from ripstop.round import Place
 
+SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
+
 
 def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
     """What all workers of a node share, known before any round: for a process that imports on their behalf."""
-    env = dict(base)
+    env = {name: value for name, value in base.items() if name != SOCKET}  # that of a job around this one
     if slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # several workers, each with a thread a core, would overload the node
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -33,10 +35,15 @@ def worker_environment(
     error_file: Path,
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
+    socket: str = "",
 ) -> dict[str, str]:
-    """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own."""
+    """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own.
+
+    `socket` is where it may tell the agent of its progress; empty: nowhere.
+    """
     alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
     timers = {"TORCHELASTIC_TIMER_FILE": str(timer_pipe)} if timer_pipe else {}
+    heard = {SOCKET: socket} if socket else {}
     return (
         shared_environment(base, place.slots)
         | {
@@ -59,6 +66,7 @@ def worker_environment(
         }
         | alone
         | timers
+        | heard
     )
 
 

@@ -7,7 +7,7 @@ Reading only `/proc/PID/stat` keeps a look at every process of a large host chea
 # ruff: noqa: PTH123, PTH208
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,6 +117,54 @@ def children() -> list[Process]:
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
         return [process for process in processes() if process.parent == me]
     return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What processes have done since they were started: bytes written, seconds of CPU time; `ready` to do more."""
+
+    written: int
+    cpu: float
+    ready: bool
+
+
+def work_of_sessions(sessions: Container[int]) -> dict[int, Work]:
+    """The work of everybody who lives in these sessions, by session."""
+    done: dict[int, Work] = {}
+    for process in processes():
+        if process.session in sessions and (work := _work(process.pid)) is not None:
+            so_far = done.get(process.session, Work(0, 0.0, False))
+            ready = so_far.ready or process.state == "R"
+            done[process.session] = Work(so_far.written + work[0], so_far.cpu + work[1], ready)
+    return done
+
+
+def _work(pid: int) -> tuple[int, float] | None:
+    """Bytes written and CPU time of one process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            fields = file.read(2048).rpartition(b")")[2].split()
+        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return None
+    try:
+        with open(f"/proc/{pid}/io", "rb", buffering=0) as file:
+            lines = file.read(1024).splitlines()
+        written = next(int(line.split()[1]) for line in lines if line.startswith(b"wchar:"))
+    except (OSError, StopIteration):
+        written = 0  # not ours to see, as that of a program with other rights
+    return written, cpu
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for this signal."""
+    try:
+        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+            lines = file.read(1 << 16).splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith(b"SigCgt:")), 0)
+    return bool(caught >> (signum - 1) & 1)
 
 
 def free_range(fd: int, start: int, end: int) -> int:

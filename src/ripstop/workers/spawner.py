@@ -57,14 +57,15 @@ class ServeStore:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """One process to start: its complete environment, what it runs, files for its output (None: the agent's), and
-    where it is to run (None: anywhere)."""
+    """One process to start: its complete environment, what it runs, files for its output (None: the agent's), where it
+    is to run (None: anywhere), and where a forked one writes its stacks at which signal (None: nowhere)."""
 
     env: Mapping[str, str]
     entry: Entry | ServeStore
     stdout: Path | None = None
     stderr: Path | None = None
     binding: Binding | None = None
+    stacks: tuple[int, Path] | None = None
 
 
 class Starter(Protocol):
@@ -274,6 +275,7 @@ class Spawner:
             "stderr": birth.stderr and os.fspath(birth.stderr),
             "cpus": birth.binding and birth.binding.cpus,
             "memory": _memory(birth.binding),
+            "stacks": birth.stacks and (int(birth.stacks[0]), os.fspath(birth.stacks[1])),
         }
         match birth.entry:
             case ServeStore(host=host, port=port):

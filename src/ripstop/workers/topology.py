@@ -152,7 +152,7 @@ def _from_nvml() -> list[Gpu]:
             Gpu(
                 _sysfs_address(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
                 _text(pynvml.nvmlDeviceGetName(handle)),
-                (_text(pynvml.nvmlDeviceGetUUID(handle)), *_mig_uuids(pynvml, handle)),
+                uuids(pynvml, handle),
             )
             for handle in handles
         ]
@@ -160,6 +160,11 @@ def _from_nvml() -> list[Gpu]:
         return []
     finally:
         pynvml.nvmlShutdown()
+
+
+def uuids(nvml: ModuleType, handle: object) -> tuple[str, ...]:
+    """Of a GPU, and of its MIG instances."""
+    return _text(nvml.nvmlDeviceGetUUID(handle)), *_mig_uuids(nvml, handle)
 
 
 def _mig_uuids(nvml: ModuleType, handle: object) -> list[str]:

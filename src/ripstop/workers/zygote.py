@@ -12,7 +12,8 @@ Rules
     the name NEWBORN.
 4.  A worker dies with the agent (parent-death signal).  What it leaves behind in its session, the zygote kills.
 5.  What stays of ours in a worker: an excepthook that writes the error file, and an exit handler (rule 7).  No file
-    descriptor, no entry in sys.path or sys.modules, no variable does.
+    descriptor, no entry in sys.path or sys.modules, no variable does.  Where hangs are to be diagnosed, faulthandler
+    and its file stay too.
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
 7.  When an exception ends the script, the worker exits as soon as threads have ended, exit handlers have run and files
     are flushed.  Taking torch's objects apart would take another 0.2 s, and the whole job would wait for it.
@@ -455,6 +456,8 @@ class Worker:
             reopen(number)
         renew()
         tell_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.root)
+        if self.birth["stacks"]:
+            show_stacks(*self.birth["stacks"])
         gc.enable()
 
     def _exec(self, argv: list[str]) -> NoReturn:
@@ -535,6 +538,17 @@ def tell_exceptions(path: str | None, root: str) -> None:
 
     # Both, so that code which puts the original back, or looks whether it is still in place, sees no difference.
     sys.excepthook = sys.__excepthook__ = excepthook
+
+
+def show_stacks(signum: int, path: str) -> None:
+    """Has the stacks of all threads written to a file at this signal."""
+    import faulthandler
+
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        faulthandler.register(signum, fd, all_threads=True, chain=False)
+    except OSError as error:
+        sys.stderr.write(f"ripstop: stacks cannot be written to {path}: {error.strerror}.\n")
 
 
 _TORCHS_HOOK = "torch.distributed.distributed_c10d"

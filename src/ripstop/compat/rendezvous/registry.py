@@ -5,7 +5,6 @@ the group `torchrun.handlers`, each a function that returns the creator.
 """
 
 import logging
-from importlib import import_module
 
 from ripstop.compat.rendezvous.handler import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 
@@ -33,9 +32,10 @@ def _static(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _etcd(params: RendezvousParameters) -> RendezvousHandler:
+    from ripstop.compat import etcd_rendezvous_backend
     from ripstop.compat.rendezvous import dynamic
 
-    backend, store = import_module("ripstop.compat.etcd_rendezvous_backend").create_backend(params)
+    backend, store = etcd_rendezvous_backend.create_backend(params)
     handler = dynamic.create_handler(store, backend, params)
     handler.backend_name = params.backend  # its two names are one thing
     return handler

@@ -1,0 +1,18 @@
+"""`ripstop restart`: a new round."""
+
+from collections.abc import Sequence
+
+from ripstop.cli.steering import find, post, words
+
+HELP = """\
+usage: ripstop restart [FLAGS]
+
+Stops a job's workers and starts them again, on the same nodes.  It costs none of the job's restarts.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    if (asked := words("restart", argv, HELP)) is None:
+        return 0
+    asked.tell(post(find(asked.given), "/restart"))
+    return 0

@@ -1,0 +1,23 @@
+"""`ripstop scale`: another number of nodes."""
+
+from collections.abc import Sequence
+
+from ripstop.cli.steering import find, post, words
+from ripstop.config import MOST_NODES, whole
+from ripstop.errors import UsageError
+
+HELP = """\
+usage: ripstop scale N [FLAGS]
+
+Has a job run on N nodes, between the two numbers of its --nnodes.  Nodes beyond that become spares; a job that is to
+grow takes spares and nodes that come.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    if (asked := words("scale", argv, HELP, most=1)) is None:
+        return 0
+    if not asked.words:
+        raise UsageError("to how many nodes? write ripstop scale N")
+    asked.tell(post(find(asked.given), "/scale", nodes=whole("N", asked.words[0], least=1, most=MOST_NODES)))
+    return 0

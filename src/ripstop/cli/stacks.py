@@ -1,0 +1,36 @@
+"""`ripstop stacks`: where workers are in their code."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ripstop.cli.steering import find, get, show_json, words
+from ripstop.config import whole
+
+HELP = """\
+usage: ripstop stacks [RANK] [FLAGS]
+
+Shows where workers are in their code at this moment, one or all; they go on.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    if (asked := words("stacks", argv, HELP, most=1)) is None:
+        return 0
+    rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None
+    answer = get(find(asked.given), "/stacks", rank=rank)
+    if asked.as_json:
+        show_json(answer)
+    else:
+        print("\n".join(render(answer)))
+    return 0
+
+
+def render(answer: dict[str, Any]) -> list[str]:
+    """For people."""
+    found: list[str] = []
+    for stack in sorted(answer["stacks"], key=lambda stack: int(stack["rank"])):
+        facts = [f"{name}={stack[name]}" for name in ("pid", "state", "wchan", "source") if stack.get(name)]
+        found.append(" ".join([f"rank {stack['rank']} on {stack['node']}", *facts]))
+        found += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
+    found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
+    return found

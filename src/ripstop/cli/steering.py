@@ -1,0 +1,286 @@
+"""What the commands about a running job have in common: which job it is, and how it is asked.
+
+A job is found by the files that this user's agents keep on this machine (`observe/registry.py`), or named by its
+coordinator's endpoint.  `http.client` over a Unix socket or TCP is all that it takes, so a command starts quickly.
+"""
+
+import http.client
+import json
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from ripstop.cli.flags import Flag, Given, read
+from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secret, tls, word
+from ripstop.errors import RipstopError, UsageError
+from ripstop.observe.registry import Sign, signs, socket_address
+from ripstop.observe.run_directory import run_directory
+from ripstop.round import Address
+
+ABOUT_JOBS = """
+  -j, --job NAME              the job's id, or one of its nodes; not needed where there is one job on this machine
+  --endpoint HOST[:PORT]      the job's coordinator, if this machine is not part of the job (port 29400); --job is its
+                              id (none), and RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE its secret
+  --rdzv-conf tls_…=FILE,…    certificates for that, as for ripstop run
+  --json                      the answer as JSON
+"""
+FLAGS = (
+    Flag("--help", short="-h", from_environment=False),
+    Flag("--job", "NAME", short="-j", from_environment=False),
+    Flag("--endpoint", "HOST[:PORT]", from_environment=False),
+    Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
+    Flag("--json", from_environment=False),
+)
+PREFIX = "/api/v1"
+PATIENCE = 20.0  # seconds for an answer
+
+
+class Unreachable(RipstopError):
+    """There is no such job, or it does not answer."""
+
+
+class Objection(RipstopError):
+    """The job will not."""
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line of one command."""
+
+    given: Given
+    words: tuple[str, ...]
+
+    @property
+    def as_json(self) -> bool:
+        return "--json" in self.given
+
+    def tell(self, answer: dict[str, Any]) -> None:
+        """What came of a change."""
+        if self.as_json:
+            show_json(answer)
+        else:
+            print(answer["done"])
+
+
+def words(command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = (), most: int = 0) -> Asked | None:
+    """The command line, flags and words in any order; None when help was asked for, and given."""
+    texts: dict[str, str] = {}
+    found: list[str] = []
+    left = tuple(argv)
+    while left:
+        given = read((*FLAGS, *flags), left, {})
+        texts |= given.texts
+        found += given.program[:1]
+        left = given.program[1:]
+    if "--help" in texts:
+        print(f"{help}{ABOUT_JOBS}", end="")
+        return None
+    if len(found) > most:
+        raise UsageError(f"{found[most]}: one word too many; ripstop {command} --help says what it takes")
+    return Asked(Given(texts, {}, ()), tuple(found))
+
+
+def show_json(content: object) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+# which job ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A job and the way to it."""
+
+    name: str
+    socket: Path | None
+    endpoint: Address | None
+    token: str
+    tls: ssl.SSLContext | None
+
+    def __str__(self) -> str:
+        return f"job {self.name} at {self.socket or self.endpoint}"
+
+
+def find(given: Given, environ: Mapping[str, str] | None = None) -> Target:
+    """The job that is meant."""
+    environ = os.environ if environ is None else environ
+    if "--endpoint" in given:
+        return _at_endpoint(given, environ)
+    if "--rdzv-conf" in given:
+        raise UsageError("--rdzv-conf is for a job elsewhere; add --endpoint=HOST:PORT, or leave it out")
+    directory = run_directory(environ)
+    return _from(_choose(signs(directory), given.text("--job", "")), directory)
+
+
+def _at_endpoint(given: Given, environ: Mapping[str, str]) -> Target:
+    where = address("--endpoint", given.text("--endpoint", ""), default_port=COORDINATOR_PORT)
+    run_id = word("--job", given.text("--job", "none"))
+    conf = pairs("--rdzv-conf", given.text("--rdzv-conf", ""))
+    if other := conf.keys() - TLS_CONF:
+        raise UsageError(f"--rdzv-conf {min(other)}: is not asked for here; there are {', '.join(sorted(TLS_CONF))}")
+    certificates, _ = tls("--rdzv-conf", conf)
+    token, _ = secret(environ)
+    return Target(run_id, None, where, _derived(token, run_id), _context(certificates))
+
+
+def _choose(known: list[Sign], wanted: str) -> Sign:
+    fitting = [sign for sign in known if wanted in ("", sign.run_id, sign.node)]
+    if not fitting:
+        there = f"there are {_names(known)}" if known else "there is none of this user's"
+        what = f"no job {wanted!r} on this machine: {there}" if wanted else f"no job runs on this machine: {there}"
+        raise Unreachable(f"{what}; name its coordinator with --endpoint=HOST:PORT if it is elsewhere")
+    if len({sign.run_id for sign in fitting}) > 1:
+        raise UsageError(f"several jobs run on this machine: {_names(fitting)}; choose one with --job=NAME")
+    hosts = [sign for sign in fitting if sign.socket]
+    if len(hosts) > 1:
+        nodes = ", ".join(sign.node for sign in hosts)
+        raise UsageError(
+            f"several jobs have the id {hosts[0].run_id}, on the nodes {nodes}; choose one with --job=NODE"
+        )
+    return (hosts or fitting)[0]
+
+
+def _names(known: list[Sign]) -> str:
+    return ", ".join(dict.fromkeys(sign.run_id for sign in known))
+
+
+def _from(sign: Sign, directory: Path) -> Target:
+    if sign.socket:
+        return Target(sign.run_id, directory / Path(sign.socket).name, None, "", None)
+    certificates = None
+    if sign.tls:
+        cert, key, ca = (Path(path) if path else None for path in (sign.tls_cert, sign.tls_key, sign.tls_ca))
+        certificates = Tls(cert, key, ca)
+    where = address("endpoint", sign.endpoint, default_port=COORDINATOR_PORT)
+    return Target(sign.run_id, None, where, sign.token, _context(certificates))
+
+
+def _derived(token: str, run_id: str) -> str:
+    from ripstop.rendezvous.secret import api_token
+
+    return api_token(token, run_id) if token else ""
+
+
+def _context(certificates: Tls | None) -> ssl.SSLContext | None:
+    if certificates is None:
+        return None
+    from ripstop.rendezvous.tls import examine, for_agent
+
+    examine("--rdzv-conf", certificates)
+    return for_agent(certificates)
+
+
+# asking it ------------------------------------------------------------------------------------------------------------
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float | None) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with socket_address(self._path) as where:
+            self.sock.connect(where)
+
+
+def get(target: Target, path: str, **query: Any) -> dict[str, Any]:
+    with _answer(target, "GET", path, query) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
+    with _answer(target, "POST", path, {}, body) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+def lines(target: Target, path: str, accept: str, patience: float | None, **query: Any) -> Iterator[str]:
+    """The lines of a stream, until it ends."""
+    with _answer(target, "GET", path, query, accept=accept, patience=patience) as answer:
+        while data := answer.readline():
+            yield data.decode("utf-8", "replace").rstrip("\n")
+
+
+@contextmanager
+def _answer(
+    target: Target,
+    method: str,
+    path: str,
+    query: dict[str, Any],
+    body: dict[str, Any] | None = None,
+    *,
+    accept: str = "application/json",
+    patience: float | None = PATIENCE,
+) -> Iterator[http.client.HTTPResponse]:
+    connection = _connection(target, patience)
+    headers = {"Accept": accept}
+    if target.token:
+        headers["Authorization"] = f"Bearer {target.token}"
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    said = {name: value for name, value in query.items() if value is not None}
+    where = f"{PREFIX}{path}" + (f"?{urlencode(said)}" if said else "")
+    try:
+        connection.request(method, where, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise Objection(_objection(target, answer))
+        yield answer
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(_trouble(target, error)) from error
+    finally:
+        connection.close()
+
+
+def _connection(target: Target, patience: float | None) -> http.client.HTTPConnection:
+    if target.socket is not None:
+        return _UnixConnection(target.socket, patience)
+    assert target.endpoint is not None, "a target has a socket or an endpoint"
+    host, port = target.endpoint.host, target.endpoint.port
+    if target.tls is not None:
+        return http.client.HTTPSConnection(host, port, timeout=patience, context=target.tls)
+    return http.client.HTTPConnection(host, port, timeout=patience)
+
+
+def _objection(target: Target, answer: http.client.HTTPResponse) -> str:
+    if answer.status == http.client.UPGRADE_REQUIRED:
+        return f"{target} speaks TLS only; give --rdzv-conf=tls_ca=FILE"
+    try:
+        return str(json.loads(answer.read(64 * 1024))["error"])
+    except (ValueError, LookupError, TypeError):
+        return f"{target} answers HTTP {answer.status}, so it is no ripstop job; mend the endpoint"
+
+
+def _trouble(target: Target, error: Exception) -> str:
+    match error:
+        case ssl.SSLError():
+            from ripstop.rendezvous.tls import describe
+
+            why = describe(error)
+        case socket.gaierror():
+            why = "the name has no address"
+        case TimeoutError():
+            why = "no answer in time"
+        case OSError(strerror=str(words)):
+            why = words.lower()
+        case _:
+            why = str(error) or type(error).__name__
+    return f"{target} cannot be reached: {why}; see whether it still runs, and where"
+
+
+def complain(command: str, error: RipstopError) -> None:
+    """From a thread of a command's; what `main` does for the command itself."""
+    print(f"ripstop {command}: error: {error}", file=sys.stderr)

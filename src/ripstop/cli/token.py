@@ -1,0 +1,32 @@
+"""`ripstop token`: what opens a job's API to other programs."""
+
+import os
+from collections.abc import Sequence
+
+from ripstop.cli.steering import show_json, words
+from ripstop.config import secret, word
+from ripstop.errors import UsageError
+from ripstop.rendezvous.secret import api_token
+
+HELP = """\
+usage: ripstop token [--job NAME]
+
+Prints the token of a job's API, made of RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id (none), for programs
+that send it themselves:
+
+  curl -H "Authorization: Bearer $(ripstop token --job=job7)" http://head:29400/api/v1/status
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    if (asked := words("token", argv, HELP)) is None:
+        return 0
+    token, _ = secret(os.environ)
+    if not token:
+        raise UsageError("a token is made of the job's secret; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
+    made = api_token(token, word("--job", asked.given.text("--job", "none")))
+    if asked.as_json:
+        show_json({"token": made})
+    else:
+        print(made)
+    return 0

@@ -1,0 +1,557 @@
+"""The HTTP API of a job: what it is and does, and what operators may do to it.  `ROUTES`, at the end, is all of it.
+
+Whoever serves it (`rendezvous/server.py` on the coordinator's port, `job_socket.py` on this machine) says who a request
+is from, or refuses it; here is what it gets.  Rules: (1) a refusal is JSON with one line of rule, value and remedy;
+(2) every change is an event, refused ones included, with who wanted it; (3) nobody waits for a reader: one that is too
+slow is cut off; sizes, streams and waits are bounded; (4) no cookies and no CORS, and a change must say that its body
+is JSON, so that no page in somebody's browser can ask for one.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ripstop.errors import NoAnswer, RipstopError
+from ripstop.observe import openapi
+from ripstop.observe.events import Event, Steered, to_dict
+from ripstop.observe.journal import KEPT, Journal
+from ripstop.observe.openapi import Malformed, Route, Value, array, record, schema_of
+from ripstop.observe.status import JobStatus, NodeStatus
+
+PREFIX = "/api/v1"
+MAX_BODY = 16 * 1024  # bytes of a request
+MAX_STREAMS = 256  # at a time
+MAX_EVENTS = 1000  # in one answer
+MAX_TAIL = 10_000  # lines
+MAX_LOG = 1 << 20  # bytes of a log in one answer
+MAX_WHY = 200  # characters
+SLOW = 30.0  # seconds a reader may take to make room for more
+HEARTBEAT = 15.0  # seconds between signs of life in a stream of events
+PATIENCE = 5.0  # seconds for what many nodes are asked at once
+WAIT = 5.0  # seconds a node waits for a log to grow before it says that it has not
+
+
+class Steerable(Protocol):
+    """What the API needs of a job; the coordinator has it."""
+
+    journal: Journal
+
+    def status(self) -> JobStatus: ...
+
+    def record(self, event: Event) -> None: ...
+
+    async def ask(self, node: str, question: str, argument: str = "", patience: float = ...) -> str: ...
+
+    def restart(self, why: str) -> None: ...
+
+    def release(self, node: str, why: str) -> str: ...
+
+    def scale(self, nodes: int) -> None: ...
+
+    def finish(self, why: str) -> None: ...
+
+
+class Refused(RipstopError):
+    """A request that gets no more than a status and a word."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that was read: who made it, and its words."""
+
+    request: web.Request
+    by: str
+    words: dict[str, Any]
+
+
+Admit = Callable[[web.Request], str]  # who a request is from; raises `Refused`
+
+
+class Api:
+    """The API of one job.  `job` finds it: it may be elsewhere for a while."""
+
+    def __init__(self, job: Callable[[], Steerable | None], admit: Admit) -> None:
+        self._find = job
+        self._admit = admit
+        self._streams = 0
+        self._over = asyncio.Event()  # streams are to say what is left, and end
+
+    def mount(self, app: web.Application) -> None:
+        """Serve `ROUTES` in an application."""
+        for route in ROUTES:
+            app.router.add_route(route.method, route.path, self._serving(route))
+        for path in dict.fromkeys(route.path for route in ROUTES):
+            methods = [route.method for route in ROUTES if route.path == path]
+            app.router.add_route("*", path, self._refusing(405, f"write {' or '.join(methods)}", methods))
+        there = ", ".join(dict.fromkeys(route.path for route in ROUTES))
+        app.router.add_route("*", "/api{rest:.*}", self._refusing(404, f"there are {there}"))
+        app.on_shutdown.append(self._end_streams)
+
+    def _serving(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            try:
+                by = self._admit(request)
+            except Refused as refused:
+                return refusal(refused, close=True)
+            try:
+                answer: web.StreamResponse = await route.handler(self, await _read(request, route, by))
+                return answer
+            except Refused as refused:
+                return refusal(refused)
+            except Malformed as flaw:
+                return refusal(Refused(400, str(flaw)))
+            except web.HTTPRequestEntityTooLarge:
+                return refusal(Refused(413, f"a body has {MAX_BODY} bytes at most; send less"), close=True)
+
+        return serve
+
+    def _refusing(
+        self, status: int, remedy: str, allowed: Iterable[str] = ()
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def refuse(request: web.Request) -> web.StreamResponse:
+            try:
+                self._admit(request)
+            except Refused as refused:
+                return refusal(refused, close=True)
+            what = request.method if status == 405 else request.path[:80]
+            answer = refusal(Refused(status, f"{what}: there is no such thing here; {remedy}"), close=True)
+            if allowed:
+                answer.headers["Allow"] = ", ".join(allowed)
+            return answer
+
+        return refuse
+
+    async def _end_streams(self, _: web.Application) -> None:
+        self._over.set()
+
+    @property
+    def job(self) -> Steerable:
+        """The job, for whoever answers a call."""
+        job = self._find()
+        if job is None:
+            raise Refused(503, "the job's coordinator is not in this process now; ask again, `ripstop` finds it")
+        return job
+
+    # to see -----------------------------------------------------------------------------------------------------------
+
+    async def description(self, call: Call) -> web.StreamResponse:
+        return _json(openapi.describe(ROUTES))
+
+    async def status(self, call: Call) -> web.StreamResponse:
+        return _json(asdict(self.job.status()))
+
+    async def members(self, call: Call) -> web.StreamResponse:
+        return _json({"members": [asdict(node) for node in self.job.status().nodes]})
+
+    async def ranks(self, call: Call) -> web.StreamResponse:
+        job = self.job
+        nodes = sorted(_placed(job.status()), key=lambda node: node.first_rank)
+        answers = dict(zip(nodes, await self._ask_all(job, nodes, "workers", {}), strict=True))
+        ranks = []
+        for node, answer in answers.items():
+            pids = answer["pids"] if isinstance(answer, dict) else []
+            ranks += [
+                {
+                    "rank": node.first_rank + local,
+                    "node": node.name,
+                    "local_rank": local,
+                    "pid": pids[local] if local < len(pids) else None,
+                    "state": node.state,
+                }
+                for local in range(node.slots)
+            ]
+        return _json({"ranks": ranks})
+
+    async def stacks(self, call: Call) -> web.StreamResponse:
+        job, rank = self.job, call.words["rank"]
+        nodes = _placed(job.status()) if rank is None else [_node_of(job.status(), rank)]
+        details = {} if rank is None else {"rank": rank}
+        stacks, unanswered = [], []
+        for node, answer in zip(nodes, await self._ask_all(job, nodes, "stacks", details), strict=True):
+            if isinstance(answer, dict):
+                stacks += [{"node": node.name} | found for found in answer["ranks"]]
+            else:
+                unanswered.append({"node": node.name, "why": str(answer)})
+        if unanswered and not stacks:
+            raise Refused(409, f"no node can tell its workers' stacks: {unanswered[0]['why']}")
+        return _json({"stacks": stacks, "unanswered": unanswered})
+
+    async def _ask_all(
+        self, job: Steerable, nodes: Iterable[NodeStatus], question: str, details: dict[str, Any]
+    ) -> list[dict[str, Any] | NoAnswer]:
+        async def ask(node: NodeStatus) -> dict[str, Any] | NoAnswer:
+            try:
+                return await _ask(job, node, question, details, PATIENCE)
+            except NoAnswer as why:
+                return why
+
+        return await asyncio.gather(*map(ask, nodes))
+
+    # events -----------------------------------------------------------------------------------------------------------
+
+    async def events(self, call: Call) -> web.StreamResponse:
+        job, since = self.job, call.words["since"]
+        if "text/event-stream" in call.request.headers.get("Accept", ""):
+            last = call.request.headers.get("Last-Event-ID", "")
+            since = int(last) if last.isascii() and last.isdigit() and len(last) < 16 else since
+            return await self._stream(call, "text/event-stream", self._event_stream(job.journal, since))
+        found = job.journal.since(since)
+        events = [{"number": number} | to_dict(entry) for number, entry in found[: call.words["limit"]]]
+        last = events[-1]["number"] if events else min(since, job.journal.count)
+        return _json({"events": events, "last": last, "more": len(events) < len(found)})
+
+    async def _event_stream(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
+        """The reader's place is a number, so that nothing waits for it here; one that is too far behind is cut off."""
+        yield ": events of the job\n\n"
+        if last > journal.count:
+            last = 0  # of another coordinator's numbers
+        with _news(journal) as news:
+            while True:
+                news.clear()
+                over = self._over.is_set()
+                for number, entry in journal.since(last):
+                    last = number
+                    yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
+                    if journal.count - number > KEPT:
+                        return
+                if over:
+                    return
+                if not await self._either(news, HEARTBEAT):
+                    yield ": still here\n\n"
+
+    # logs -------------------------------------------------------------------------------------------------------------
+
+    async def logs(self, call: Call) -> web.StreamResponse:
+        words, job = call.words, self.job
+        if words["offset"] is not None and words["tail"] is not None:
+            raise Refused(409, "tail and offset both say where to begin; keep one of the two")
+        begin: dict[str, Any] = {"rank": words["rank"], "stream": words["stream"]}
+        if words["offset"] is None:
+            begin["tail"] = 100 if words["tail"] is None else words["tail"]
+        else:
+            begin["offset"] = words["offset"]
+        node = _node_of(job.status(), words["rank"])
+        try:
+            first = await _ask(job, node, "log", begin, PATIENCE)
+            if not words["follow"]:
+                return _json(await self._whole(job, node, begin, first))
+        except NoAnswer as why:
+            raise Refused(409, str(why)) from why
+        return await self._stream(call, "text/plain", self._follow(job, begin, first))
+
+    async def _whole(
+        self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]
+    ) -> dict[str, Any]:
+        """From the first piece to what was the end when it was read, within bounds."""
+        texts, first, end = [piece["text"]], piece["offset"], min(piece["size"], piece["offset"] + MAX_LOG)
+        while piece["next"] < end and piece["text"]:
+            piece = await _ask(job, node, "log", _after(begin, piece), PATIENCE)
+            texts.append(piece["text"])
+        found = {"rank": begin["rank"], "node": node.name, "stream": begin["stream"], "round": piece["round"]}
+        return found | {"offset": first, "next": piece["next"], "text": "".join(texts)}
+
+    async def _follow(self, job: Steerable, begin: dict[str, Any], piece: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """A rank's log, through all rounds to come."""
+        with _news(job.journal) as news:
+            while not self._over.is_set():
+                yield piece["text"]
+                news.clear()
+                try:
+                    node = _node_of(job.status(), begin["rank"])
+                    wait = 0.0 if piece["text"] else WAIT
+                    asked = asyncio.create_task(_ask(job, node, "log", _after(begin, piece) | {"wait": wait}, 2 * WAIT))
+                    piece = await self._unless_news(asked, news)
+                except (Refused, NoAnswer):
+                    piece = piece | {"text": ""}
+                    await self._either(news, WAIT)  # between two rounds
+
+    async def _unless_news(self, asked: "asyncio.Task[dict[str, Any]]", news: asyncio.Event) -> dict[str, Any]:
+        """The answer, sooner than it would come if something happens in the job: the round may be another."""
+        told = asyncio.create_task(self._either(news, 2 * WAIT))
+        try:
+            await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise NoAnswer("something happened")
+            return asked.result()
+        finally:
+            told.cancel()
+            asked.cancel()
+
+    async def _either(self, news: asyncio.Event, patience: float) -> bool:
+        """Wait for news, or for the end; false when neither came."""
+        waiting = [asyncio.create_task(event.wait()) for event in (news, self._over)]
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            return bool(done)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _stream(self, call: Call, media: str, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
+        """An empty piece is a moment to see whether anybody listens."""
+        if self._streams >= MAX_STREAMS:
+            raise Refused(503, f"{MAX_STREAMS} streams are open, which is all there can be; close one of them")
+        response = web.StreamResponse(headers={"Cache-Control": "no-store", "Content-Type": f"{media}; charset=utf-8"})
+        response.force_close()
+        self._streams += 1
+        try:
+            await response.prepare(call.request)
+            async for piece in pieces:
+                if call.request.transport is None:
+                    break  # it has left
+                if piece:
+                    async with asyncio.timeout(SLOW):
+                        await response.write(piece.encode("utf-8", "replace"))
+            await response.write_eof()
+        except TimeoutError:
+            if call.request.transport is not None:
+                call.request.transport.abort()  # rule 3
+        except ConnectionError:
+            pass  # it has left
+        finally:
+            self._streams -= 1
+            await pieces.aclose()
+        return response
+
+    # to steer ---------------------------------------------------------------------------------------------------------
+
+    async def restart(self, call: Call) -> web.StreamResponse:
+        job, status = self.job, self.job.status()
+        objection = ""
+        if status.phase != "running":
+            objection = f"the job is {status.phase}, and only a running one can be restarted; wait, `status` says more"
+        self._audit(job, call, "restart", objection)
+        job.restart(f"restart asked for by {call.by}")
+        return _json({"done": f"round {status.round} is being replaced"})
+
+    async def drain(self, call: Call) -> web.StreamResponse:
+        job, node = self.job, call.words["node"]
+        if all(member.name != node for member in job.status().nodes):
+            objection = f"no node {node} is part of the job; `status` lists them"
+            self._audit(job, call, f"drain of node {node}", objection, status=404)
+        objection = self._ending(job) or job.release(node, f"drained by {call.by}")
+        self._audit(job, call, f"drain of node {node}", objection)
+        return _json({"done": f"node {node} is leaving"})
+
+    async def scale(self, call: Call) -> web.StreamResponse:
+        job, nodes, status = self.job, call.words["nodes"], self.job.status()
+        objection = self._ending(job)
+        if not status.min_nodes <= nodes <= status.max_nodes:
+            span = f"{status.min_nodes} to {status.max_nodes} nodes"
+            objection = f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
+        self._audit(job, call, f"scale to {nodes}", objection)
+        job.scale(nodes)
+        return _json({"done": f"{nodes} nodes are wanted, {len(_placed(status))} have ranks now"})
+
+    async def stop(self, call: Call) -> web.StreamResponse:
+        job, why = self.job, call.words["why"]
+        self._audit(job, call, "stop", self._ending(job))
+        job.finish(f"stopped by {call.by}" + (f": {why}" if why else ""))
+        return _json({"done": "the job is being stopped"})
+
+    def _ending(self, job: Steerable) -> str:
+        status = job.status()
+        if status.phase in ("closing", "closed"):
+            return f"the job is {status.phase} ({status.why}), and cannot be steered any more; start it again"
+        return ""
+
+    def _audit(self, job: Steerable, call: Call, action: str, objection: str, status: int = 409) -> None:
+        """Rule 2; whoever objects has the last word."""
+        job.record(Steered(action, call.by, f"refused: {objection}" if objection else "accepted"))
+        if objection:
+            raise Refused(status, objection)
+
+
+# requests and answers -------------------------------------------------------------------------------------------------
+
+
+def application(api: Api) -> web.Application:
+    """An application with this API alone."""
+    app = web.Application(client_max_size=MAX_BODY)
+    api.mount(app)
+    return app
+
+
+def refusal(refused: Refused, *, close: bool = False) -> web.Response:
+    answer = _json({"error": str(refused)}, status=refused.status)
+    if refused.status == 401:
+        answer.headers["WWW-Authenticate"] = "Bearer"
+    if close:
+        answer.force_close()
+    return answer
+
+
+async def _read(request: web.Request, route: Route, by: str) -> Call:
+    words = openapi.read_words(route.path_values, request.match_info.items())
+    words |= openapi.read_words(route.query, request.query.items())
+    if route.method == "POST":
+        if request.content_type != "application/json":
+            raise Refused(415, f"a body is application/json, received {request.content_type[:80]}; send {{}} as JSON")
+        words |= openapi.read_body(route.body, await request.read())
+    return Call(request, by, words)
+
+
+def _json(content: object, status: int = 200) -> web.Response:
+    return web.json_response(content, status=status, headers={"Cache-Control": "no-store"})
+
+
+async def _ask(
+    job: Steerable, node: NodeStatus, question: str, details: dict[str, Any], patience: float
+) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(await job.ask(node.name, question, json.dumps(details), patience))
+    return answer
+
+
+def _placed(status: JobStatus) -> list[NodeStatus]:
+    """The nodes that have ranks."""
+    return [node for node in status.nodes if node.first_rank >= 0]
+
+
+def _node_of(status: JobStatus, rank: int) -> NodeStatus:
+    for node in _placed(status):
+        if node.first_rank <= rank < node.first_rank + node.slots:
+            return node
+    if not status.world_size:
+        raise Refused(409, f"the job is {status.phase} ({status.why}), so there are no ranks now; ask again later")
+    raise Refused(404, f"there is no rank {rank}: the job has ranks 0 to {status.world_size - 1}")
+
+
+def _after(begin: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """What comes behind this piece of a log."""
+    return {"rank": begin["rank"], "stream": begin["stream"], "round": piece["round"], "offset": piece["next"]}
+
+
+@contextmanager
+def _news(journal: Journal) -> Any:
+    """An event that is set by every entry."""
+    news = asyncio.Event()
+    unsubscribe = journal.subscribe(lambda _: news.set())
+    try:
+        yield news
+    finally:
+        with suppress(ValueError):
+            unsubscribe()
+
+
+# the API --------------------------------------------------------------------------------------------------------------
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_RANK = record(
+    {"rank": _NUMBER, "node": _TEXT, "local_rank": _NUMBER, "pid": {"type": ["integer", "null"]}, "state": _TEXT}
+)
+_EVENT = record(
+    {"number": _NUMBER, "v": _NUMBER, "seq": _NUMBER, "at": {"type": "number"}, "node": _TEXT, "kind": _TEXT},
+    more=True,
+)
+_EVENTS = record({"events": array(_EVENT), "last": _NUMBER, "more": {"type": "boolean"}})
+_LOG = record(
+    {
+        "rank": _NUMBER,
+        "node": _TEXT,
+        "stream": _TEXT,
+        "round": _NUMBER,
+        "offset": _NUMBER,
+        "next": _NUMBER,
+        "text": _TEXT,
+    }
+)
+_STACKS = record(
+    {
+        "stacks": array(record({"node": _TEXT, "rank": _NUMBER}, more=True)),
+        "unanswered": array(record({"node": _TEXT, "why": _TEXT})),
+    }
+)
+_DONE = record({"done": _TEXT})
+
+ROUTES = (
+    Route("GET", f"{PREFIX}/openapi.json", Api.description, "This description.", {"type": "object"}),
+    Route("GET", f"{PREFIX}/status", Api.status, "The job as it is.", schema_of(JobStatus)),
+    Route(
+        "GET",
+        f"{PREFIX}/members",
+        Api.members,
+        "The nodes that are part of the job.",
+        record({"members": array(schema_of(NodeStatus))}),
+    ),
+    Route(
+        "GET",
+        f"{PREFIX}/ranks",
+        Api.ranks,
+        "Which worker is where; no ranks between rounds.",
+        record({"ranks": array(_RANK)}),
+    ),
+    Route(
+        "GET",
+        f"{PREFIX}/events",
+        Api.events,
+        "What happened, in order; as text/event-stream, also what will happen.",
+        _EVENTS,
+        query=(
+            Value("since", int, "only what came after the event of this number", default=0),
+            Value("limit", int, "so many at most", least=1, most=MAX_EVENTS, default=MAX_EVENTS),
+        ),
+        streams="text/event-stream",
+    ),
+    Route(
+        "GET",
+        f"{PREFIX}/logs/{{rank}}",
+        Api.logs,
+        "What a worker wrote; with follow, as plain text for as long as the job lasts.",
+        _LOG,
+        path_values=(Value("rank", int, "the worker's rank"),),
+        query=(
+            Value("stream", str, "which of the two", choices=("stdout", "stderr"), default="stderr"),
+            Value("tail", int, "the last lines, so many of them (100)", most=MAX_TAIL),
+            Value("offset", int, "from this byte on, instead of the last lines"),
+            Value("follow", bool, "go on with what is written from now on", default=False),
+        ),
+        refusals=(404, 409),
+        streams="text/plain",
+    ),
+    Route(
+        "GET",
+        f"{PREFIX}/stacks",
+        Api.stacks,
+        "Where workers are in their code.",
+        _STACKS,
+        query=(Value("rank", int, "of this worker alone"),),
+        refusals=(404, 409),
+    ),
+    Route("POST", f"{PREFIX}/restart", Api.restart, "A new round with the same nodes.", _DONE, refusals=(409,)),
+    Route(
+        "POST",
+        f"{PREFIX}/drain",
+        Api.drain,
+        "A node leaves the job.",
+        _DONE,
+        body=(Value("node", str, "its name, as in status", least=1, most=256, required=True),),
+        refusals=(404, 409),
+    ),
+    Route(
+        "POST",
+        f"{PREFIX}/scale",
+        Api.scale,
+        "The job has so many nodes, as far as they are there.",
+        _DONE,
+        body=(Value("nodes", int, "how many", least=1, required=True),),
+        refusals=(409,),
+    ),
+    Route(
+        "POST",
+        f"{PREFIX}/stop",
+        Api.stop,
+        "The job ends, on all nodes.",
+        _DONE,
+        body=(Value("why", str, "for the report", most=MAX_WHY, default=""),),
+        refusals=(409,),
+    ),
+)

@@ -1,0 +1,78 @@
+"""`/metrics`: asks every node what it is doing, and makes a page of that and of what the coordinator knows.
+
+Nothing is asked unless somebody wants to know.  Rules: (1) nodes are asked at once, so many at a time, and a node that
+does not answer in `PATIENCE` is missing from the page; (2) readers that come while one is being served, or within
+`FRESH` seconds, get the same page; (3) the page of a large job is made in a thread, in turns with the event loop.
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ripstop.errors import NoAnswer, ProtocolError
+from ripstop.observe.metrics import Totals
+from ripstop.observe.sample import NodeSample
+from ripstop.observe.status import JobStatus
+from ripstop.rendezvous.codec import reader
+from ripstop.rendezvous.coordinator import Coordinator
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
+PATIENCE = 1.0  # seconds for one node
+WHOLE = 3.0  # and for all of them
+AT_ONCE = 512  # nodes
+FRESH = 1.0  # seconds
+
+_read = reader(NodeSample)
+
+
+class Scraper:
+    """Makes the page of one coordinator."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._making: asyncio.Task[bytes] | None = None
+        self._made = 0.0
+
+    async def page(self) -> bytes:
+        """The metrics as they are, or were a moment ago."""
+        now = asyncio.get_running_loop().time()
+        if self._making is None or (self._making.done() and now - self._made >= FRESH):
+            self._making = asyncio.create_task(self._make(), name="ripstop-metrics")
+        return await asyncio.shield(self._making)  # a reader that leaves takes nothing from the others
+
+    async def _make(self) -> bytes:
+        try:
+            status = self._coordinator.status()
+            samples = await self._samples([node.name for node in status.nodes])
+            totals = self._coordinator.totals
+            for name, node in samples.items():
+                for rank in node.ranks:
+                    if rank.step is not None and rank.age is not None:
+                        totals.goodput.progress(node.round, name, rank.rank, rank.step, node.at - rank.age)
+            return await asyncio.to_thread(_page, copy.deepcopy(totals), status, samples, time.time())
+        finally:
+            self._made = asyncio.get_running_loop().time()
+
+    async def _samples(self, nodes: list[str]) -> dict[str, NodeSample]:
+        found: dict[str, NodeSample] = {}
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(node: str) -> None:
+            async with turns:
+                with suppress(NoAnswer, ProtocolError):  # it is missing then, and the page says so
+                    found[node] = _read(await self._coordinator.ask(node, "sample", patience=PATIENCE))
+
+        asked = [asyncio.create_task(ask(node)) for node in nodes]
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=WHOLE)
+            for task in late:
+                task.cancel()
+        return found
+
+
+def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], now: float) -> bytes:
+    from ripstop.observe.exposition import page  # prometheus_client: where somebody asks, and in the thread
+
+    return page(totals, status, samples, now)

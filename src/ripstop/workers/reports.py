@@ -1,0 +1,144 @@
+"""The agent's socket: workers say here that they make progress (`ripstop.train`).
+
+One datagram socket an agent, in a directory of this user's alone; a datagram is a small JSON object.  Rules: (1) the
+kernel says which process has sent it; what a process says of itself is not asked, so a worker of an earlier round,
+or a stranger, is nobody's worker; (2) a worker is never made to wait: what nobody has read yet fills a short queue,
+and the rest is dropped by the sender; (3) a flood costs a bounded share of the agent's time; (4) what makes no sense is
+passed over; (5) a job without this socket is a job without reports, and no less.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ripstop.errors import UsageError
+from ripstop.observe.run_directory import HeldDirectory
+
+log = logging.getLogger("ripstop.workers")
+
+LARGEST = 4096  # bytes of a datagram
+BURST = 64  # datagrams read in a row
+PAUSE = 0.05  # seconds for everybody else, after as many
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+MAX_STEP = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A worker makes progress; it has said so `count` times by now, and not every time to us."""
+
+    step: int | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A worker's state up to this step is safe."""
+
+    step: int
+    path: str
+
+
+Report = Beat | Saved
+
+
+class Reports:
+    """The socket, for as long as the agent lives; `on_report` is called in the event loop with the sender's pid."""
+
+    def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, Report], None]) -> None:
+        self._on_report = on_report
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._held: HeldDirectory | None = None
+        self.path = ""  # where workers find it; empty: there is none
+        why = ""
+        for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
+            try:
+                self._open_in(HeldDirectory(where))
+                return
+            except (OSError, UsageError) as error:
+                why = why or str(error)
+        log.warning("workers cannot report progress: %s", why)
+
+    def _open_in(self, held: HeldDirectory) -> None:
+        try:
+            self._open(held.path / f"{os.getpid():x}-{os.urandom(3).hex()}")
+        except OSError:
+            held.leave()
+            raise
+        self._held = held
+
+    def _open(self, path: Path) -> None:
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            opened.bind(str(path))
+        except OSError:
+            opened.close()
+            raise
+        self._socket, self.path = opened, str(path)
+        self._loop.add_reader(opened, self._read)
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        for _ in range(BURST):
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(LARGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.warning("workers cannot report progress any more: %s", error)
+                self._loop.remove_reader(self._socket)
+                return
+            report = read(data)
+            for level, kind, value in ancillary:
+                if report and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                    self._on_report(_CREDENTIALS.unpack(value[: _CREDENTIALS.size])[0], report)
+        self._loop.remove_reader(self._socket)  # rule 3
+        self._loop.call_later(PAUSE, self._resume)
+
+    def _resume(self) -> None:
+        if self._socket is not None:
+            self._loop.add_reader(self._socket, self._read)
+
+    def close(self) -> None:
+        """Nobody is heard any more, and the name is gone."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+            with suppress(OSError):
+                Path(self.path).unlink()
+        if self._held is not None:
+            self._held.leave()
+            self._held = None
+
+
+def read(data: bytes) -> Report | None:
+    """The report in a datagram; None when it is none."""
+    if len(data) > LARGEST:
+        return None
+    try:
+        said: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    match said:
+        case {"beat": int(count), "step": None} if _fits(count):
+            return Beat(None, count)
+        case {"beat": int(count), "step": int(step)} if _fits(count) and _fits(step):
+            return Beat(step, count)
+        case {"saved": int(step), "path": str(path)} if _fits(step):
+            return Saved(step, path)
+    return None
+
+
+def _fits(number: int) -> bool:
+    return not isinstance(number, bool) and 0 <= number < MAX_STEP

@@ -1,0 +1,229 @@
+"""Looks at this very machine, and the user's command with real processes."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ripstop.agent import checkup, health_command
+from ripstop.agent.checkup import Checkup
+from ripstop.agent.health import Facts, Gpu, Ran
+from ripstop.agent.nvml import read
+from ripstop.config import Health
+from ripstop.workers.process import Children
+
+DEADLINE = 20.0
+
+
+def with_children(work: Callable[[Children], Coroutine[Any, Any, Any]]) -> Any:
+    async def scenario() -> Any:
+        children = Children()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                return await work(children)
+        finally:
+            children.close()
+
+    return asyncio.run(scenario())
+
+
+def ran(*command: str, patience: float = DEADLINE, **environ: str) -> Ran:
+    env = {**os.environ, **environ}
+    found: Ran = with_children(lambda children: health_command.run(command, env, patience, children))
+    return found
+
+
+def looked(limits: Health, logs: Path, **environ: str) -> Facts:
+    found: Facts = with_children(lambda children: Checkup(limits, str(logs), environ, children).look(None))
+    return found
+
+
+# the user's command ---------------------------------------------------------------------------------------------------
+
+
+def test_a_command_ends_with_its_code_and_its_last_line() -> None:
+    assert ran("sh", "-c", "echo fine") == Ran(0, "fine")
+    assert ran("sh", "-c", "echo one; echo two >&2; echo; exit 3") == Ran(3, "two")
+    assert ran("sh", "-c", "kill -9 $$") == Ran(-9)
+
+
+def test_a_command_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+    assert ran(str(tmp_path / "gone")) == Ran(None, error="No such file or directory")
+
+
+def test_a_command_has_the_workers_environment_and_no_shell() -> None:
+    assert ran("sh", "-c", "echo $WORD", WORD="heard") == Ran(0, "heard")
+    assert ran("echo", "$WORD", WORD="heard") == Ran(0, "$WORD")
+
+
+def test_a_command_that_hangs_is_killed_with_all_its_group(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = f"echo thinking; sleep 1000 & echo $$ $! > {pids}; wait"
+    assert ran("sh", "-c", script, patience=1.0) == Ran(None, "thinking")
+    _all_gone(pids)
+
+
+def test_what_a_command_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    assert ran("sh", "-c", f"sleep 1000 & echo $! > {pids}; exit 0") == Ran(0)
+    _all_gone(pids)
+
+
+def test_a_check_that_is_broken_off_leaves_no_process(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def scenario(children: Children) -> None:
+        script = f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
+        check = asyncio.create_task(health_command.run(("sh", "-c", script), os.environ, DEADLINE, children))
+        while not pids.exists():  # noqa: ASYNC110  # it is another process that makes it
+            await asyncio.sleep(0.01)
+        check.cancel()
+        await asyncio.wait([check])
+
+    with_children(scenario)
+    _all_gone(pids)
+
+
+def test_a_talkative_command_is_heard_to_its_end() -> None:
+    lines = "import sys; sys.stdout.write('x' * 3_000_000 + '\\nlast words\\n')"
+    assert ran(sys.executable, "-c", lines) == Ran(0, "last words")
+
+
+def _all_gone(pids: Path) -> None:
+    end = time.monotonic() + DEADLINE
+    for pid in map(int, pids.read_text().split()):
+        while (stat := Path(f"/proc/{pid}/stat")).exists() and ") Z " not in stat.read_text():
+            assert time.monotonic() < end, f"{pid} is still there"
+            time.sleep(0.01)
+
+
+# disks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Path) -> None:
+    facts = looked(Health(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
+    (disk,) = facts.disks  # one file system, one look
+    assert (disk.path, disk.use) == (str(tmp_path), "logs")
+    room = os.statvfs(tmp_path)
+    assert abs(disk.free - room.f_bavail * room.f_frsize) < 1 << 30
+
+
+def test_no_limit_is_no_look(tmp_path: Path) -> None:
+    assert looked(Health(min_disk=0), tmp_path).disks == ()
+
+
+def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "PATIENCE", 0.05)
+    hang, calls = threading.Event(), []
+
+    def hangs(places: object) -> tuple[()]:
+        calls.append(places)
+        hang.wait(DEADLINE)
+        return ()
+
+    monkeypatch.setattr(checkup, "read_disks", hangs)
+
+    async def scenario(children: Children) -> tuple[Facts, Facts, int, Facts]:
+        look = Checkup(Health(), "/", {"CUDA_VISIBLE_DEVICES": ""}, children).look
+        first, second = await look(None), await look(None)
+        before = len(calls)
+        hang.set()
+        monkeypatch.setattr(checkup, "PATIENCE", DEADLINE)
+        return first, second, before, await look(None)
+
+    first, second, before, third = with_children(scenario)
+    assert (first.silent, second.silent, before) == (("disks",), ("disks",), 1)
+    assert third.silent == ()
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------------
+
+
+class _Error(Exception):
+    pass
+
+
+def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
+    """NVML for machines without: `rows` are the answers about remapped rows by GPU, or errors."""
+    kinds = (
+        "LibraryNotFound",
+        "DriverNotLoaded",
+        "GpuIsLost",
+        "ResetRequired",
+        "Unknown",
+        "NotSupported",
+        "NoPermission",
+    )
+    errors = {f"NVMLError_{kind}": type(kind, (_Error,), {}) for kind in kinds}
+    nvml = SimpleNamespace(NVMLError=_Error, **errors)
+
+    def answer(index: int) -> Any:
+        if isinstance(rows[index], str):
+            raise getattr(nvml, f"NVMLError_{rows[index]}")(rows[index])
+        return rows[index]
+
+    def handle(index: int) -> int:
+        if rows[index] == "GpuIsLost":
+            answer(index)
+        return index
+
+    def no_mig(handle: int) -> int:
+        raise nvml.NVMLError_NotSupported
+
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: len(rows)
+    nvml.nvmlDeviceGetHandleByIndex = handle
+    nvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
+    nvml.nvmlDeviceGetMaxMigDeviceCount = no_mig
+    nvml.nvmlDeviceGetRemappedRows = answer
+    nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC = 1, 0
+    nvml.nvmlDeviceGetTotalEccErrors = lambda index, kind, counter: ecc
+    return nvml
+
+
+def test_broken_gpus_are_known_by_what_nvml_says() -> None:
+    good, pending, failed = (0, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)
+    found = read(fake_nvml({0: good, 1: pending, 2: failed, 3: "GpuIsLost", 4: "NoPermission"}), None)
+    assert [(gpu.index, gpu.uuid) for gpu in found] == [(0, "GPU-0"), (1, "GPU-1"), (2, "GPU-2"), (3, ""), (4, "GPU-4")]
+    assert [gpu.trouble.split(";")[0] for gpu in found] == [
+        "",
+        "a bad row of its memory is to be replaced",
+        "a bad row of its memory could not be replaced",
+        "NVML says: GpuIsLost",
+        "",
+    ]
+
+
+def test_older_gpus_are_known_by_their_uncorrectable_errors() -> None:
+    (gpu,) = read(fake_nvml({0: "NotSupported"}, ecc=2), None)
+    assert gpu.trouble == "2 uncorrectable memory errors; reset the GPU"
+
+
+def test_only_gpus_that_workers_see_are_looked_at() -> None:
+    nvml = fake_nvml(dict.fromkeys(range(4), (0, 0, 0, 0)))
+    assert [gpu.index for gpu in read(nvml, "1,GPU-3")] == [1, 3]
+
+
+def test_a_node_for_which_no_gpu_is_visible_has_none(tmp_path: Path) -> None:
+    assert looked(Health(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
+
+
+def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
+    """Where there are any: `pip install nvidia-ml-py` and run this file on a machine with a GPU."""
+    pynvml = pytest.importorskip("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        pytest.skip(str(error))
+    count = pynvml.nvmlDeviceGetCount()
+    pynvml.nvmlShutdown()
+    facts = looked(Health(), tmp_path)
+    assert len(facts.gpus) == len(facts.known) == count
+    assert facts.gpus == tuple(Gpu(index, uuid) for index, uuid in enumerate(facts.known))

@@ -1,0 +1,82 @@
+"""Whatever is sent to a running job's API, the answer is as its description says, and the workers do not notice."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ripstop.observe.api import ROUTES, Api
+from ripstop.observe.openapi import Route
+from ripstop.rendezvous.secret import api_token
+from tests.e2e.harness import SCRIPTS, Job, wait_until
+
+TOKEN = "the job's own"
+HEADERS = {"Authorization": f"Bearer {api_token(TOKEN, 'fuzz')}"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that talks for as long as the tests last."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    with Job(folder, XDG_RUNTIME_DIR=str(folder), RIPSTOP_TOKEN=TOKEN) as job:
+        where = f"--api=127.0.0.1:{job.port}"
+        agent = job.run("--standalone", where, "--rdzv-id=fuzz", "--tee=3", str(SCRIPTS / "chatty.py"))
+        agent.says("round=1")
+        yield job
+
+
+@pytest.fixture(scope="module")
+def described(job: Job) -> Any:
+    """The API, by its own description."""
+    import schemathesis  # seconds: only where it is used
+
+    return schemathesis.openapi.from_url(f"http://127.0.0.1:{job.port}/api/v1/openapi.json", headers=HEADERS)
+
+
+def fuzz(described: Any, route: Route, examples: int) -> None:
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
+    )
+    @given(case=described[route.path][route.method].as_strategy())
+    def send(case: Any) -> None:
+        if str((case.query or {}).get("follow", "false")).lower() in ("true", "1", ""):
+            case.query.pop("follow", None)  # it would go on for ever
+        case.call_and_validate(headers=HEADERS, timeout=20)
+
+    send()
+
+
+HARMLESS = [route for route in ROUTES if route.handler not in (Api.restart, Api.stop)]
+(RESTART,) = (route for route in ROUTES if route.handler is Api.restart)
+
+
+def name(route: Route) -> str:
+    return route.handler.__name__
+
+
+@pytest.mark.parametrize("route", HARMLESS, ids=name)
+def test_any_request_is_answered_as_described(described: Any, route: Route) -> None:
+    fuzz(described, route, 8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", HARMLESS, ids=name)
+def test_very_many_requests_are_answered_as_described(described: Any, route: Route) -> None:
+    fuzz(described, route, 500)
+
+
+def test_the_worker_has_not_noticed(job: Job) -> None:
+    """It still talks, and is still the first."""
+    (agent,) = job.agents
+    before = agent.out.count("out 0 ")
+    wait_until(lambda: True if agent.out.count("out 0 ") > before else None, why=job.story)
+    assert "round=2" not in agent.err, job.story()
+
+
+def test_restarts_are_answered_as_described_and_the_job_goes_on(described: Any, job: Job) -> None:
+    fuzz(described, RESTART, 3)
+    (agent,) = job.agents
+    agent.says("round=2 ranks=0-0")
+    assert agent.process.poll() is None
+    assert "Traceback" not in agent.err, job.story()

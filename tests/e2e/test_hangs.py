@@ -1,0 +1,117 @@
+"""Real workers that stop making progress: found out, looked at, stopped and started again."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Agent, Job
+
+HANG = SCRIPTS / "hang.py"
+TORCH = "--preload=torch,torch.distributed"
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    with Job(tmp_path) as job:
+        yield job
+
+
+def events(job: Job, name: str = "events.jsonl") -> list[dict[str, Any]]:
+    lines = [line for path in sorted(job.logs.rglob(name)) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def found(job: Job, rank: int, round: int = 1) -> str:
+    (path,) = job.logs.glob(f"*/round_{round}/hang/rank_{rank}.txt")
+    return path.read_text()
+
+
+def said(agent: Agent, pattern: str) -> bool:
+    return re.search(pattern, agent.err) is not None
+
+
+def healed(job: Job, *agents: Agent) -> None:
+    assert [agent.wait() for agent in agents] == [0] * len(agents), job.story()
+    assert {h["rank"] for h in job.happenings(event="done", restart=1)} == {0, 1}
+
+
+def test_a_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_goes_on(job: Job) -> None:
+    env = {"HANG": "sleep:1", "GLOO": "1", "BEAT": "1"}
+    agents = [job.node("--hang-timeout=3", TORCH, nnodes="2", script=HANG, env=env) for _ in range(2)]
+    healed(job, *agents)
+    words = r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch \(hang.py:\d+\)"
+    for agent in agents:
+        assert said(agent, f"stopping: {words}; infrastructure restart 1 of 3 in 3600 s")
+    assert "time_sleep" in found(job, 1) and "c10d::" in found(job, 0)  # native frames
+    kinds = [event["kind"] for event in events(job, "job-events.jsonl")]
+    assert kinds.index("hang_diagnosed") < kinds.index("workers_stopping")
+    (diagnosed,) = [event for event in events(job, "job-events.jsonl") if event["kind"] == "hang_diagnosed"]
+    assert diagnosed["odd"] == [1]
+
+
+def test_a_worker_that_reports_nothing_and_never_ends_is_found_out(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=1", str(HANG), env={"HANG": "exit:1"})
+    healed(job, agent)
+    assert said(agent, r"rank=1 pid=\d+ hangs: no output, no CPU time, the same stack for \d s, in forget_to_end")
+    assert "forget_to_end" in found(job, 1)
+    assert not list(job.logs.glob("*/round_1/hang/rank_0.txt"))  # it had ended
+
+
+def test_a_stopped_worker_is_the_odd_one(job: Job) -> None:
+    env = {"HANG": "beat", "BEAT": "1"}
+    agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=2", str(HANG), env=env)
+    stopped = job.wait_for(event="steps", rank=1)["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    healed(job, agent)
+    assert said(agent, r"rank 1 is in [^;]*, stopped by a signal; infrastructure restart 1 of 3")
+    assert "state: T (stopped)" in found(job, 1) and "<module>" in found(job, 1)
+
+
+def test_a_hang_that_no_budget_covers_ends_the_job_and_the_report_has_the_stack(job: Job) -> None:
+    env = {"HANG": "sleep:0", "BEAT": "1"}
+    agent = job.run("--standalone", "--hang-timeout=1", "--max-infra-restarts=0", str(HANG), env=env)
+    assert agent.wait() == 1
+    assert "0 of 0 infrastructure restarts in 3600 s are spent" in agent.err
+    assert "made no progress for 1 s (no heartbeat)" in agent.err
+    (path,) = job.logs.glob("*/report.json")
+    cause = json.loads(path.read_text())["root_cause"]
+    assert (cause["rank"], cause["hang"]["call"]) == (0, "load_batch")
+    assert "load_batch" in cause["traceback"]
+    assert Path(cause["hang"]["file"]).read_text().startswith("rank 0, pid ")
+
+
+def test_workers_that_make_progress_in_any_way_are_left_alone(job: Job) -> None:
+    script = job.folder / "busy.py"
+    script.write_text(
+        "import os, time\n"
+        "end = time.monotonic() + 4\n"
+        "while time.monotonic() < end:\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        print('.', flush=True)\n"  # next to no CPU time, and always here
+        "        time.sleep(0.2)\n"
+    )
+    agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=2", str(script))
+    assert agent.wait() == 0
+    assert "hangs" not in agent.err
+
+
+def test_progress_is_written_down(job: Job) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", str(HANG), env={"BEAT": "1"})
+    assert agent.wait() == 0
+    (first,) = [event for event in events(job) if event["kind"] == "first_step"]
+    (steps,) = [event for event in events(job) if event["kind"] == "steps_done"]
+    assert first["step"] == 0 and first["seconds"] > 0
+    assert (steps["rank"], steps["first"], steps["last"]) == (0, 0, 4)
+
+
+@pytest.mark.long
+def test_an_unmodified_script_that_hangs_in_a_collective_is_healed(job: Job) -> None:
+    env = {"HANG": "sleep:1", "GLOO": "1"}
+    agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=4", TORCH, str(HANG), env=env)
+    healed(job, agent)
+    assert said(agent, r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch")

@@ -1,0 +1,165 @@
+"""A real Prometheus reads a real job."""
+
+import json
+import shutil
+import signal
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ripstop.observe.events import read_lines
+from ripstop.rendezvous.secret import api_token
+from tests.docs.test_tables import DASHBOARD, queries
+from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus here: apt install prometheus")
+
+TOKEN = "s3cret"
+CRASH_AT = 45
+CONFIG = """\
+scrape_configs:
+  - job_name: ripstop
+    scrape_interval: 1s
+    authorization:
+      credentials_file: {token}
+    static_configs:
+      - targets: ["127.0.0.1:{port}"]
+"""
+
+
+class Prometheus:
+    """Its HTTP API."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1/query?"
+
+    def query(self, what: str) -> dict[tuple[str, ...], float]:
+        """The values of an expression by the values of its labels, in the order of their names."""
+        try:
+            with urllib.request.urlopen(self._url + urllib.parse.urlencode({"query": what}), timeout=10) as response:
+                found = json.load(response)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, f"{what}: {error.read().decode()}"
+            return {}  # it is starting
+        except (urllib.error.URLError, ConnectionError):
+            return {}  # it does not even listen
+        hidden = ("__name__", "instance", "job")
+        return {
+            tuple(value for name, value in sorted(one["metric"].items()) if name not in hidden): float(one["value"][1])
+            for one in found
+        }
+
+    def until(self, what: str) -> dict[tuple[str, ...], float]:
+        """Waits until an expression has values."""
+        return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value")
+
+
+@contextmanager
+def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
+    """Scrapes the job; gone when the test is over."""
+    token, config, port = folder / "token", folder / "prometheus.yml", free_port()
+    token.write_text(api_token(TOKEN, "e2e"))
+    config.write_text(CONFIG.format(token=token, port=job.port))
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}",
+                f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+            ],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        yield Prometheus(port)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def crashing_job(folder: Path) -> Iterator[Job]:
+    """Two workers on a node, and a coordinator by itself; one of the workers crashes, and they go on for ever."""
+    env = {"STATE": str(folder / "state"), "CRASH_AT": str(CRASH_AT), "RIPSTOP_TOKEN": TOKEN}
+    with Job(folder, **env, REPORT="1") as job:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
+        coordinator = job.ripstop(
+            "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
+        )
+        coordinator.says("coordinator of job=e2e")
+        node = job.node("--rdzv-conf=is_host=0", "--nproc-per-node=2", nnodes="1", script=SCRIPTS / "counting.py")
+        yield job
+        node.signal(signal.SIGTERM)
+        node.wait()
+        coordinator.signal(signal.SIGTERM)
+        coordinator.wait()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with crashing_job(tmp_path_factory.mktemp("job")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def read(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Takes five seconds to look for its targets; so there is one for all tests."""
+    with prometheus(tmp_path_factory.mktemp("prometheus"), job) as running:
+        yield running
+
+
+def test_prometheus_reads_the_story_of_a_crash(read: Prometheus) -> None:
+    read.until('ripstop_restarts_total{cause="application"} == 1')
+    read.until("ripstop_round == 2")
+    phases = read.until("ripstop_recovery_seconds_count > 0")
+    assert {("detect",), ("decide",), ("stop",), ("start",)} <= phases.keys()
+    slowest = read.until("histogram_quantile(0.9, ripstop_recovery_seconds_bucket)")
+    assert 0 < slowest[("start",)] < 60
+    assert read.query("ripstop_worker_failures_total >= 1")
+    assert read.query("up") == {(): 1.0}
+
+
+def test_prometheus_reads_what_every_rank_uses(read: Prometheus) -> None:
+    memory = read.until("ripstop_worker_memory_bytes > 1e6 and on() ripstop_round == 2")
+    (node,) = read.query("ripstop_agent_memory_bytes > 1e6")
+    assert memory.keys() == {(*node, "0"), (*node, "1")}
+    assert read.query("ripstop_worker_cpu_seconds_total >= 0").keys() == memory.keys()
+    assert list(read.query("ripstop_node_up").values()) == [1.0]
+
+
+def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
+    read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
+    assert read.until("ripstop_checkpoint_step") == {(): 40.0}
+    heard = 15  # steps may pass between two heartbeats that are sent
+    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=heard)
+    assert 0 < read.until("ripstop_goodput_ratio")[()] < 1
+    assert read.until('ripstop_recovery_seconds_count{phase="first_step"} > 0')
+    assert all(0 < rate < 60 for rate in read.until("ripstop_worker_steps_per_second > 0").values())
+
+
+def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
+    read.until("ripstop_round == 2")
+    answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
+    assert answers[filled_in(*queries(restarts))] == {(): 1.0}
+
+
+def filled_in(question: str) -> str:
+    """With values for the dashboard's variables."""
+    return question.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+
+
+def test_a_coordinator_by_itself_writes_down_what_happens(job: Job) -> None:
+    file = job.folder / "coordinator" / "e2e" / "job-events.jsonl"
+
+    def story() -> bool | None:
+        with file.open() as lines:
+            kinds = {record["kind"] for record in read_lines(lines)}
+        return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
+
+    wait_until(lambda: file.exists() or None)
+    wait_until(story)

@@ -1,0 +1,72 @@
+"""Whole jobs whose agents and coordinator show each other certificates."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ripstop.config import Tls
+from tests.certificates import Authority
+from tests.e2e.etcd import cluster, needs_etcd
+from tests.e2e.harness import Agent, Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret") as job:
+        yield job
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return _authority(tmp_path / "authority")
+
+
+def _authority(folder: Path) -> Authority:
+    folder.mkdir()
+    return Authority(folder)
+
+
+def conf(tls: Tls) -> str:
+    files = {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+    return "--rdzv-conf=" + ",".join(f"{key}={path}" for key, path in files.items() if path)
+
+
+def train(job: Job, tls: Tls, *flags: str) -> Agent:
+    env = {"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"}
+    return job.node("--max-restarts=1", conf(tls), *flags, nnodes="2", env=env)
+
+
+def test_nodes_train_over_tls_and_recover_from_a_crash(job: Job, authority: Authority) -> None:
+    agents = [train(job, authority.node(name)) for name in ("a", "b")]
+    assert [agent.wait() for agent in agents] == [0, 0], job.story()
+    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
+
+
+def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
+    job: Job, authority: Authority, tmp_path: Path
+) -> None:
+    first = job.node(conf(authority.node("a")), nnodes="1:2")
+    job.steps(1)
+    stranger = _authority(tmp_path / "stranger").node("c")
+    both = tmp_path / "both.pem"  # for an agent that trusts its own authority and the job's
+    both.write_text(f"{authority.ca.read_text()}{Path(str(stranger.ca)).read_text()}")
+    for shown in (Tls(ca=authority.ca), Tls(stranger.cert, stranger.key, both)):
+        refused = job.node(conf(shown), nnodes="1:2")
+        assert refused.wait() == 2
+        assert "give this node a certificate" in refused.err
+    assert len(job.happenings(event="start")) == 1
+    first.signal(15)
+    assert first.wait() == 143
+
+
+@needs_etcd
+@pytest.mark.long
+def test_a_coordinator_that_etcd_elects_shows_its_certificate_too(
+    job: Job, authority: Authority, tmp_path: Path
+) -> None:
+    with cluster(1, tmp_path) as (member,):
+        meeting = ("--rdzv-backend=etcd", f"--rdzv-endpoint={member.endpoint}")
+        agents = [train(job, authority.node(name), *meeting) for name in ("a", "b")]
+        assert [agent.wait() for agent in agents] == [0, 0], job.story()
+    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}

@@ -1,0 +1,66 @@
+"""GPUs, and drivers that are not there, or hang."""
+
+import asyncio
+import shutil
+import subprocess
+import threading
+
+import pytest
+
+from ripstop.observe.sample import GpuSample
+from ripstop.workers.gpus import Gpus
+
+ONE = (GpuSample(0, utilisation=0.5),)
+
+
+def test_a_driver_that_is_not_there_is_looked_for_once() -> None:
+    looked: list[None] = []
+
+    def read() -> tuple[GpuSample, ...]:
+        looked.append(None)
+        raise ModuleNotFoundError("pynvml")
+
+    async def scenario() -> None:
+        gpus = Gpus(read)
+        assert [await gpus.sample(20), await gpus.sample(20)] == [(), ()]
+
+    asyncio.run(scenario())
+    assert len(looked) == 1
+
+
+def test_a_driver_that_hangs_keeps_nobody_waiting_and_is_asked_once() -> None:
+    asked: list[None] = []
+    go = threading.Event()
+
+    def read() -> tuple[GpuSample, ...]:
+        asked.append(None)
+        go.wait(20)
+        return ONE
+
+    async def scenario() -> None:
+        gpus = Gpus(read)
+        assert [await gpus.sample(0.01), await gpus.sample(0.01)] == [(), ()]
+        assert len(asked) == 1
+        go.set()
+        assert await gpus.sample(20) == ONE
+        assert await gpus.sample(20) == ONE
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA GPU here")
+def test_a_gpu_says_what_nvidia_smi_says() -> None:
+    pytest.importorskip("pynvml", reason="pip install nvidia-ml-py")
+    told = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.total,temperature.gpu", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    found = asyncio.run(Gpus().sample(20))
+    assert len(found) == len(told)
+    for gpu, line in zip(found, told, strict=True):
+        total, temperature = map(int, line.split(","))
+        assert gpu.memory_total is not None and gpu.temperature is not None and gpu.power is not None
+        assert abs(gpu.memory_total / 2**20 - total) < 1024  # the driver keeps some for itself
+        assert abs(gpu.temperature - temperature) < 20

@@ -1,0 +1,116 @@
+"""What workers tell their agent, over a real socket."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ripstop.workers.reports import BURST, Beat, Report, Reports, Saved, read
+
+DEADLINE = 20.0
+
+
+def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[int, Report]]:
+    """What arrives when somebody speaks, until there are so many reports."""
+
+    async def listen() -> list[tuple[int, Report]]:
+        found: list[tuple[int, Report]] = []
+        enough = asyncio.Event()
+
+        def on_report(pid: int, report: Report) -> None:
+            found.append((pid, report))
+            if len(found) >= count:
+                enough.set()
+
+        reports = Reports({"TMPDIR": str(folder)}, on_report)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, speak, reports.path)
+            async with asyncio.timeout(DEADLINE):
+                await enough.wait()
+        finally:
+            reports.close()
+        paths.append(reports.path)
+        return found
+
+    paths: list[str] = []
+    found = asyncio.run(listen())
+    assert not Path(paths[0]).exists()
+    return found
+
+
+def worker(code: str, path: str) -> int:
+    """Runs a script as a worker would; its pid."""
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RIPSTOP_SOCKET": path})
+    assert process.wait(DEADLINE) == 0
+    return process.pid
+
+
+def test_a_heartbeat_arrives_with_the_senders_pid_and_without_torch(tmp_path: Path) -> None:
+    pids: list[int] = []
+    code = "import sys; from ripstop import train; train.heartbeat(7); assert 'torch' not in sys.modules"
+    assert heard(tmp_path, 1, lambda path: pids.append(worker(code, path))) == [(pids[0], Beat(7, 1))]
+
+
+def test_a_thousand_heartbeats_are_a_few_datagrams_and_the_last_step_is_told(tmp_path: Path) -> None:
+    code = "from ripstop import train\nfor n in range(1000): train.heartbeat(n)\ntrain.checkpoint_saved(999, 'x')"
+    found = [report for _, report in heard(tmp_path, 3, lambda path: worker(code, path) and None)]
+    assert found[0] == Beat(0, 1)
+    assert found[-2:] == [Saved(999, "x"), Beat(999, 1000)]
+    assert len(found) < 20
+
+
+def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
+    code = (
+        "import os; from ripstop import train; train.heartbeat(1)\n"
+        "if (child := os.fork()) == 0: train.heartbeat(2); os._exit(0)\n"
+        "os.waitpid(child, 0)"
+    )
+    (first, one), (second, two) = heard(tmp_path, 2, lambda path: worker(code, path) and None)
+    assert (one, two) == (Beat(1, 1), Beat(2, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize("path", ["", "/nonexistent/socket"])
+def test_without_an_agent_nothing_happens(path: str) -> None:
+    worker("from ripstop import train; train.heartbeat(); train.checkpoint_saved(3)", path)
+
+
+def test_a_worker_never_waits_for_an_agent_that_does_not_read(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(str(tmp_path / "deaf"))
+        worker("from ripstop import train\nfor n in range(2_000): train.checkpoint_saved(n)", str(tmp_path / "deaf"))
+
+
+def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
+    def flood(path: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            for number in range(3 * BURST):
+                sender.sendto(json.dumps({"beat": number, "step": None}).encode(), path)  # waits while it is full
+
+    found = heard(tmp_path, 3 * BURST, flood)
+    assert [report for _, report in found] == [Beat(None, number) for number in range(3 * BURST)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"x", b"[]", b"{}", b'{"beat": 1}', b'{"beat": -1, "step": 1}', b'{"beat": true, "step": 1}',
+        b'{"beat": 1, "step": 1.5}', b'{"beat": 1, "step": 99999999999999999999}', b'{"saved": 1}',
+        b'{"saved": 1, "path": 2}', b"\xff", b"[" * 4000, b'{"saved": 1, "path": "' + b"x" * 5000 + b'"}',
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_no_report(data: bytes) -> None:
+    assert read(data) is None
+
+
+def test_a_name_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    found = heard(long, 1, lambda path: worker("from ripstop import train; train.heartbeat()", path) and None)
+    assert [report for _, report in found] == [Beat(None, 1)]

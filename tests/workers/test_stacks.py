@@ -1,0 +1,181 @@
+"""Stacks of real workers, with py-spy and without."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ripstop.agent.answers import Workers, answer
+from ripstop.agent.watch import Subject, Watch
+from ripstop.config import Logs, Script
+from ripstop.errors import NoAnswer
+from ripstop.observe.events import Event, WorkerHangs
+from ripstop.observe.failure import Failure
+from ripstop.round import Address, Place
+from ripstop.workers import linux, process, stacks
+from ripstop.workers.logs import RoundLogs
+from ripstop.workers.process import Children
+from ripstop.workers.reports import Beat
+from ripstop.workers.spawner import Birth, Spawner, Start
+from tests.e2e.harness import wait_until
+
+WORKER = """
+import time
+def sleep_well():
+    print("asleep", flush=True)
+    time.sleep(1000)
+sleep_well()
+"""
+PLACE = Place(1, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
+
+
+class Asleep:
+    """Two workers of a real zygote that sleep in a function of theirs."""
+
+    def __init__(self, stage, start: Start = Start.ZYGOTE) -> None:
+        self.stage, self.start = stage, start
+        self.logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+
+    async def __aenter__(self) -> Workers:
+        self.logs.prepare()
+        entry = Script(str(self.stage.script(WORKER)))
+        self.children = Children()
+        self.spawner = Spawner(entry, self.stage.env, self.start, ())
+        outs = [self.stage.directory / f"{rank}.out" for rank in range(2)]
+        files = [(int(stacks.SIGNAL), stacks.stack_file(self.logs.directory(rank))) for rank in range(2)]
+        births = [Birth(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
+        self.pids = await self.spawner.spawn(births)
+        await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
+        return Workers(PLACE, tuple(self.pids), self.logs, {})
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            process.reap(pid)
+        self.spawner.close()
+        self.children.close()
+
+
+def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> list[dict[str, object]]:
+    async def ask() -> list[dict[str, object]]:
+        async with Asleep(stage, start) as workers:
+            found = json.loads(await answer("stacks", json.dumps(details), workers))["ranks"]
+            assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
+            return found
+
+    return asyncio.run(ask())
+
+
+def test_py_spy_tells_where_all_workers_are(stage) -> None:
+    found = asked(stage, {})
+    assert [(one["rank"], one["source"], one["state"]) for one in found] == [(4, "py-spy", "S"), (5, "py-spy", "S")]
+    assert all("sleep_well" in one["stack"] and "nanosleep" in one["wchan"] for one in found)
+
+
+def test_without_py_spy_a_forked_worker_tells_itself(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    (found,) = asked(stage, {"rank": 5})
+    assert (found["source"], "sleep_well" in found["stack"]) == ("faulthandler", True)
+
+
+def test_without_either_the_kernel_knows_something_and_nobody_is_hurt(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    found = asked(stage, {}, Start.EXEC)
+    assert {one["source"] for one in found} == {"kernel"}
+    assert all(one["stack"].startswith("S (sleeping) in ") for one in found)
+
+
+def test_a_tool_that_fails_gives_its_reason(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = stage.script("#!/bin/sh\necho 'Permission denied: no ptrace' >&2; exit 1\n", "py-spy")
+    tool.chmod(0o755)
+    monkeypatch.setattr(stacks, "py_spy", lambda: str(tool))
+
+    async def look() -> stacks.Look:
+        async with Asleep(stage) as workers:
+            return await stacks.look(workers.pids[0])
+
+    found = asyncio.run(look())
+    assert (found.source, found.why) == ("kernel", "py-spy: Permission denied: no ptrace")
+
+
+@pytest.mark.parametrize(
+    ("details", "why"), [({"rank": 6}, "rank 6 is not on this node"), ({"rank": "x"}, "a rank is")]
+)
+def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
+    logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+    with pytest.raises(NoAnswer, match=why):
+        asyncio.run(answer("stacks", json.dumps(details), Workers(PLACE, (1, 2), logs, {})))
+
+
+def test_a_process_that_is_gone_is_said_to_be() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    assert asyncio.run(stacks.look(pid)).doing == "? (gone)"
+
+
+def test_the_work_of_a_session_is_that_of_all_its_processes(tmp_path: Path) -> None:
+    code = "head -c 1000 /dev/zero > $0; (while :; do :; done) & wait"
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", code, str(tmp_path / "out")], {}, setsid=True)
+    try:
+        while not (work := linux.work_of_sessions({pid}).get(pid)) or work.cpu < 0.05 or not work.written:
+            os.sched_yield()
+        assert linux.work_of_sessions({pid + 1_000_000}) == {}
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# a watch over them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spied", [True, False])
+def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
+    stage, spied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not spied:
+        monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    recorded: list[Event] = []
+
+    async def watch() -> tuple[Failure, ...]:
+        async with Asleep(stage) as workers:
+            hung: asyncio.Future[tuple[Failure, ...]] = asyncio.get_running_loop().create_future()
+            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            watch = Watch(
+                subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
+            )
+            try:
+                async with asyncio.timeout(30):
+                    failures = await hung
+                assert await watch.examine() == failures  # one look a hang
+                await watch.settle()
+            finally:
+                watch.close()
+            return failures
+
+    failures = asyncio.run(watch())
+    assert [(f.rank, f.hang.call) for f in failures if f.hang] == [(4, "sleep_well"), (5, "sleep_well")]
+    assert [event.rank for event in recorded if isinstance(event, WorkerHangs)] == [4, 5]
+    text = (stage.directory / "hang" / "rank_4.txt").read_text()
+    assert ("time_sleep" in text) if spied else ("no native stack: py-spy is not installed" in text)
+    assert f"Python stacks ({'py-spy' if spied else 'faulthandler; '}" in text
+
+
+def test_only_a_worker_and_its_children_are_heard(stage) -> None:
+    async def watch() -> None:
+        async with Asleep(stage) as workers:
+            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
+            watch.report(os.getpid(), Beat(1, 1))
+            watch.report(1, Beat(1, 1))
+            assert watch.paces() == {}
+            watch.report(workers.pids[1], Beat(7, 3))
+            assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
+            watch.gone(1)
+            watch.report(workers.pids[1], Beat(8, 4))  # what comes late from a worker that has ended
+            assert watch.paces() == {}
+            watch.close()
+
+    asyncio.run(watch())

@@ -1,0 +1,96 @@
+"""Workers' logs, read for others while they are being written."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ripstop.workers import tail
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "stderr.log"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "rest"),
+    [
+        ("a\nb\nc\n", 2, "b\nc\n"),
+        ("a\nb\nc", 2, "b\nc"),
+        ("a\nb\nc\n", 9, "a\nb\nc\n"),
+        ("a\nb\nc\n", 0, ""),
+        ("\n\n\n", 1, "\n"),
+        ("", 5, ""),
+    ],
+)
+def test_the_last_lines_are_found(path: Path, text: str, lines: int, rest: str) -> None:
+    path.write_text(text)
+    assert text[tail.last_lines(path, lines) :] == rest
+
+
+def test_the_last_lines_are_found_far_from_the_end(path: Path) -> None:
+    text = "".join(f"line {number} {'x' * 100}\n" for number in range(10_000))
+    path.write_text(text)
+    assert text[tail.last_lines(path, 5000) :].count("\n") == 5000
+
+
+def test_pieces_make_the_whole_and_no_character_is_torn(path: Path) -> None:
+    text = "aä€😀" * 20_000
+    path.write_text(text, encoding="utf-8")
+    found, offset = [], 0
+    while (piece := tail.read(path, offset)).text:
+        assert piece.offset == offset
+        found.append(piece.text)
+        offset = piece.next
+    assert "".join(found) == text
+    assert offset == piece.size == path.stat().st_size
+
+
+def test_bytes_that_are_no_text_are_replaced_and_half_a_character_waits(path: Path) -> None:
+    path.write_bytes(b"\xff\xfeok \xe2\x82")
+    piece = tail.read(path, 0)
+    assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
+
+
+def test_a_front_that_was_given_back_to_the_disk_is_passed_over(path: Path) -> None:
+    with path.open("wb") as file:
+        os.ftruncate(file.fileno(), 1 << 20)
+        file.seek(1 << 20)
+        file.write(b"the end")
+    piece = tail.read(path, 0)
+    assert piece.text.lstrip("\0") == "the end"
+    assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes has it all
+
+
+def test_a_file_that_became_shorter_is_read_from_its_end(path: Path) -> None:
+    path.write_text("short")
+    assert tail.read(path, 100) == tail.Piece(5, 5, 5, "")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not watched:
+        monkeypatch.setattr(tail, "_watch", lambda _: None)
+    path.write_text("a")
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(tail.grown(path, 1, DEADLINE))
+        await asyncio.sleep(0)
+        with path.open("a") as file:
+            file.write("b")
+        began = time.monotonic()
+        await waiting
+        assert time.monotonic() - began < DEADLINE / 2
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_ever(path: Path) -> None:
+    path.write_text("a")
+    asyncio.run(tail.grown(path, 1, 0.05))
+    assert path.read_text() == "a"
