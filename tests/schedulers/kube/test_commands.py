@@ -57,7 +57,7 @@ def test_one_job_is_shown_with_its_pods_and_events(place: Place, capsys: pytest.
     container = {"name": "main", "image": "x:1"}
     metadata = {"name": "t-0", "namespace": place.name, "labels": {JOB: "t", SLOT: "0"}}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
-    place.cluster.create(core_path(place.name, "pods"), pod)
+    eventually(lambda: place.cluster.create(core_path(place.name, "pods"), pod))  # the account's token may come late
     assert kube(place, "status", "t") == 0
     assert "t-0  Pending  no" in said(capsys)
     assert kube(place, "status", "t", "--json") == 0
