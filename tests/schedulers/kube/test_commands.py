@@ -9,7 +9,7 @@ from ripstop.schedulers.kubernetes import deploy
 from ripstop.schedulers.kubernetes.client import Cluster, NotFound, core_path
 from ripstop.schedulers.kubernetes.manifests import JOB, SLOT
 from tests.schedulers.kube.conftest import HOME
-from tests.schedulers.kube.lab import Place, needs_a_cluster
+from tests.schedulers.kube.lab import Place, eventually, needs_a_cluster
 
 needs_a_cluster()
 
