@@ -169,6 +169,10 @@ class Driver:
         finally:
             await self._clean_up()
 
+    def unready(self) -> str:
+        """Why this agent is of no use to its job at the moment; "" if it is."""
+        return self._machine.unready()
+
     # events in --------------------------------------------------------------------------------------------------------
 
     def on_linked(self) -> None:

@@ -25,6 +25,7 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
   ripstop stop                          end a job
   ripstop token                         print what opens its API to other programs
 
+  ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
   ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
   ripstop version                       print the version
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         _open_missing_streams()
         _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = name in ("run", "coordinator", *STEERING)  # a wrong name is in the message already
+    known = name in ("run", "coordinator", "kube", *STEERING)  # a wrong name is in the message already
     try:
         return _dispatch(name, rest, with_handler)
     except RipstopError as error:
@@ -89,6 +90,10 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
 
             code: int = import_module(f"ripstop.cli.{command}").main(rest)
             return code
+        case "kube":
+            from ripstop.cli import kube
+
+            return kube.main(rest)
         case "completion":
             from ripstop.cli import completion
 
