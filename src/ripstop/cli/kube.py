@@ -19,9 +19,9 @@ USAGE = """\
 usage: ripstop kube COMMAND …
 
   render --image=IMAGE [FLAGS] train.py [ARGS]    print a job's manifests; no cluster is needed
-  submit --image=IMAGE [FLAGS] train.py [ARGS]    create the job; or submit -f FILE, as render printed it
+  submit --image=IMAGE [FLAGS] train.py [ARGS]    create the job; or submit --file FILE (-f), as render prints it
   status [NAME]                                   all jobs, or one with its pods and what happened to it
-  logs NAME [SLOT] [-f] [--tail N]                what its pods write, each line with the pod's name before it
+  logs NAME [SLOT] [-f|--follow] [--tail N]       what its pods write, each line with the pod's name before it
   stacks NAME [RANK]                              where its workers are in their code
   scale NAME N                                    have N pods
   delete NAME                                     end it, and remove all that is its
