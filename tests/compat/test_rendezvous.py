@@ -292,6 +292,54 @@ def test_a_write_whose_answer_is_lost_is_found_and_not_made_again(node: Node) ->
     assert Lossy.lost > 2
 
 
+class Stumbling(C10dRendezvousBackend):
+    """Raises these when a node of a round looks."""
+
+    errors: tuple[Exception, ...] = ()
+
+    def get_state(self) -> Any:
+        if self.errors:
+            error, *self.errors = self.errors  # type: ignore[assignment]
+            raise error
+        return super().get_state()
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), torch_rendezvous.RendezvousConnectionError("away")], ids=repr)
+def test_a_node_beats_on_after_whatever_its_backend_raises(
+    error: Exception, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()
+    backend = Stumbling(store, "job")
+    one = node(store, "1", backend=backend, keep_alive_interval=0.2)
+    meet(one)
+    for _ in range(2):
+        backend.errors = (error, error)
+        eventually(lambda: not backend.errors, "it looks")
+        (before, _), plain = backend.get_state(), C10dRendezvousBackend(store, "job")
+        eventually(lambda: plain.get_state()[0] != before, "it beats")  # noqa: B023 - called here
+    assert caplog.text.count(f"did not beat: {type(error).__name__}: {error}") == 2
+
+
+def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
+    class Away(C10dRendezvousBackend):
+        def set_state(self, state: bytes, token: Any = None) -> Any:
+            super().set_state(state, token)
+            raise torch_rendezvous.RendezvousConnectionError("the answer was lost")
+
+    store = dist.HashStore()
+    one = node(store, "1", backend=Away(store, "job"))
+    assert ranks(meet(one)) == [(0, 1)] and one.shutdown()
+
+
+def test_a_job_whose_name_was_used_before_finds_nothing_of_it(node: Node) -> None:
+    store = dist.HashStore()
+    (old,) = meet(node(store, "1"))
+    old.store.set("key", "old")
+    store.delete_key("torch.rendezvous.job")  # as a state that etcd keeps for a while
+    (new,) = meet(node(store, "1"))
+    assert not new.store.check(["key"])
+
+
 def test_nodes_with_fixed_ranks_meet() -> None:
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free again at once
     made = [RendezvousParameters("static", f"localhost:{port}", "job", 2, 2, rank=rank) for rank in range(2)]

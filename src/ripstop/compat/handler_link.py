@@ -268,9 +268,7 @@ class HandlerLink:
             return Again("another node waits")
         if seen.all_done:
             return self._report(Outcome.SUCCEEDED, "all workers exited 0")
-        if (
-            seen.done and seen.trouble is not None
-        ):  # this node's work is; whoever held the rendezvous has gone
+        if seen.done and seen.trouble is not None:  # this node's work is; whoever held the rendezvous has gone
             return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
         return None
 
