@@ -1,6 +1,7 @@
 """The coordinator's decisions as transcripts: an event and its time go in, what is sent comes out."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from ripstop.observe.events import (
     Event as Happening,
 )
 from ripstop.observe.failure import Failure, Hang
+from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import (
     Close,
     Command,
@@ -1156,6 +1158,56 @@ def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
     job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
     assert len(job.status(10.0).nodes[1].trouble) < 5_000
+
+
+HUGE = "\N{SNAKE}" * 100_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Failed(1, (replace(crash(1), host=HUGE),)),
+        Failed(1, (Failure(1, 0, 1, "host", 10.0, signal=HUGE),)),
+        Failed(1, (Failure(1, 0, 1, "host", 10.0, hang=Hang(90.0, HUGE, HUGE, HUGE, False, HUGE)),)),
+        Failed(
+            1, tuple(Failure(2 * n, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", HUGE[n:], True, "S")) for n in range(9))
+        ),
+        Health((HUGE,) * 100),
+        Leaving(HUGE),
+        Leave(HUGE),
+    ],
+)
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_whatever_a_node_says_everybody_can_be_told_what_comes_of_it(message: FromAgent, restarts: int) -> None:
+    job = Job(Settings("job7", 1, 2, TIMING, Budget(restarts, max_infra_restarts=restarts, backoff=0.0)))
+    for name in "ab":
+        hear(job, name, join(job, name), 0.0)
+    commands = hear(job, "b", message, 10.0)
+    commands += hear(job, "a", Inspected(1), 10.1) + hear(job, "b", Inspected(1), 10.1)
+    commands += on(job, Close("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FAREWELL)
+    sent = [command.message for command in commands if isinstance(command, Send)]
+    assert sent
+    assert all(len(fit(message)) <= MAX_FRAME for message in sent)
+
+
+def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:
+    job = running("a", "b", low=1, restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        over = job.round
+        for name in job.places:
+            offer_anew(job, name, now)
+        job.on(Heard("a", Failed(over, (victim(0, over),))), now)
+        job.on(Heard("b", Failed(over, (Failure(1, 0, over, "host", now, signal=HUGE),))), now + 0.1)
+    assert 0 < len(job._trouble("b")) < 1000
+
+
+def test_a_node_with_a_name_that_is_too_long_for_the_others_is_refused() -> None:
+    job = new_job()
+    for many in ({"host": HUGE}, {"role": HUGE}, {"label": HUGE}):
+        newcomer = replace(join(job, "a"), node=replace(node("a"), **many))
+        assert "256 characters" in refusal(hear(job, "a", newcomer, 0.0))
+    held = replace(place(1), store=Address(HUGE, 1))
+    assert "the store of node a" in refusal(hear(job, "a", join(job, "a", held=held), 0.0))
 
 
 # rule 10: hangs -------------------------------------------------------------------------------------------------------

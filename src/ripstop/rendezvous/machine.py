@@ -42,6 +42,7 @@ from ripstop.observe.report import how, looks_like_victim, order, root_cause, tr
 from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.rendezvous import ranks
+from ripstop.rendezvous.bounds import NAME, bounded, cut, too_long
 from ripstop.rendezvous.events import (
     Close,
     Command,
@@ -87,8 +88,7 @@ BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end
 INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
-PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
-PLACES = 16_384  # and of a round that hangs, in short: the odd one out may be any
+PLACES = 16_384  # kept of a round that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Job:
         out: list[Command] = []
         match event:
             case Heard(node, message):
-                out += self._hear(node, message, now)
+                out += self._hear(node, bounded(message), now)
             case Gone(node):
                 self._gone(node, now)
             case Scale(nodes):
@@ -407,6 +407,8 @@ class Job:
             return (
                 f"a node has 1 to {MOST_SLOTS} workers, node {node} came with {join.node.slots}; fix --nproc-per-node"
             )
+        if what := too_long(join.node, join.held):
+            return f"names have {NAME} characters at most, the {what} of node {node} has more; give it a shorter one"
         if self.settings.fixed_ranks:
             wish = join.node.wish
             if wish is None or not 0 <= wish < ours[1]:
@@ -461,7 +463,6 @@ class Job:
 
     def _health(self, node: str, problems: tuple[str, ...], now: float) -> None:
         member = self.members[node]
-        problems = tuple(problem[:WORDS] for problem in problems[:PROBLEMS])
         if problems and not member.problems:
             member.since = now
             self._notes.append(observe.NodeUnhealthy(node, problems))
@@ -531,7 +532,7 @@ class Job:
         self._inspection = None
         hangs = hangs_among(self._failures, self.round)
         odd = tuple(sorted(odd_ones(hangs)))
-        self._notes.append(observe.HangDiagnosed(self.round, odd, in_words(hangs)))
+        self._notes.append(observe.HangDiagnosed(self.round, odd, cut(in_words(hangs))))
         verdict = self._charge(Cause.INFRASTRUCTURE, now)
         why = f"{self._culprit()}; {verdict.why}"
         if not verdict.allowed:
@@ -713,6 +714,7 @@ class Job:
 
     def _gather(self, cause: Ending, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
+        why = cut(why)
         self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
@@ -943,13 +945,13 @@ class Job:
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return in_words(hangs_among(self._failures, self.round))
+            return cut(in_words(hangs_among(self._failures, self.round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
-        self._why = why
+        self._why = why = cut(why)
         self._verdict = self._inspection = None
         self.report = Report(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)
