@@ -1,5 +1,6 @@
 """The coordinator's decisions as transcripts: an event and its time go in, what is sent comes out."""
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -938,6 +939,28 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     assert sum(sent.values()) <= count
 
 
+@pytest.mark.parametrize("low", [1, 600])
+def test_the_beats_of_many_unhealthy_nodes_cost_little(low: int) -> None:
+    """Those that may go cannot, for no port is offered; those that the job needs stay."""
+    names = [f"n{i}" for i in range(600)]
+    healthy = names[300:] if low == 1 else []
+    job = Job(Settings("big", low, 600, TIMING, Budget(9, backoff=0.0), quarantine=Quarantine(failures=0)))
+    for i, name in enumerate(names):
+        job.on(Heard(name, Join(Node(name, "h", 8), low, 600, ready=Ready(i + 1, 0))), i / 600)
+    for name in names[: -len(healthy) or None]:
+        job.on(Heard(name, FULL), 2.0)
+    hear(job, names[0], Health(), 3.0)
+    sorts = Counter[str]()
+    job._weigh = lambda: sorts.update(["weighed"]) or Job._weigh(job)  # type: ignore[method-assign,func-returns-value]
+    began = time.perf_counter()
+    for now in (20.0, 45.0, 70.0):
+        for name in names:
+            job.on(Heard(name, Beat()), now)
+    assert (job.phase, job.round) == (Phase.RUNNING, 1)
+    assert sorts["weighed"] <= 1
+    assert time.perf_counter() - began < 5.0
+
+
 @pytest.mark.parametrize(
     ("event", "cause"),
     [
@@ -1242,6 +1265,20 @@ def test_a_node_that_finds_the_hang_itself_is_waited_for_no_longer() -> None:
     hear(job, "a", Failed(1, (hang(0),)), 100.0)
     assert assigned(hear(job, "b", Failed(1, (hang(1),)), 100.1)) == {"a": 0, "b": 1}
     assert job.restarts.used == 1
+
+
+def test_a_new_coordinator_has_a_hang_looked_at_where_nobody_has_yet() -> None:
+    job = new_job(3, 3)
+    of_round = {name: place(1, rank, 3) for rank, name in enumerate("abc")}
+    hear(job, "a", join(job, "a", held=of_round["a"], newest=1, status=Status.RUNNING), 0.0)
+    told = {"status": Status.FAILED, "failures": (hang(1),)}
+    hear(job, "b", join(job, "b", held=of_round["b"], newest=1, **told), 0.1)
+    commands = hear(job, "c", join(job, "c", held=of_round["c"], newest=1, status=Status.RUNNING), 0.2)
+    assert commands == [Send("a", Inspect(1)), Send("c", Inspect(1))]
+    hear(job, "a", Inspected(1, (hang(0),)), 0.3)
+    assert job.phase is Phase.RUNNING
+    hear(job, "c", Inspected(1, (hang(2, waits=False),)), 0.4)
+    assert "rank 2 is in load_batch" in job.status(0.4).why
 
 
 def test_a_node_that_does_not_tell_is_not_waited_for_long() -> None:

@@ -29,9 +29,11 @@
     Nodes have `INSPECTION` seconds for it; a death meanwhile is a failure as ever.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import itemgetter
 
 from ripstop import config
 from ripstop.config import MOST_SLOTS, Budget, Timing
@@ -157,6 +159,17 @@ class Member:
     since: float = 0.0  # when it became so
 
 
+@dataclass(slots=True)
+class Troubled:
+    """What follows for the nodes in trouble (rule 9) from how everybody stands."""
+
+    needed: dict[str, None]  # those that have a place all the same, by rank
+    inside: int  # how many of these are in the round
+    shared: bool  # most of the round is unhealthy, which is likely nobody's own fault
+    spared: list[tuple[float, str]]  # the others in the round, and when they may lose their place; the first first
+    told: bool = False  # it was said who is kept
+
+
 class Job:
     """The state of one job; see the rules above."""
 
@@ -178,6 +191,7 @@ class Job:
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
         self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
         self._reserve: dict[str, None] = {}  # the same in trouble: in a round only if it must be
+        self._weighed: Troubled | None = None  # what follows for those; None: to be found anew
         self._benched: set[str] = set()  # those of the reserve that are outside the round
         self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
         self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
@@ -194,6 +208,7 @@ class Job:
         self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
         self._inspection: float | None = None  # until when a hanging round is looked at
         self._awaited: set[str] = set()  # nodes that have not told where their workers are
+        self._witnesses: set[str] = set()  # nodes of the round that told of a failure
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self._held = False  # survivors of the last round were told to stop
         self._quarantine = Quarantine(settings.quarantine)
@@ -264,7 +279,8 @@ class Job:
             case Phase.RUNNING:
                 if self._waiting:
                     times.append(next(iter(self._waiting.values())) + timing.settle)
-                times += [self._may_go(n) for n in self._reserve if n in self.places]
+                spared = self._troubled().spared
+                times += [when for when, _ in spared[bisect_right(spared, self._now, key=itemgetter(0)) :][:1]]
         return min((t for t in times if t > self._now), default=None)
 
     def objection_to_release(self, node: str) -> str:
@@ -478,15 +494,19 @@ class Job:
         if round != self.round or node not in self.places:
             return []  # rule 2
         self._broken = True
-        if self.phase is not Phase.RUNNING:
-            return []  # while recovering, `_resume` looks at the evidence when everybody is back
+        self._witnesses.add(node)
+        self._awaited.discard(node)
+        return self._judge(now) if self.phase is Phase.RUNNING else []
+
+    def _judge(self, now: float) -> list[Command]:
+        """The live round has failed: what of it?"""
         if gone := [*self._absent, *(n for n in self._leaving if n in self.places)]:
             self._blame(gone, now)
             return []
         if self._verdict:
             return []
         if cause_of(self._failures) is Cause.INFRASTRUCTURE:
-            return self._inspect(node, now)
+            return self._inspect(now)
         verdict = self._charge(Cause.APPLICATION, now)
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
@@ -518,13 +538,12 @@ class Job:
         )
         return verdict
 
-    def _inspect(self, node: str, now: float) -> list[Command]:
+    def _inspect(self, now: float) -> list[Command]:
         """Have a round that hangs looked at on all its nodes (rule 11)."""
         if self._inspection is not None:
-            self._awaited.discard(node)
             return []
         self._inspection = now + INSPECTION
-        self._awaited = {n for n in self.places if n != node and n not in self._done}
+        self._awaited = {n for n in self.places if n not in self._witnesses and n not in self._done}
         return [Send(n, Inspect(self.round)) for n in self.places if n in self._awaited]
 
     def _conclude(self, now: float) -> list[Command]:
@@ -646,6 +665,7 @@ class Job:
             self._notes.append(observe.BudgetRefunded(self.round, node))
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
+            self._weighed = None
         elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
             self._gather(Ending.NODE_LOST if lost else Ending.NODE_LEFT, f"node {node} {why}", now)
 
@@ -676,6 +696,7 @@ class Job:
             elif node not in self._benched:
                 self._untold[node] = None
         _put(self._benched, node, reserve and not inside)
+        self._weighed = None
 
     def _reclassify_all(self, now: float) -> None:
         for node in self.members:
@@ -710,6 +731,7 @@ class Job:
         self._done = set()
         self._broken = False
         self._failures = []
+        self._witnesses = set()
         self._reclassify_all(now)
 
     def _gather(self, cause: Ending, why: str, now: float, delay: float = 0.0) -> None:
@@ -756,7 +778,7 @@ class Job:
         self._notes.append(observe.RoundResumed(self.round, back))
         out: list[Command] = []
         if self._broken:
-            out += self._failed(next(iter(self.places)), self.round, (), now)
+            out += self._judge(now)
         return [*out, *self._advance(now)]
 
     def _time_to_return(self) -> float:
@@ -796,12 +818,13 @@ class Job:
 
     def _next_store_is_offered(self) -> bool:
         """Nobody is stopped before it is, by the node of rank 0 if that stays."""
-        able = self._able | set(self._needed())
-        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in able)
+        needed = self._troubled().needed
+        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and (n in self._able or n in needed))
         return all(self.members[n].port for n in hosts)
 
     def _form_or_hold(self, now: float) -> list[Command]:
-        ready, least, timing = len(self._able) + len(self._needed()), self.settings.min_nodes, self.settings.timing
+        needed, least, timing = self._troubled().needed, self.settings.min_nodes, self.settings.timing
+        ready = len(self._able) + len(needed)
         if ready < least:
             self._quorum = None
             if now >= self._since + timing.join:
@@ -815,16 +838,16 @@ class Job:
         settled = now >= self._quorum + timing.settle
         if self._absent or not (settled or self._complete()):
             return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
-        return self._form([*self._candidates(), *self._needed()][: self._target], now)
+        return self._form([*self._candidates(), *needed][: self._target], now)
 
     def _complete(self) -> bool:
         """Is there nobody worth waiting for?"""
         if self._missing:
             return False
-        needed = self._needed()
-        if len(self._able) + len(needed) >= self._target:
+        reserve = self._troubled()
+        if len(self._able) + len(reserve.needed) >= self._target:
             return True
-        survivors = len(self._able) - len(self._waiting) + sum(n in self.places for n in needed)
+        survivors = len(self._able) - len(self._waiting) + reserve.inside
         return self.round > 0 and (survivors >= self.settings.min_nodes or not self._warming)
 
     def _candidates(self) -> list[str]:
@@ -877,38 +900,44 @@ class Job:
         why = self._quarantine.reason(node)
         return f"in quarantine: {why}" if why else ""
 
-    def _needed(self) -> list[str]:
-        """Those in trouble that have a place all the same (rule 9), and so do all if most of the round is unhealthy."""
-        if not self._reserve:
-            return []
-        inside = sorted((n for n in self._reserve if n in self.places), key=lambda n: self.places[n].group_rank)
-        short = max(0, self.settings.min_nodes - len(self._able))
-        if self._is_nobodys_fault():
-            short = max(short, len(inside))
-        return [*inside, *(n for n in self._reserve if n not in self.places)][:short]
+    def _troubled(self) -> Troubled:
+        """What follows for those in trouble; found anew only when somebody stands otherwise than before."""
+        if self._weighed is None:
+            self._weighed = self._weigh() if self._reserve else Troubled({}, 0, False, [])
+        return self._weighed
 
-    def _is_nobodys_fault(self) -> bool:
-        unhealthy = sum(bool(self.members[n].problems) for n in self._reserve if n in self.places)
-        return unhealthy > 1 and 2 * unhealthy > len(self.places)
+    def _weigh(self) -> Troubled:
+        inside = [n for n in self._reserve if n in self.places]
+        unhealthy = sum(bool(self.members[n].problems) for n in inside)
+        shared = unhealthy > 1 and 2 * unhealthy > len(self.places)
+        short = max(0, self.settings.min_nodes - len(self._able))
+        if shared:
+            short = max(short, len(inside))
+        inside.sort(key=lambda n: self.places[n].group_rank)
+        needed = dict.fromkeys([*inside, *(n for n in self._reserve if n not in self.places)][:short])
+        spared = sorted((self._may_go(n), n) for n in inside if n not in needed)
+        return Troubled(needed, min(short, len(inside)), shared, spared)
 
     def _may_go(self, node: str) -> float:
         """When a node in trouble may lose its place: at once if it is in quarantine."""
         member = self.members[node]
-        return member.since + self.settings.recheck if member.problems else self._now
+        return member.since + self.settings.recheck if member.problems else 0.0
 
     def _replaceable(self, now: float) -> str | None:
         """A node of the live round without which the job is better off."""
-        if not self._reserve or self._done:
-            return None
-        needed = self._needed()
-        return next((n for n in self._reserve if n in self.places and n not in needed and now >= self._may_go(n)), None)
+        spared = self._troubled().spared
+        return spared[0][1] if spared and not self._done and now >= spared[0][0] else None
 
     def _say_who_is_kept(self) -> None:
-        for node in self._needed() if self.phase is Phase.RUNNING else ():
+        reserve = self._troubled()
+        if self.phase is not Phase.RUNNING or reserve.told:
+            return
+        reserve.told = True
+        for node in reserve.needed:
             if node in self.places and node not in self._kept:
                 self._kept.add(node)
                 others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
-                if self._is_nobodys_fault():
+                if reserve.shared:
                     others = "most of the round's nodes are unhealthy, which is likely nobody's own fault"
                 self._notes.append(observe.NodeKept(node, f"{others} (it is {self._trouble(node)})"))
 
