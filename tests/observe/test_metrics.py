@@ -139,6 +139,26 @@ def test_what_nobody_knows_is_not_there() -> None:
     assert [word for word in absent if f"ripstop_{word}" in empty or f"worker_{word}" in empty] == []
 
 
+def test_hostile_entries_and_names_leave_the_page_a_page() -> None:
+    totals = told()
+    most = 2**63 - 1
+    for seq, event in enumerate(
+        (
+            Recovered(2, 1e308, 1e308, 1e308, 1e308),
+            Recovered(2, 1e308, 1e308, 1e308, 1e308),
+            FirstStep(most, most, -most, -1e308),
+            StepsDone(most, -most, -most, most, 1e308),
+            StepsDone(most - 1, -most, -most, most, 1e308),
+            CheckpointSaved(1, 1, most, ""),
+        )
+    ):
+        totals.on(Entry(seq, -1e308, "a", event))
+    status = JobStatus("job7\ud800", "running", "", 5.0, 2, 2, 1, 3, 1, 4, 4, (NodeStatus("\udfff", "h", 1, "r", "x"),))
+    text = page(totals, status, {}, 120.0).decode()
+    assert 'ripstop_job_info{run_id="job7?"} 1.0' in text
+    assert list(text_string_to_metric_families(text))
+
+
 def test_buckets_add_up() -> None:
     lines = [line for line in full_page().splitlines() if 'phase="stop"' in line]
     assert 'ripstop_recovery_seconds_bucket{le="0.01",phase="stop"} 1.0' in lines

@@ -1224,12 +1224,13 @@ def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:
     assert 0 < len(job._trouble("b")) < 1000
 
 
-def test_a_node_with_a_name_that_is_too_long_for_the_others_is_refused() -> None:
+@pytest.mark.parametrize("name", [HUGE, "half a pair of surrogates: \ud800"])
+def test_a_node_with_a_name_that_others_cannot_be_told_is_refused(name: str) -> None:
     job = new_job()
-    for many in ({"host": HUGE}, {"role": HUGE}, {"label": HUGE}):
-        newcomer = replace(join(job, "a"), node=replace(node("a"), **many))
+    for part in ("host", "role", "label"):
+        newcomer = replace(join(job, "a"), node=replace(node("a"), **{part: name}))
         assert "256 characters" in refusal(hear(job, "a", newcomer, 0.0))
-    held = replace(place(1), store=Address(HUGE, 1))
+    held = replace(place(1), store=Address(name, 1))
     assert "the store of node a" in refusal(hear(job, "a", join(job, "a", held=held), 0.0))
 
 

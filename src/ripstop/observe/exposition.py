@@ -127,7 +127,8 @@ class _Found(Collector):
     def put(self, name: str, value: float | None, *labels: str) -> None:
         if value is not None:
             metric = METRICS[name]
-            self._family(metric).add_sample(name, dict(zip(metric.labels, labels, strict=True)), float(value))
+            texts = (label.encode("utf-8", "replace").decode() for label in labels)  # Prometheus takes no other
+            self._family(metric).add_sample(name, dict(zip(metric.labels, texts, strict=True)), float(value))
 
     def put_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
         metric = METRICS[name]

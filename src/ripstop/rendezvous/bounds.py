@@ -42,10 +42,21 @@ def cut(text: str, most: int = REASON) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def too_long(node: Node, held: Place | None) -> str:
-    """Which of the names that others are told is too long; empty when none is."""
+def is_name(text: str) -> bool:
+    """Short enough, and with no half of a pair of surrogates: names are written everywhere, as UTF-8."""
+    if len(text) > NAME:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def misnamed(node: Node, held: Place | None) -> str:
+    """Which of the names that others are told is none; empty when all are."""
     names = {"address": node.host, "role": node.role, "label": node.label, "store": held.store.host if held else ""}
-    return next((what for what, name in names.items() if len(name) > NAME), "")
+    return next((what for what, name in names.items() if not is_name(name)), "")
 
 
 def _problems(problems: tuple[str, ...]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from ripstop.observe.report import how, looks_like_victim, order, root_cause, tr
 from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.rendezvous import ranks
-from ripstop.rendezvous.bounds import NAME, bounded, cut, too_long
+from ripstop.rendezvous.bounds import NAME, bounded, cut, misnamed
 from ripstop.rendezvous.events import (
     Close,
     Command,
@@ -423,8 +423,8 @@ class Job:
             return (
                 f"a node has 1 to {MOST_SLOTS} workers, node {node} came with {join.node.slots}; fix --nproc-per-node"
             )
-        if what := too_long(join.node, join.held):
-            return f"names have {NAME} characters at most, the {what} of node {node} has more; give it a shorter one"
+        if what := misnamed(join.node, join.held):
+            return f"a name is text of at most {NAME} characters, the {what} of node {node} is not; give it another"
         if self.settings.fixed_ranks:
             wish = join.node.wish
             if wish is None or not 0 <= wish < ours[1]:

@@ -24,7 +24,7 @@ from aiohttp.http import HttpProcessingError
 from ripstop.errors import ProtocolError
 from ripstop.observe.api import MAX_BODY, Api, Refused
 from ripstop.rendezvous import secret
-from ripstop.rendezvous.bounds import NAME
+from ripstop.rendezvous.bounds import NAME, is_name
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.messages import (
@@ -296,8 +296,8 @@ class Server:
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
-        if not all(0 < len(text) <= NAME for text in (hello.run_id, hello.node, hello.nonce)):
-            return Rejected(f"a run id, a node id and a nonce have 1 to {NAME} characters, these have not")
+        if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
+            return Rejected(f"a run id, a node id and a nonce are text of 1 to {NAME} characters, these are not")
         if hello.run_id != self._run_id:
             # A job that is over leaves the port to the next one in a moment.
             return Rejected(
