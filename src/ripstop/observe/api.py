@@ -41,6 +41,9 @@ class Steerable(Protocol):
 
     journal: Journal
 
+    @property
+    def decides(self) -> bool: ...
+
     def status(self) -> JobStatus: ...
 
     def record(self, event: Event) -> None: ...
@@ -137,7 +140,7 @@ class Api:
     def job(self) -> Steerable:
         """The job, for whoever answers a call."""
         job = self._find()
-        if job is None:
+        if job is None or not job.decides:
             raise Refused(503, "the job's coordinator is not in this process now; ask again, `ripstop` finds it")
         return job
 

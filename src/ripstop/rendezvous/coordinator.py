@@ -127,6 +127,11 @@ class Coordinator:
 
     # for operators ----------------------------------------------------------------------------------------------------
 
+    @property
+    def decides(self) -> bool:
+        """Whether this is the coordinator to ask: one whose office has run out does nothing of what it is told."""
+        return self._may_decide()
+
     def status(self) -> JobStatus:
         """The job as it is."""
         return self._job.status(self._now())
