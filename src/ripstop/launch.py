@@ -24,7 +24,6 @@ from ripstop.config import (
     CoordinatorConfig,
     Entry,
     Function,
-    Health,
     Logs,
     Module,
     Quarantine,
@@ -260,7 +259,6 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         rank_by=config.rank_by,
         own=own,
         quarantine=Quarantine(failures=0) if alone else config.quarantine,
-        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 

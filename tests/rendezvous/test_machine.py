@@ -41,7 +41,18 @@ from ripstop.rendezvous.events import (
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import BLAME, FAREWELL, INSPECTION, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
+from ripstop.rendezvous.machine import (
+    BLAME,
+    FAREWELL,
+    INSPECTION,
+    LATE,
+    LOOK,
+    RECONNECT,
+    TRANSITIONS,
+    Job,
+    Phase,
+    Settings,
+)
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -65,6 +76,7 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
+RECHECK = 30.0  # seconds until every node has looked at its health again
 TIMING = Timing(settle=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
 
 
@@ -79,7 +91,7 @@ def node(name: str, **more: object) -> Node:
 
 def join(job: Job, name: str, **more: object) -> Join:
     """A Join of a node that fits the job; ready, with a port of its own, unless told otherwise."""
-    state: dict[str, object] = {"ready": Ready(port(name), 0), **more}
+    state: dict[str, object] = {"ready": Ready(port(name), 0), "health_interval": RECHECK / 3, **more}
     return Join(node(name), job.settings.min_nodes, job.settings.max_nodes, **state)  # type: ignore[arg-type]
 
 
@@ -995,7 +1007,6 @@ def ends(job: Job, event: Event, now: float) -> list[str]:
 # rule 9: nodes in trouble ---------------------------------------------------------------------------------------------
 
 FULL = Health(("the disk is full",))
-RECHECK = 30.0  # seconds
 
 
 def recorded(commands: list[Command], *kinds: type[Happening]) -> list[Happening]:
@@ -1072,6 +1083,26 @@ def test_when_most_of_the_round_is_unhealthy_nobody_loses_a_place_for_it() -> No
     on(job, Tick(), 10.0 + RECHECK)
     assert (job.phase, job.round) == (Phase.RUNNING, 1)
     assert assigned(hear(job, "a", Failed(1, (crash(0),)), 41.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_trouble_that_the_others_find_a_look_later_costs_nobody_a_place() -> None:
+    job = new_job(1, 3)
+    for name, interval in (("a", 10.0), ("b", 30.0), ("c", 10.0)):
+        hear(job, name, join(job, name, health_interval=interval), 0.0)
+    offer_anew(job, "a", 2.0)
+    job.on(Heard("c", FULL), 10.0)
+    for now in (35.0, 60.0, 85.0):
+        for name in "abc":
+            hear(job, name, Beat(), now)
+    assert job.deadline() == 10.0 + 2 * 30.0 + LOOK  # b looks seldom, and a look takes its time
+    job.on(Heard("b", FULL), 99.0)
+    assert assigned(on(job, Tick(), 10.0 + 2 * 30.0 + LOOK)) == {}
+
+
+def test_a_node_that_says_it_never_looks_is_waited_for_so_long_and_no_longer() -> None:
+    job = running("a", "b", low=1)
+    hear(job, "b", join(job, "b", held=job.places["b"], status=Status.RUNNING, health_interval=1e300), 3.0)
+    assert job.members["b"].recheck() == 2 * 3600.0 + LOOK
 
 
 def test_a_healthy_node_comes_back_into_the_round() -> None:

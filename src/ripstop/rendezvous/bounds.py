@@ -15,6 +15,7 @@ NAME = 256  # characters of a node's name, address, role or label
 PHRASE = 500  # of one thing that a node says
 REASON = 4000  # of all that is known of why something is done
 PROBLEMS = 8  # of an unhealthy node
+INTERVAL = 3600.0  # seconds between two looks at a node's health, as far as others wait for it
 
 
 def bounded(message: FromAgent) -> FromAgent:
@@ -26,6 +27,7 @@ def bounded(message: FromAgent) -> FromAgent:
                 failures=_failures(failures),
                 closing=closing and replace(closing, why=cut(closing.why)),
                 problems=_problems(problems),
+                health_interval=min(max(0.0, message.health_interval), INTERVAL),
             )
         case Failed(failures=failures) | Inspected(failures=failures) | Stopped(failures):
             return replace(message, failures=_failures(failures))

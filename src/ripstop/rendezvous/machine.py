@@ -88,6 +88,7 @@ LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stop
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
+LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
 PLACES = 16_384  # kept of a round that hangs, in short: the odd one out may be any
@@ -95,10 +96,7 @@ PLACES = 16_384  # kept of a round that hangs, in short: the odd one out may be 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease.
-
-    Within `recheck` seconds every node has looked at its health again.
-    """
+    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
 
     run_id: str
     min_nodes: int
@@ -109,7 +107,6 @@ class Settings:
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
     quarantine: config.Quarantine = field(default_factory=config.Quarantine)
-    recheck: float = config.Health().interval
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -157,6 +154,11 @@ class Member:
     served: int = 0  # the last round whose store was put on a port of this connection
     problems: tuple[str, ...] = ()  # why it is unhealthy
     since: float = 0.0  # when it became so
+    health_interval: float = 0.0  # seconds between two looks
+
+    def recheck(self) -> float:
+        """Within so many seconds it has begun a look at its health and come to its end, whenever the last one was."""
+        return 2 * self.health_interval + min(self.health_interval, LOOK)
 
 
 @dataclass(slots=True)
@@ -395,6 +397,7 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._note_word(node, now)
+        member.health_interval = join.health_interval
         self._health(node, join.problems, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
@@ -915,13 +918,14 @@ class Job:
             short = max(short, len(inside))
         inside.sort(key=lambda n: self.places[n].group_rank)
         needed = dict.fromkeys([*inside, *(n for n in self._reserve if n not in self.places)][:short])
-        spared = sorted((self._may_go(n), n) for n in inside if n not in needed)
+        recheck = max((member.recheck() for n in self.places if (member := self.members.get(n))), default=0.0)
+        spared = sorted((self._may_go(n, recheck), n) for n in inside if n not in needed)
         return Troubled(needed, min(short, len(inside)), shared, spared)
 
-    def _may_go(self, node: str) -> float:
+    def _may_go(self, node: str, recheck: float) -> float:
         """When a node in trouble may lose its place: at once if it is in quarantine."""
         member = self.members[node]
-        return member.since + self.settings.recheck if member.problems else 0.0
+        return member.since + recheck if member.problems else 0.0
 
     def _replaceable(self, now: float) -> str | None:
         """A node of the live round without which the job is better off."""
