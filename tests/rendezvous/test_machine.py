@@ -25,6 +25,7 @@ from ripstop.observe.events import (
     Event as Happening,
 )
 from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.status import NodeState, Phase
 from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import (
     Close,
@@ -50,7 +51,6 @@ from ripstop.rendezvous.machine import (
     RECONNECT,
     TRANSITIONS,
     Job,
-    Phase,
     Settings,
 )
 from ripstop.rendezvous.messages import (
@@ -388,6 +388,21 @@ def test_the_status_tells_who_does_what() -> None:
         ("a", "running", 0), ("b", "leaving", 1), ("c", "spare", -1), ("d", "warming", -1),
     ]  # fmt: skip
     assert (status.phase, status.round) == ("running", 1)
+
+
+def test_survivors_of_a_round_are_ready_for_the_next_and_no_spares() -> None:
+    job = running("a", "b", "c", low=3)
+    hear(job, "c", Leave("bye"), 5.0)
+    assert [(n.name, n.state) for n in job.status(6.0).nodes] == [("a", NodeState.READY), ("b", NodeState.READY)]
+
+
+def test_the_status_tells_what_is_charged_now_and_what_was_ever_healed() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, Budget(3, window=60.0, backoff=0.0)))
+    hear(job, "a", join(job, "a"), 0.0)
+    for now in (10.0, 20.0):
+        crash_again(job, "a", now)
+    assert (job.status(20.0).restarts, job.status(20.0).charged) == (2, 2)
+    assert (job.status(75.0).restarts, job.status(75.0).charged) == (2, 1)
 
 
 # rule 5: who is lost --------------------------------------------------------------------------------------------------

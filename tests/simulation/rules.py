@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ripstop.observe.events import NodeGone
+from ripstop.observe.status import Phase
 from ripstop.rendezvous import machine as coordinator
-from ripstop.rendezvous.machine import Job, Phase
+from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
 from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place

@@ -21,7 +21,7 @@ from ripstop.observe import openapi
 from ripstop.observe.events import Event, Steered, to_dict
 from ripstop.observe.journal import KEPT, Journal
 from ripstop.observe.openapi import Malformed, Route, Value, array, record, schema_of
-from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.observe.status import JobStatus, NodeStatus, Phase
 
 PREFIX = "/api/v1"
 MAX_BODY = 16 * 1024  # bytes of a request
@@ -330,7 +330,7 @@ class Api:
     async def restart(self, call: Call) -> web.StreamResponse:
         job, status = self.job, self.job.status()
         objection = ""
-        if status.phase != "running":
+        if status.phase is not Phase.RUNNING:
             objection = f"the job is {status.phase}, and only a running one can be restarted; wait, `status` says more"
         self._audit(job, call, "restart", objection)
         job.restart(f"restart asked for by {call.by}")
@@ -363,7 +363,7 @@ class Api:
 
     def _ending(self, job: Steerable) -> str:
         status = job.status()
-        if status.phase in ("closing", "closed"):
+        if status.phase in (Phase.CLOSING, Phase.CLOSED):
             return f"the job is {status.phase} ({status.why}), and cannot be steered any more; start it again"
         return ""
 

@@ -32,7 +32,6 @@
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from operator import itemgetter
 
 from ripstop import config
@@ -42,7 +41,7 @@ from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
 from ripstop.observe.stacks import hangs_among, in_words, odd_ones
-from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.observe.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.bounds import NAME, bounded, cut, misnamed
 from ripstop.rendezvous.events import (
@@ -110,16 +109,6 @@ class Settings:
 
 
 # state ----------------------------------------------------------------------------------------------------------------
-
-
-class Phase(Enum):
-    """Where the job is."""
-
-    GATHERING = "gathering"  # no live round: one forms as soon as it can
-    RECOVERING = "recovering"  # agents tell of a round this coordinator does not know
-    RUNNING = "running"
-    CLOSING = "closing"  # it has failed; the evidence is coming in
-    CLOSED = "closed"
 
 
 TRANSITIONS = {  # every move there is, and what makes it
@@ -301,7 +290,7 @@ class Job:
         """The job as it is."""
         return JobStatus(
             run_id=self.settings.run_id,
-            phase=self.phase.value,
+            phase=self.phase,
             why=self._why,
             seconds=max(0.0, now - self._since),
             round=self.round,
@@ -312,19 +301,21 @@ class Job:
             max_nodes=self.settings.max_nodes,
             target=self._target,
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+            charged=self.restarts.spent(Cause.APPLICATION, now),
         )
 
     def _node_status(self, name: str, node: Node) -> NodeStatus:
         place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
         state = (
-            "absent" if name in self._absent
-            else "leaving" if name in self._leaving
-            else "done" if name in self._done
-            else "running" if place
-            else "unhealthy" if self.members[name].problems
-            else "quarantined" if name in self._reserve
-            else "spare" if name in self._able
-            else "warming"
+            NodeState.ABSENT if name in self._absent
+            else NodeState.LEAVING if name in self._leaving
+            else NodeState.DONE if name in self._done
+            else NodeState.RUNNING if place
+            else NodeState.UNHEALTHY if self.members[name].problems
+            else NodeState.QUARANTINED if name in self._reserve
+            else NodeState.WARMING if name not in self._able
+            else NodeState.SPARE if self.phase is Phase.RUNNING
+            else NodeState.READY
         )  # fmt: skip
         ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
         return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._trouble(name))
@@ -534,7 +525,7 @@ class Job:
 
     def _charge(self, cause: Cause, now: float) -> Verdict:
         verdict = self.restarts.charge(now, now - self._since, cause)
-        used = self.restarts.spent(cause)
+        used = self.restarts.spent(cause, now)
         why = f"{self._culprit()}; {verdict.why}"
         self._notes.append(
             observe.BudgetCharged(self.round, cause, used, self.restarts.limit(cause), verdict.allowed, why)
