@@ -30,13 +30,13 @@ from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import (
     Close,
     Command,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
@@ -361,21 +361,21 @@ def test_an_operators_restart_charges_nobody() -> None:
 
 def test_a_node_is_sent_away_when_enough_stay() -> None:
     job = running("a", "b", low=1)
-    assert on(job, Release("b", "drained"), 5.0) == [Send("b", Depart("drained"))]
+    assert on(job, Drain("b", "drained"), 5.0) == [Send("b", Depart("drained"))]
 
 
 def test_a_node_that_the_job_needs_is_not_sent_away() -> None:
     job = running("a", "b", low=2)
-    assert on(job, Release("b", "drained"), 5.0) == []
-    assert "needs 2 nodes" in job.objection_to_release("b")
-    assert "no node x" in job.objection_to_release("x")
+    assert on(job, Drain("b", "drained"), 5.0) == []
+    assert "needs 2 nodes" in job.objection_to_drain("b")
+    assert "no node x" in job.objection_to_drain("x")
 
 
 def test_of_two_nodes_one_may_go_but_not_the_other_too() -> None:
     job = running("a", "b", low=1)
-    on(job, Release("b", "drained"), 5.0)
+    on(job, Drain("b", "drained"), 5.0)
     hear(job, "b", Leaving("drained"), 5.1)
-    assert job.objection_to_release("a")
+    assert job.objection_to_drain("a")
 
 
 def test_the_status_tells_who_does_what() -> None:
@@ -1071,7 +1071,7 @@ def test_an_unhealthy_node_that_the_job_needs_keeps_its_place_and_that_is_said_o
         for name in "ab":
             assert recorded(job.on(Heard(name, Beat()), now), NodeKept) == []
     assert (job.phase, job.round, state(job, "b")) == (Phase.RUNNING, 1, ("running", 1))
-    assert job.status(50.0).nodes[1].trouble == "unhealthy: the disk is full"
+    assert job.status(50.0).nodes[1].unfit == "unhealthy: the disk is full"
     assert assigned(hear(job, "s", join(job, "s"), 51.0)) == {"a": 0, "s": 1}
 
 
@@ -1226,7 +1226,7 @@ def test_quarantine_can_be_turned_off() -> None:
 def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
     job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
-    assert len(job.status(10.0).nodes[1].trouble) < 5_000
+    assert len(job.status(10.0).nodes[1].unfit) < 5_000
 
 
 HUGE = "\N{SNAKE}" * 100_000
@@ -1267,7 +1267,7 @@ def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:
             offer_anew(job, name, now)
         job.on(Heard("a", Failed(over, (victim(0, over),))), now)
         job.on(Heard("b", Failed(over, (Failure(1, 0, over, "host", now, signal=HUGE),))), now + 0.1)
-    assert 0 < len(job._trouble("b")) < 1000
+    assert 0 < len(job._unfit("b")) < 1000
 
 
 @pytest.mark.parametrize("name", [HUGE, "half a pair of surrogates: \ud800"])

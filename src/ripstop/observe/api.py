@@ -52,7 +52,7 @@ class Steerable(Protocol):
 
     def restart(self, why: str) -> None: ...
 
-    def release(self, node: str, why: str) -> str: ...
+    def drain(self, node: str, why: str) -> str: ...
 
     def scale(self, nodes: int) -> None: ...
 
@@ -341,7 +341,7 @@ class Api:
         if all(member.name != node for member in job.status().nodes):
             objection = f"no node {node} is part of the job; `status` lists them"
             self._audit(job, call, f"drain of node {node}", objection, status=404)
-        objection = self._ending(job) or job.release(node, f"drained by {call.by}")
+        objection = self._ending(job) or job.drain(node, f"drained by {call.by}")
         self._audit(job, call, f"drain of node {node}", objection)
         return _json({"done": f"node {node} is leaving"})
 

@@ -32,7 +32,7 @@ class NodeState(StrEnum):
 class NodeStatus:
     """One node.
 
-    Ranks are -1 outside the round.  `trouble`: why it is not to be counted on, though it may be in the round.
+    Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.
     """
 
     name: str
@@ -42,7 +42,7 @@ class NodeStatus:
     state: NodeState
     group_rank: int = -1
     first_rank: int = -1
-    trouble: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
 from ripstop.rendezvous.events import (
     Close,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
@@ -166,11 +166,11 @@ class Coordinator:
         """An operator wants a new round."""
         self._feed(Restart(why))
 
-    def release(self, node: str, why: str) -> str:
+    def drain(self, node: str, why: str) -> str:
         """An operator wants a node to leave; the result says why it cannot, and is empty when it does."""
-        objection = self._job.objection_to_release(node)
+        objection = self._job.objection_to_drain(node)
         if not objection:
-            self._feed(Release(node, why))
+            self._feed(Drain(node, why))
         return objection
 
     def scale(self, nodes: int) -> None:

@@ -47,13 +47,13 @@ from ripstop.rendezvous.bounds import NAME, bounded, cut, misnamed
 from ripstop.rendezvous.events import (
     Close,
     Command,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
@@ -90,7 +90,7 @@ INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging
 LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
-PLACES = 16_384  # kept of a round that hangs, in short: the odd one out may be any
+PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,11 @@ class Job:
         self._quorum: float | None = None  # since when enough nodes are ready
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
         self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
-        self._reserve: dict[str, None] = {}  # the same in trouble: in a round only if it must be
-        self._weighed: Troubled | None = None  # what follows for those; None: to be found anew
+        self._waiting: dict[str, float] = {}  # those of the able that are outside the round, and since when
+        self._reserve: dict[str, None] = {}  # the same but in trouble: they are in a round only if they must be
         self._benched: set[str] = set()  # those of the reserve that are outside the round
-        self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
-        self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
+        self._weighed: Troubled | None = None  # what follows for the reserve; None: to be found anew
+        self._untold: dict[str, None] = {}  # those waiting or benched that do not know what they wait for
         self._missing: set[str] = set()  # in the round, and not ready or not here
         self._warming: set[str] = set()  # outside the round, and not ready
         self._leaving: set[str] = set()
@@ -228,8 +228,8 @@ class Job:
                 self._scale(nodes)
             case Restart(why):
                 self._restart(why, now)
-            case Release(node, why):
-                out += self._release(node, why)
+            case Drain(node, why):
+                out += self._drain(node, why)
             case Close(why):
                 out += self._close(Outcome.STOPPED, why, now)
             case Tick():
@@ -271,10 +271,11 @@ class Job:
                 if self._waiting:
                     times.append(next(iter(self._waiting.values())) + timing.settle)
                 spared = self._troubled().spared
-                times += [when for when, _ in spared[bisect_right(spared, self._now, key=itemgetter(0)) :][:1]]
+                later = bisect_right(spared, self._now, key=itemgetter(0))
+                times += [when for when, _ in spared[later : later + 1]]
         return min((t for t in times if t > self._now), default=None)
 
-    def objection_to_release(self, node: str) -> str:
+    def objection_to_drain(self, node: str) -> str:
         """Why this node cannot be sent away; empty when it can."""
         if node not in self.members:
             return f"no node {node} is part of the job; `status` lists them"
@@ -318,7 +319,7 @@ class Job:
             else NodeState.READY
         )  # fmt: skip
         ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
-        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._trouble(name))
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._unfit(name))
 
     # what is heard ----------------------------------------------------------------------------------------------------
 
@@ -579,8 +580,8 @@ class Job:
         if self.phase is Phase.RUNNING:
             self._gather(Ending.OPERATOR, why, now)
 
-    def _release(self, node: str, why: str) -> list[Command]:
-        return [] if self.objection_to_release(node) else [Send(node, Depart(why))]
+    def _drain(self, node: str, why: str) -> list[Command]:
+        return [] if self.objection_to_drain(node) else [Send(node, Depart(why))]
 
     # who is gone ------------------------------------------------------------------------------------------------------
 
@@ -718,6 +719,11 @@ class Job:
         first = self._witness
         return first is not None and (held.round, held.store) == (first.round, first.store)
 
+    def _enter(self, phase: Phase, now: float) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.value} does not become {phase.value}"
+        self.phase = phase
+        self._since = now
+
     def _begin(self, places: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
         self.places = places
@@ -791,7 +797,7 @@ class Job:
             self._gather(Ending.SCALED, f"scaled down to {self._target} nodes", now)
             return self._form_or_hold(now)
         if (node := self._replaceable(now)) and self._next_store_is_offered():
-            why = self._trouble(node)
+            why = self._unfit(node)
             if self.members[node].problems:
                 self._fault(node, why, now)
             self._gather(Ending.NODE_UNFIT, f"node {node} is {why}", now)
@@ -859,7 +865,7 @@ class Job:
 
     def _tell_newcomers(self, why: str) -> list[Command]:
         untold, self._untold = self._untold, {}
-        return [Send(n, Hold(self.round, self._trouble(n) or why)) for n in untold]
+        return [Send(n, Hold(self.round, self._unfit(n) or why)) for n in untold]
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
@@ -881,12 +887,17 @@ class Job:
         self._notes += (observe.RankWishDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
         out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        out += [Send(n, Hold(self.round, self._trouble(n) or why)) for n in left_out if n not in self._untold]
+        out += [Send(n, Hold(self.round, self._unfit(n) or why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
+
+    def _inherited(self, node: str) -> int | None:
+        """The rank of the lost node that this one stands in for, if it does."""
+        number = self.members[node].node.number
+        return None if number is None else self._vacated.get(number)
 
     # nodes in trouble -------------------------------------------------------------------------------------------------
 
-    def _trouble(self, node: str) -> str:
+    def _unfit(self, node: str) -> str:
         """Why a node is not to be counted on; empty when it is."""
         member = self.members.get(node)
         if member is not None and member.problems:
@@ -934,21 +945,11 @@ class Job:
                 others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
                 if reserve.shared:
                     others = "most of the round's nodes are unhealthy, which is likely nobody's own fault"
-                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._trouble(node)})"))
+                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._unfit(node)})"))
 
     def _the_unhealthy(self) -> str:
         node = next((n for n, member in self.members.items() if member.problems), None)
-        return f"; node {node} is {self._trouble(node)}" if node else ""
-
-    def _inherited(self, node: str) -> int | None:
-        """The rank of the lost node that this one stands in for, if it does."""
-        number = self.members[node].node.number
-        return None if number is None else self._vacated.get(number)
-
-    def _enter(self, phase: Phase, now: float) -> None:
-        assert phase in TRANSITIONS[self.phase], f"{self.phase.value} does not become {phase.value}"
-        self.phase = phase
-        self._since = now
+        return f"; node {node} is {self._unfit(node)}" if node else ""
 
     # evidence and the end ---------------------------------------------------------------------------------------------
 
