@@ -20,14 +20,12 @@ from ripstop.errors import NoAnswer, RipstopError
 from ripstop.observe import openapi
 from ripstop.observe.events import Event, Steered, to_dict
 from ripstop.observe.journal import KEPT, Journal
-from ripstop.observe.openapi import Malformed, Route, Value, array, record, schema_of
+from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
 from ripstop.observe.status import JobStatus, NodeStatus, Phase
 
-PREFIX = "/api/v1"
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_STREAMS = 256  # at a time
 MAX_EVENTS = 1000  # in one answer
-MAX_TAIL = 10_000  # lines
 MAX_LOG = 1 << 20  # bytes of a log in one answer
 MAX_WHY = 200  # characters
 SLOW = 30.0  # seconds a reader may take to make room for more
@@ -482,7 +480,7 @@ ROUTES = (
         "GET",
         f"{PREFIX}/members",
         Api.members,
-        "The nodes that are part of the job.",
+        "The nodes of the job, as in status.",
         record({"members": array(schema_of(NodeStatus))}),
     ),
     Route(
