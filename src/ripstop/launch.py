@@ -25,7 +25,6 @@ from ripstop.config import (
     CoordinatorConfig,
     Entry,
     Function,
-    Health,
     Logs,
     Module,
     Quarantine,
@@ -48,7 +47,7 @@ from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.machine import Settings
-from ripstop.round import Node, Outcome, RankBy
+from ripstop.round import Address, Node, Outcome, RankBy
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
@@ -175,6 +174,15 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
 
     assert config.etcd is not None
     way_in = _way_in(parts, config, node.id)
+
+    def seated(address: Address | None, own: Coordinator | None) -> None:
+        if own is not None:
+            way_in.lead(own, str(address))
+        elif address is not None:
+            way_in.follow(str(address))
+        else:
+            way_in.job = None
+
     link = ElectedLink(
         config.etcd,
         _settings(config),
@@ -183,7 +191,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         local_addr=config.local_addr,
         tls=config.tls,
         sinks=[_event_file(parts, directory, OF_JOB)],
-        seated=lambda address, own: way_in.lead(own, str(address)) if own else way_in.follow(str(address)),
+        seated=seated,
     )
     return _Meeting(link, link.broken)
 
@@ -267,7 +275,6 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         rank_by=config.rank_by,
         own=own,
         quarantine=Quarantine(failures=0) if alone else config.quarantine,
-        recheck=config.health.interval if isinstance(config, RunConfig) else Health().interval,
     )
 
 

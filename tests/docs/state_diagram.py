@@ -5,7 +5,8 @@
 
 from pathlib import Path
 
-from ripstop.rendezvous.machine import TRANSITIONS, Phase
+from ripstop.observe.status import Phase
+from ripstop.rendezvous.machine import TRANSITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"
 MARK = "<!-- states -->\n"

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
 from tests.e2e.harness import TRAIN, Agent, Job, free_port, wait_until
 from tests.e2e.test_nodes import finish, tree
+from tests.e2e.test_steering import refused
 
 pytestmark = needs_etcd
 
@@ -22,7 +23,7 @@ OUTCOME = "/ripstop/e2e/outcome"
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret") as job:
+    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret", XDG_RUNTIME_DIR=str(tmp_path)) as job:
         yield job
 
 
@@ -136,6 +137,7 @@ def test_etcd_is_gone_for_a_while_and_training_is_undisturbed(job: Job, etcd: Me
     leader = host(agents)
     etcd.signal(signal.SIGSTOP)
     leader.says("stops deciding: its lease was not renewed in time")
+    assert "coordinator is not in this process now" in refused(job, "stop")
     job.steps(2, after=time.time())
     etcd.signal(signal.SIGCONT)
     for agent in agents:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,22 @@ def test_a_line_that_is_no_entry_is_passed_over(text: str) -> None:
 def test_a_field_of_another_type_is_no_entry() -> None:
     line = to_json(Entry(1, 2.0, "a", NodeJoined("a", "h", 4)))
     assert from_json(line.replace('"slots":4', '"slots":"4"')) is None
+
+
+@pytest.mark.parametrize("slots", [str(1 << 63), str(10**400), "NaN", "1e400"])
+def test_a_number_that_is_too_large_is_no_entry(slots: str) -> None:
+    line = to_json(Entry(1, 2.0, "a", NodeJoined("a", "h", 4)))
+    assert from_json(line.replace('"slots":4', f'"slots":{slots}')) is None
+    for field in ('"at":2.0', '"seq":1'):
+        assert parse(line.replace(field, f"{field.rpartition(':')[0]}:{slots}")) is None
+
+
+def test_half_a_pair_of_surrogates_is_no_entry_and_is_never_written() -> None:
+    entry = Entry(1, 2.0, "a", NodeJoined("a", "h\ud800", 4))
+    found = from_json(to_json(entry))
+    assert found is not None and found.event == NodeJoined("a", "h?", 4)
+    assert from_json(to_json(entry).replace('"h?"', '"h\\ud800"')) is None
+    assert parse(to_json(entry).replace('"node":"a"', '"node":"\\udfff"')) is None
 
 
 def test_a_kind_that_is_not_known_here_is_still_read() -> None:

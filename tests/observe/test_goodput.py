@@ -83,6 +83,7 @@ def test_goodput_is_what_a_model_of_every_step_says(rounds: list[Round], random:
 
 def test_a_first_step_that_is_done_again_was_no_loss_but_what_followed_it_was() -> None:
     measured = Goodput()
+    measured.on(Entry(1, 10.0, "", AgentSaid("the job begins")))
     for at, event in (
         (10.0, FirstStep(1, 0, 1, 1.0)),
         (20.0, StepsDone(1, 0, 1, 11, 10.0)),
@@ -95,6 +96,7 @@ def test_a_first_step_that_is_done_again_was_no_loss_but_what_followed_it_was() 
 
 def test_a_round_that_runs_counts_as_far_as_it_was_seen() -> None:
     measured = Goodput()
+    measured.on(Entry(1, 100.0, "", AgentSaid("the job begins")))
     measured.on(Entry(1, 100.0, "a", FirstStep(1, 0, 5, 1.0)))
     measured.progress(1, "a", 0, 15, 105.0)
     assert measured.spent(110.0).kept == 5.0
@@ -112,6 +114,13 @@ def test_steps_that_start_over_in_a_round_say_nothing() -> None:
     measured.on(Entry(1, 100.0, "a", StepsDone(1, 0, 50, 3, 8.0)))
     spent = measured.spent(200.0)
     assert (spent.kept, spent.lost, spent.steps_lost) == (0.0, 0.0, 0)
+
+
+def test_a_node_whose_clock_is_years_behind_does_not_make_the_job_older() -> None:
+    measured = Goodput()
+    measured.on(Entry(1, 1e9, "", AgentSaid("the job begins")))
+    measured.on(Entry(1, 0.0, "a", AgentSaid("it is 1970 here")))
+    assert measured.spent(1e9 + 10.0).wall == 10.0
 
 
 def test_without_any_step_nothing_is_known() -> None:

@@ -72,6 +72,16 @@ def in_a_job(
     asyncio.run(run())
 
 
+def test_a_coordinator_whose_office_has_run_out_is_not_the_one_to_ask(harness: Any) -> None:
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        coordinator._may_decide = lambda: False
+        for answer in (await caller.get("/status"), await caller.post("/stop"), await caller.post("/restart")):
+            assert (answer[0], "is not in this process now" in answer[1]["error"]) == (503, True)
+        assert steered(coordinator) == []
+
+    in_a_job(harness, scenario)
+
+
 def steered(coordinator: Any) -> list[tuple[str, str, str]]:
     found = [entry.event for _, entry in coordinator.journal.since(0)]
     return [(e.action, e.by, e.result) for e in found if type(e).__name__ == "Steered"]

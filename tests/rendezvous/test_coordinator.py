@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded
 from ripstop.round import Outcome
@@ -189,6 +190,51 @@ def test_a_rejected_node_hears_why_before_its_connection_ends(harness: Any) -> N
         assert isinstance(said, Rejected)
         assert "--nnodes" in said.why
         assert peer.closed.is_set()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_cannot_be_told_costs_its_node_the_connection_and_the_others_nothing(harness: Any) -> None:
+    async def scenario() -> None:
+        def refuse(message: FromCoordinator) -> None:
+            raise ProtocolError("a message has at most 10 bytes")
+
+        coordinator = harness.coordinator(nodes=2)
+        first, second = Peer(), Peer()
+        coordinator.attach("a", first.sent.append, first.closed.set).receive(harness.join("a", nodes=2))
+        coordinator.attach("b", refuse, second.closed.set).receive(harness.join("b", nodes=2))
+        await second.end()
+        await turns(2)
+        assert [node.state for node in coordinator.status().nodes if node.name == "b"] == ["absent"]
+        assert any(isinstance(message, Assign) for message in first.sent)
+        assert not coordinator.ended.done()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["superseded", "dropped", "stopped", "refused"])
+def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any, end: str) -> None:
+    async def scenario() -> None:
+        def refuse(message: FromCoordinator) -> None:
+            if end == "refused":
+                raise ProtocolError("too long")
+
+        coordinator = harness.coordinator(nodes=2)
+        session = coordinator.attach("a", refuse, lambda: None)
+        asked = asyncio.create_task(coordinator.ask("a", "what?", patience=60.0))
+        await turns(2)
+        match end:
+            case "superseded":
+                coordinator.attach("a", lambda _: None, lambda: None)
+            case "dropped":
+                session.receive(harness.join("a", nodes=3))
+            case "stopped":
+                coordinator.stop()
+        with pytest.raises(NoAnswer):
+            await asyncio.wait_for(asked, 20)
+        assert coordinator._questions == {}
         coordinator.stop()
 
     asyncio.run(scenario())

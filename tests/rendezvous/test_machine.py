@@ -1,6 +1,8 @@
 """The coordinator's decisions as transcripts: an event and its time go in, what is sent comes out."""
 
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -23,22 +25,34 @@ from ripstop.observe.events import (
     Event as Happening,
 )
 from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.status import NodeState, Phase
+from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import (
     Close,
     Command,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import BLAME, FAREWELL, INSPECTION, LATE, RECONNECT, TRANSITIONS, Job, Phase, Settings
+from ripstop.rendezvous.machine import (
+    BLAME,
+    FAREWELL,
+    INSPECTION,
+    LATE,
+    LOOK,
+    RECONNECT,
+    TRANSITIONS,
+    Job,
+    Settings,
+)
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -62,6 +76,7 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
+RECHECK = 30.0  # seconds until every node has looked at its health again
 TIMING = Timing(settle=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
 
 
@@ -76,7 +91,7 @@ def node(name: str, **more: object) -> Node:
 
 def join(job: Job, name: str, **more: object) -> Join:
     """A Join of a node that fits the job; ready, with a port of its own, unless told otherwise."""
-    state: dict[str, object] = {"ready": Ready(port(name), 0), **more}
+    state: dict[str, object] = {"ready": Ready(port(name), 0), "health_interval": RECHECK / 3, **more}
     return Join(node(name), job.settings.min_nodes, job.settings.max_nodes, **state)  # type: ignore[arg-type]
 
 
@@ -346,21 +361,21 @@ def test_an_operators_restart_charges_nobody() -> None:
 
 def test_a_node_is_sent_away_when_enough_stay() -> None:
     job = running("a", "b", low=1)
-    assert on(job, Release("b", "drained"), 5.0) == [Send("b", Depart("drained"))]
+    assert on(job, Drain("b", "drained"), 5.0) == [Send("b", Depart("drained"))]
 
 
 def test_a_node_that_the_job_needs_is_not_sent_away() -> None:
     job = running("a", "b", low=2)
-    assert on(job, Release("b", "drained"), 5.0) == []
-    assert "needs 2 nodes" in job.objection_to_release("b")
-    assert "no node x" in job.objection_to_release("x")
+    assert on(job, Drain("b", "drained"), 5.0) == []
+    assert "needs 2 nodes" in job.objection_to_drain("b")
+    assert "no node x" in job.objection_to_drain("x")
 
 
 def test_of_two_nodes_one_may_go_but_not_the_other_too() -> None:
     job = running("a", "b", low=1)
-    on(job, Release("b", "drained"), 5.0)
+    on(job, Drain("b", "drained"), 5.0)
     hear(job, "b", Leaving("drained"), 5.1)
-    assert job.objection_to_release("a")
+    assert job.objection_to_drain("a")
 
 
 def test_the_status_tells_who_does_what() -> None:
@@ -373,6 +388,21 @@ def test_the_status_tells_who_does_what() -> None:
         ("a", "running", 0), ("b", "leaving", 1), ("c", "spare", -1), ("d", "warming", -1),
     ]  # fmt: skip
     assert (status.phase, status.round) == ("running", 1)
+
+
+def test_survivors_of_a_round_are_ready_for_the_next_and_no_spares() -> None:
+    job = running("a", "b", "c", low=3)
+    hear(job, "c", Leave("bye"), 5.0)
+    assert [(n.name, n.state) for n in job.status(6.0).nodes] == [("a", NodeState.READY), ("b", NodeState.READY)]
+
+
+def test_the_status_tells_what_is_charged_now_and_what_was_ever_healed() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, Budget(3, window=60.0, backoff=0.0)))
+    hear(job, "a", join(job, "a"), 0.0)
+    for now in (10.0, 20.0):
+        crash_again(job, "a", now)
+    assert (job.status(20.0).restarts, job.status(20.0).charged) == (2, 2)
+    assert (job.status(75.0).restarts, job.status(75.0).charged) == (2, 1)
 
 
 # rule 5: who is lost --------------------------------------------------------------------------------------------------
@@ -936,6 +966,28 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     assert sum(sent.values()) <= count
 
 
+@pytest.mark.parametrize("low", [1, 600])
+def test_the_beats_of_many_unhealthy_nodes_cost_little(low: int) -> None:
+    """Those that may go cannot, for no port is offered; those that the job needs stay."""
+    names = [f"n{i}" for i in range(600)]
+    healthy = names[300:] if low == 1 else []
+    job = Job(Settings("big", low, 600, TIMING, Budget(9, backoff=0.0), quarantine=Quarantine(failures=0)))
+    for i, name in enumerate(names):
+        job.on(Heard(name, Join(Node(name, "h", 8), low, 600, ready=Ready(i + 1, 0))), i / 600)
+    for name in names[: -len(healthy) or None]:
+        job.on(Heard(name, FULL), 2.0)
+    hear(job, names[0], Health(), 3.0)
+    sorts = Counter[str]()
+    job._weigh = lambda: sorts.update(["weighed"]) or Job._weigh(job)  # type: ignore[method-assign,func-returns-value]
+    began = time.perf_counter()
+    for now in (20.0, 45.0, 70.0):
+        for name in names:
+            job.on(Heard(name, Beat()), now)
+    assert (job.phase, job.round) == (Phase.RUNNING, 1)
+    assert sorts["weighed"] <= 1
+    assert time.perf_counter() - began < 5.0
+
+
 @pytest.mark.parametrize(
     ("event", "cause"),
     [
@@ -970,7 +1022,6 @@ def ends(job: Job, event: Event, now: float) -> list[str]:
 # rule 9: nodes in trouble ---------------------------------------------------------------------------------------------
 
 FULL = Health(("the disk is full",))
-RECHECK = 30.0  # seconds
 
 
 def recorded(commands: list[Command], *kinds: type[Happening]) -> list[Happening]:
@@ -1020,7 +1071,7 @@ def test_an_unhealthy_node_that_the_job_needs_keeps_its_place_and_that_is_said_o
         for name in "ab":
             assert recorded(job.on(Heard(name, Beat()), now), NodeKept) == []
     assert (job.phase, job.round, state(job, "b")) == (Phase.RUNNING, 1, ("running", 1))
-    assert job.status(50.0).nodes[1].trouble == "unhealthy: the disk is full"
+    assert job.status(50.0).nodes[1].unfit == "unhealthy: the disk is full"
     assert assigned(hear(job, "s", join(job, "s"), 51.0)) == {"a": 0, "s": 1}
 
 
@@ -1047,6 +1098,26 @@ def test_when_most_of_the_round_is_unhealthy_nobody_loses_a_place_for_it() -> No
     on(job, Tick(), 10.0 + RECHECK)
     assert (job.phase, job.round) == (Phase.RUNNING, 1)
     assert assigned(hear(job, "a", Failed(1, (crash(0),)), 41.0)) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_trouble_that_the_others_find_a_look_later_costs_nobody_a_place() -> None:
+    job = new_job(1, 3)
+    for name, interval in (("a", 10.0), ("b", 30.0), ("c", 10.0)):
+        hear(job, name, join(job, name, health_interval=interval), 0.0)
+    offer_anew(job, "a", 2.0)
+    job.on(Heard("c", FULL), 10.0)
+    for now in (35.0, 60.0, 85.0):
+        for name in "abc":
+            hear(job, name, Beat(), now)
+    assert job.deadline() == 10.0 + 2 * 30.0 + LOOK  # b looks seldom, and a look takes its time
+    job.on(Heard("b", FULL), 99.0)
+    assert assigned(on(job, Tick(), 10.0 + 2 * 30.0 + LOOK)) == {}
+
+
+def test_a_node_that_says_it_never_looks_is_waited_for_so_long_and_no_longer() -> None:
+    job = running("a", "b", low=1)
+    hear(job, "b", join(job, "b", held=job.places["b"], status=Status.RUNNING, health_interval=1e300), 3.0)
+    assert job.members["b"].recheck() == 2 * 3600.0 + LOOK
 
 
 def test_a_healthy_node_comes_back_into_the_round() -> None:
@@ -1155,7 +1226,58 @@ def test_quarantine_can_be_turned_off() -> None:
 def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
     job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
-    assert len(job.status(10.0).nodes[1].trouble) < 5_000
+    assert len(job.status(10.0).nodes[1].unfit) < 5_000
+
+
+HUGE = "\N{SNAKE}" * 100_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Failed(1, (replace(crash(1), host=HUGE),)),
+        Failed(1, (Failure(1, 0, 1, "host", 10.0, signal=HUGE),)),
+        Failed(1, (Failure(1, 0, 1, "host", 10.0, hang=Hang(90.0, HUGE, HUGE, HUGE, False, HUGE)),)),
+        Failed(
+            1, tuple(Failure(2 * n, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", HUGE[n:], True, "S")) for n in range(9))
+        ),
+        Health((HUGE,) * 100),
+        Leaving(HUGE),
+        Leave(HUGE),
+    ],
+)
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_whatever_a_node_says_everybody_can_be_told_what_comes_of_it(message: FromAgent, restarts: int) -> None:
+    job = Job(Settings("job7", 1, 2, TIMING, Budget(restarts, max_infra_restarts=restarts, backoff=0.0)))
+    for name in "ab":
+        hear(job, name, join(job, name), 0.0)
+    commands = hear(job, "b", message, 10.0)
+    commands += hear(job, "a", Inspected(1), 10.1) + hear(job, "b", Inspected(1), 10.1)
+    commands += on(job, Close("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FAREWELL)
+    sent = [command.message for command in commands if isinstance(command, Send)]
+    assert sent
+    assert all(len(fit(message)) <= MAX_FRAME for message in sent)
+
+
+def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:
+    job = running("a", "b", low=1, restarts=9)
+    for now in (10.0, 11.0, 12.0):
+        over = job.round
+        for name in job.places:
+            offer_anew(job, name, now)
+        job.on(Heard("a", Failed(over, (victim(0, over),))), now)
+        job.on(Heard("b", Failed(over, (Failure(1, 0, over, "host", now, signal=HUGE),))), now + 0.1)
+    assert 0 < len(job._unfit("b")) < 1000
+
+
+@pytest.mark.parametrize("name", [HUGE, "half a pair of surrogates: \ud800"])
+def test_a_node_with_a_name_that_others_cannot_be_told_is_refused(name: str) -> None:
+    job = new_job()
+    for part in ("host", "role", "label"):
+        newcomer = replace(join(job, "a"), node=replace(node("a"), **{part: name}))
+        assert "256 characters" in refusal(hear(job, "a", newcomer, 0.0))
+    held = replace(place(1), store=Address(name, 1))
+    assert "the store of node a" in refusal(hear(job, "a", join(job, "a", held=held), 0.0))
 
 
 # rule 10: hangs -------------------------------------------------------------------------------------------------------
@@ -1190,6 +1312,20 @@ def test_a_node_that_finds_the_hang_itself_is_waited_for_no_longer() -> None:
     hear(job, "a", Failed(1, (hang(0),)), 100.0)
     assert assigned(hear(job, "b", Failed(1, (hang(1),)), 100.1)) == {"a": 0, "b": 1}
     assert job.restarts.used == 1
+
+
+def test_a_new_coordinator_has_a_hang_looked_at_where_nobody_has_yet() -> None:
+    job = new_job(3, 3)
+    of_round = {name: place(1, rank, 3) for rank, name in enumerate("abc")}
+    hear(job, "a", join(job, "a", held=of_round["a"], newest=1, status=Status.RUNNING), 0.0)
+    told = {"status": Status.FAILED, "failures": (hang(1),)}
+    hear(job, "b", join(job, "b", held=of_round["b"], newest=1, **told), 0.1)
+    commands = hear(job, "c", join(job, "c", held=of_round["c"], newest=1, status=Status.RUNNING), 0.2)
+    assert commands == [Send("a", Inspect(1)), Send("c", Inspect(1))]
+    hear(job, "a", Inspected(1, (hang(0),)), 0.3)
+    assert job.phase is Phase.RUNNING
+    hear(job, "c", Inspected(1, (hang(2, waits=False),)), 0.4)
+    assert "rank 2 is in load_batch" in job.status(0.4).why
 
 
 def test_a_node_that_does_not_tell_is_not_waited_for_long() -> None:

@@ -96,6 +96,18 @@ def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", ["", "x" * 257, "\ud800"])
+def test_a_node_without_a_proper_name_is_rejected(harness: Any, name: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), connection(address) as ws:
+            _, answer = await shake(ws, node=name)
+            assert isinstance(answer, Rejected)
+            assert "text of 1 to 256 characters" in answer.why
+            await ends(ws)
+
+    asyncio.run(scenario())
+
+
 def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:

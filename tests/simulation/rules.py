@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ripstop.observe.events import NodeGone
+from ripstop.observe.status import Phase
 from ripstop.rendezvous import machine as coordinator
-from ripstop.rendezvous.machine import Job, Phase
+from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
 from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place
@@ -87,7 +88,7 @@ class Rules:
         )
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
-        hangs = job.restarts.spent(Cause.INFRASTRUCTURE)
+        hangs = job.restarts.spent(Cause.INFRASTRUCTURE, job._now)
         demand(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
@@ -169,7 +170,7 @@ class Rules:
     def _check_fitness(self, job: Job) -> None:
         """Who is in trouble is in a round only if the others are too few, or most are unhealthy."""
         unhealthy = [name for name in job.places if job.members[name].problems]
-        troubled = [name for name in job.places if job._trouble(name)]
+        troubled = [name for name in job.places if job._unfit(name)]
         for name in unhealthy:
             demand(name in self.earlier, f"{name} is unhealthy and was given a place")
         before = [name for name in self.earlier if name in job.members and job.members[name].problems]

@@ -101,8 +101,8 @@ def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
 def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
     right = Job._inspect
 
-    def inspect(job: Job, node: str, now: float) -> Any:
-        out = right(job, node, now)
+    def inspect(job: Job, now: float) -> Any:
+        out = right(job, now)
         job._inspection = 1e9
         return out
 

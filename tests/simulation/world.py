@@ -291,7 +291,6 @@ class World:
         settings = coordinator.Settings(
             *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
             quarantine=self.quarantine,
-            recheck=RECHECK,
         )
         self.job = Job(settings, self.now)
         self.note(f"coordinator {self.life} is up")
@@ -423,7 +422,7 @@ class World:
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
         number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth stands in for the first
         who = Node(name, f"host-{name}", slots, role, wish, number, label=f"rack{len(self.nodes) % 3}")
-        settings = agent.Settings(who, self.low, self.high, self.timing, self.rank_by)
+        settings = agent.Settings(who, self.low, self.high, self.timing, self.rank_by, RECHECK / 3)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)

@@ -130,7 +130,7 @@ class Driver:
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
-            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by),
+            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by, config.health.interval),
             self._loop.time(),
         )
         self._children = Children()

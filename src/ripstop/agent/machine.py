@@ -62,6 +62,7 @@ class Settings:
     max_nodes: int
     timing: Timing = field(default_factory=Timing)
     rank_by: RankBy = RankBy.JOIN
+    health_interval: float = 30.0
 
 
 # events ---------------------------------------------------------------------------------------------------------------
@@ -381,6 +382,7 @@ class Agent:
             failures=trim(self._failures) if status is Status.FAILED else (),
             closing=self._closing,
             problems=self._words(),
+            health_interval=self._settings.health_interval,
         )
         out: list[Command] = [Tell(join)]
         if self._leaving:

@@ -32,7 +32,7 @@ def render(status: dict[str, Any]) -> str:
         f"{status['phase']} for {_time(status['seconds'])}",
         f"round {status['round']}",
         f"world {status['world_size']}",
-        f"restarts {status['restarts']} of {status['max_restarts']}",
+        f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
     )
     rows = [("NODE", "HOST", "STATE", "RANKS", "ROLE"), *(_row(node) for node in status["nodes"])]

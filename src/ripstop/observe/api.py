@@ -21,7 +21,7 @@ from ripstop.observe import openapi
 from ripstop.observe.events import Event, Steered, to_dict
 from ripstop.observe.journal import KEPT, Journal
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
-from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.observe.status import JobStatus, NodeStatus, Phase
 
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_STREAMS = 256  # at a time
@@ -39,6 +39,9 @@ class Steerable(Protocol):
 
     journal: Journal
 
+    @property
+    def decides(self) -> bool: ...
+
     def status(self) -> JobStatus: ...
 
     def record(self, event: Event) -> None: ...
@@ -47,7 +50,7 @@ class Steerable(Protocol):
 
     def restart(self, why: str) -> None: ...
 
-    def release(self, node: str, why: str) -> str: ...
+    def drain(self, node: str, why: str) -> str: ...
 
     def scale(self, nodes: int) -> None: ...
 
@@ -135,7 +138,7 @@ class Api:
     def job(self) -> Steerable:
         """The job, for whoever answers a call."""
         job = self._find()
-        if job is None:
+        if job is None or not job.decides:
             raise Refused(503, "the job's coordinator is not in this process now; ask again, `ripstop` finds it")
         return job
 
@@ -325,7 +328,7 @@ class Api:
     async def restart(self, call: Call) -> web.StreamResponse:
         job, status = self.job, self.job.status()
         objection = ""
-        if status.phase != "running":
+        if status.phase is not Phase.RUNNING:
             objection = f"the job is {status.phase}, and only a running one can be restarted; wait, `status` says more"
         self._audit(job, call, "restart", objection)
         job.restart(f"restart asked for by {call.by}")
@@ -336,7 +339,7 @@ class Api:
         if all(member.name != node for member in job.status().nodes):
             objection = f"no node {node} is part of the job; `status` lists them"
             self._audit(job, call, f"drain of node {node}", objection, status=404)
-        objection = self._ending(job) or job.release(node, f"drained by {call.by}")
+        objection = self._ending(job) or job.drain(node, f"drained by {call.by}")
         self._audit(job, call, f"drain of node {node}", objection)
         return _json({"done": f"node {node} is leaving"})
 
@@ -358,7 +361,7 @@ class Api:
 
     def _ending(self, job: Steerable) -> str:
         status = job.status()
-        if status.phase in ("closing", "closed"):
+        if status.phase in (Phase.CLOSING, Phase.CLOSED):
             return f"the job is {status.phase} ({status.why}), and cannot be steered any more; start it again"
         return ""
 

@@ -5,10 +5,12 @@ An `Entry` is an event with its time, who saw it and its number there.  As text 
 
 Rules: (1) fields are numbers, words and lists of them, so that a line is flat; (2) a kind is never given another
 meaning, and a field never another type: new ones are added; (3) a reader takes kinds and fields that it does not know,
-and passes over what is no entry: a file torn by a crash is still read.
+and passes over what is no entry: a file torn by a crash is still read; (4) numbers are finite, integers have 64 bits
+and words can be written as UTF-8, so that no entry, whoever wrote it, breaks what is made of it.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -17,6 +19,7 @@ from typing import Any, get_args
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
 MAX_LINE = 1 << 20  # characters of one entry
+MAX_INT = 1 << 63
 
 
 class Ending(StrEnum):
@@ -443,21 +446,45 @@ def parse(line: str) -> dict[str, Any] | None:
 
 
 def _cut(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        return value[: MAX_TEXT - 1] + "…"
-    return value
+    if not isinstance(value, str):
+        return value
+    if not _is_text(value):
+        value = value.encode("utf-8", "replace").decode()
+    return value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
 
 
 def _read(expected: Any, value: Any) -> Any:
     """The value, if it is of the expected type; None if not."""
     if expected is float and type(value) is int:
-        return float(value)
+        return float(value) if _fits(value) else None
     if expected in (int, float, str, bool):
-        return value if type(value) is expected else None
+        return value if type(value) is expected and _fits(value) else None
     if type(value) is not list:
         return None
     element = get_args(expected)[0]
-    return tuple(value) if all(type(item) is element for item in value) else None
+    return tuple(value) if all(type(item) is element and _fits(item) for item in value) else None
+
+
+def _fits(value: Any) -> bool:
+    """Rule 4."""
+    match value:
+        case str():
+            return _is_text(value)
+        case float():
+            return math.isfinite(value)
+        case _:
+            return bool(-MAX_INT <= value < MAX_INT)
+
+
+def _is_text(value: str) -> bool:
+    """Not so for what has half of a pair of surrogates, as JSON and file names may."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _snake(name: str) -> str:

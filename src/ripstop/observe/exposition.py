@@ -15,10 +15,7 @@ from prometheus_client.registry import Collector
 
 from ripstop.observe.metrics import BOUNDS, Histogram, Totals
 from ripstop.observe.sample import GpuSample, NodeSample, RankSample
-from ripstop.observe.status import JobStatus
-
-PHASES = ("gathering", "recovering", "running", "closing", "closed")
-NODE_STATES = ("running", "done", "spare", "warming", "leaving", "absent")
+from ripstop.observe.status import JobStatus, NodeState, Phase
 
 Samples = Mapping[str, NodeSample]  # by node; one that did not answer in time is missing
 
@@ -127,7 +124,8 @@ class _Found(Collector):
     def put(self, name: str, value: float | None, *labels: str) -> None:
         if value is not None:
             metric = METRICS[name]
-            self._family(metric).add_sample(name, dict(zip(metric.labels, labels, strict=True)), float(value))
+            texts = (label.encode("utf-8", "replace").decode() for label in labels)  # Prometheus takes no other
+            self._family(metric).add_sample(name, dict(zip(metric.labels, texts, strict=True)), float(value))
 
     def put_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
         metric = METRICS[name]
@@ -150,12 +148,12 @@ class _Found(Collector):
 
 def _job(found: _Found, status: JobStatus) -> None:
     found.put("ripstop_job_info", 1, status.run_id)
-    for phase in PHASES:
+    for phase in Phase:
         found.put("ripstop_phase", phase == status.phase, phase)
     found.put("ripstop_phase_seconds", status.seconds)
     found.put("ripstop_round", status.round)
     found.put("ripstop_world_size", status.world_size)
-    states = Counter(dict.fromkeys(NODE_STATES, 0))
+    states = Counter(dict.fromkeys(NodeState, 0))
     states.update(node.state for node in status.nodes)
     for state, count in states.items():
         found.put("ripstop_nodes", count, state)
@@ -163,7 +161,7 @@ def _job(found: _Found, status: JobStatus) -> None:
     found.put("ripstop_nodes_max", status.max_nodes)
     found.put("ripstop_nodes_target", status.target)
     found.put("ripstop_restart_budget", status.max_restarts)
-    found.put("ripstop_restart_budget_used", status.restarts)
+    found.put("ripstop_restart_budget_used", status.charged)
 
 
 def _history(found: _Found, totals: Totals) -> None:

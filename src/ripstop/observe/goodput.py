@@ -3,9 +3,9 @@
 A step is known by its number, which workers report and which grows over the whole job.  A round that begins at step
 `n` has gone back to before it: what earlier rounds did of the steps from `n` on was in vain, and was done again.
 
-**Goodput** is the time spent in kept steps, divided by the time since the job began.  In a round, the time from its
-first reported step to its last is spread evenly over the steps between.  What is not in there is not good: starting,
-the first step (nobody reported its beginning), lost steps, the time between rounds.
+**Goodput** is the time spent in kept steps, divided by the time since the job began, by the coordinator's clock.  In a
+round, the time from its first reported step to its last is spread evenly over the steps between.  What is not in there
+is not good: starting, the first step (nobody reported its beginning), lost steps, the time between rounds.
 
 Several nodes report the same steps: of each round, the word of its lowest rank counts, for no other reason than that it
 is one word.  Rules: (1) reports may come late, twice and in any order; (2) steps of the round that runs count as kept
@@ -84,7 +84,8 @@ class Goodput:
 
     def on(self, entry: Entry) -> None:
         """Something happened in the job."""
-        self._began = entry.at if self._began is None else min(self._began, entry.at)
+        if not entry.node:  # a node's clock may say anything
+            self._began = entry.at if self._began is None else min(self._began, entry.at)
         match entry.event:
             case FirstStep(number, rank, step):
                 if round := self._round(number, step):

@@ -28,7 +28,7 @@ from ripstop.observe.events import (
 )
 from ripstop.observe.goodput import Goodput
 
-PHASES = ("detect", "decide", "stop", "start", "first_step")
+STAGES = ("detect", "decide", "stop", "start", "first_step")
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 
 
@@ -58,7 +58,7 @@ class Totals:
     nodes_left: int = 0
     nodes_lost: int = 0
     nodes_rejected: int = 0
-    recovery: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in PHASES})
+    recovery: dict[str, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in STAGES})
     checkpoints: int = 0
     checkpoint: tuple[int, float] | None = None  # the latest: its step, and when
     goodput: Goodput = field(default_factory=Goodput)
@@ -98,9 +98,9 @@ class Totals:
                 self.worker_failures += 1
             case Recovered(round, detect, decide, stop, start):
                 self._recovered[entry.node] = round
-                for phase, seconds in zip(PHASES, (detect, decide, stop, start), strict=False):
+                for stage, seconds in zip(STAGES, (detect, decide, stop, start), strict=False):
                     if seconds > 0:  # it had a part in it
-                        self.recovery[phase].observe(seconds)
+                        self.recovery[stage].observe(seconds)
             case FirstStep(round=round, seconds=seconds):
                 if self._recovered.get(entry.node) == round:  # a first step after a first start heals nothing
                     self.recovery["first_step"].observe(seconds)

@@ -7,6 +7,7 @@ wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` a
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from typing import Any, get_args, get_origin, get_type_hints
 
 import ripstop
@@ -150,6 +151,8 @@ def schema_of(kind: Any) -> Schema:
     plain = {str: "string", int: "integer", float: "number", bool: "boolean"}
     if kind in plain:
         return {"type": plain[kind]}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return {"type": "string", "enum": [member.value for member in kind]}
     if get_origin(kind) is tuple:
         return array(schema_of(get_args(kind)[0]))
     assert is_dataclass(kind), f"{kind} has no schema"

@@ -1,31 +1,60 @@
 """What a job is at this moment, for people and programs to read.  Pure data."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where the job is."""
+
+    GATHERING = "gathering"  # no live round: one forms as soon as it can
+    RECOVERING = "recovering"  # agents tell of a round this coordinator does not know
+    RUNNING = "running"
+    CLOSING = "closing"  # it has failed; the evidence is coming in
+    CLOSED = "closed"
+
+
+class NodeState(StrEnum):
+    """What a node does."""
+
+    RUNNING = "running"  # it has a place in the round
+    DONE = "done"  # its workers all exited 0
+    READY = "ready"  # for the next round, while there is none
+    SPARE = "spare"  # ready, and outside the round
+    WARMING = "warming"  # not ready yet
+    UNHEALTHY = "unhealthy"
+    QUARANTINED = "quarantined"
+    LEAVING = "leaving"
+    ABSENT = "absent"  # its connection closed, and it may be back in a moment
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node.  `state`: running, done, spare, warming, unhealthy, quarantined, leaving or absent.
+    """One node.
 
-    Ranks are -1 outside the round.  `trouble`: why it is not to be counted on, though it may be in the round.
+    Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.
     """
 
     name: str
     host: str
     slots: int
     role: str
-    state: str
+    state: NodeState
     group_rank: int = -1
     first_rank: int = -1
-    trouble: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job.  `phase` is the coordinator's, `seconds` how long it lasts by now, `why` the reason for it."""
+    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it.
+
+    `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
+    `max_restarts` now.
+    """
 
     run_id: str
-    phase: str
+    phase: Phase
     why: str
     seconds: float
     round: int
@@ -36,3 +65,4 @@ class JobStatus:
     max_nodes: int
     target: int
     nodes: tuple[NodeStatus, ...]
+    charged: int = 0

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from ripstop.errors import NoAnswer
+from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe import events as observe
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
@@ -22,13 +22,13 @@ from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
 from ripstop.rendezvous.events import (
     Close,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
@@ -101,6 +101,7 @@ class Coordinator:
         old = self._sessions.get(node)
         session = self._sessions[node] = Session(self, node, send, close)
         if old is not None:
+            self._give_up_on(node)
             old.close()
         return session
 
@@ -126,6 +127,11 @@ class Coordinator:
 
     # for operators ----------------------------------------------------------------------------------------------------
 
+    @property
+    def decides(self) -> bool:
+        """Whether this is the coordinator to ask: one whose office has run out does nothing of what it is told."""
+        return self._may_decide()
+
     def status(self) -> JobStatus:
         """The job as it is."""
         return self._job.status(self._now())
@@ -145,12 +151,14 @@ class Coordinator:
         number = self._asked
         answer: asyncio.Future[str] = self._loop.create_future()
         self._questions[number] = (node, answer)
-        session.send(Ask(number, question, argument))
         try:
+            session.send(Ask(number, question, argument))
             async with asyncio.timeout(patience):
                 return await answer
         except TimeoutError:
             raise NoAnswer(f"node {node} did not answer {question!r} in {patience:g} s") from None
+        except ProtocolError as error:
+            raise NoAnswer(f"node {node} cannot be asked {question!r}: {error}") from error
         finally:
             del self._questions[number]
 
@@ -158,11 +166,11 @@ class Coordinator:
         """An operator wants a new round."""
         self._feed(Restart(why))
 
-    def release(self, node: str, why: str) -> str:
+    def drain(self, node: str, why: str) -> str:
         """An operator wants a node to leave; the result says why it cannot, and is empty when it does."""
-        objection = self._job.objection_to_release(node)
+        objection = self._job.objection_to_drain(node)
         if not objection:
-            self._feed(Release(node, why))
+            self._feed(Drain(node, why))
         return objection
 
     def scale(self, nodes: int) -> None:
@@ -176,7 +184,8 @@ class Coordinator:
     def stop(self) -> None:
         """Let go of the timer and of all connections; nothing is decided any more."""
         self._disarm()
-        for session in self._sessions.values():
+        for node, session in self._sessions.items():
+            self._give_up_on(node)
             session.close()
         self._sessions.clear()
 
@@ -197,9 +206,10 @@ class Coordinator:
             match command:
                 case Send(node, message):
                     if session := self._sessions.get(node):
-                        session.send(message)
+                        self._send(session, message)
                 case Drop(node):
                     if session := self._sessions.pop(node, None):
+                        self._give_up_on(node)
                         session.close()
                 case Record(noted):
                     self.record(noted)
@@ -210,6 +220,15 @@ class Coordinator:
         # a lease instead of once a beat.
         if commands or self._timer is None or not (isinstance(event, Heard) and isinstance(event.message, Beat)):
             self._arm()
+
+    def _send(self, session: Session, message: FromCoordinator) -> None:
+        """A message that cannot be told costs its node the connection, and nobody else anything."""
+        try:
+            session.send(message)
+        except ProtocolError as error:
+            log.error("node=%s is dropped, it cannot be told: %s", session.node, error)
+            session.close()
+            self._loop.call_soon(session.detach)
 
     def _take(self, node: str, lines: tuple[str, ...]) -> None:
         for line in lines:

@@ -86,7 +86,7 @@ class ElectedLink:
     """A `Link` to whoever is elected; to be made inside a running event loop.
 
     `broken` has the defect, should the coordinator in this process break.  `seated` is told where the coordinator is,
-    whenever it is another, and which it is if it is in this process.
+    whenever it is another, and which it is if it is in this process; nothing of either when that one steps down.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ElectedLink:
         local_addr: str | None,
         tls: Tls | None = None,
         sinks: Iterable[Sink] = (),
-        seated: Callable[[Address, Coordinator | None], None] = lambda _address, _own: None,
+        seated: Callable[[Address | None, Coordinator | None], None] = lambda _address, _own: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
@@ -392,6 +392,7 @@ class ElectedLink:
         if office is None:
             return
         self._given_up = office.lease
+        self._seated(None, None)
         office.coordinator.stop()
         office.renewing.cancel()
         if self._timer is not None:

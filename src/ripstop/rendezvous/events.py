@@ -44,7 +44,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Drain:
     """An operator wants this node to leave the job, as if it had been told to stop."""
 
     node: str
@@ -58,7 +58,7 @@ class Close:
     why: str
 
 
-Event = Heard | Gone | Tick | Scale | Restart | Release | Close
+Event = Heard | Gone | Tick | Scale | Restart | Drain | Close
 
 
 # commands -------------------------------------------------------------------------------------------------------------

@@ -29,9 +29,10 @@
     Nodes have `INSPECTION` seconds for it; a death meanwhile is a failure as ever.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from operator import itemgetter
 
 from ripstop import config
 from ripstop.config import MOST_SLOTS, Budget, Timing
@@ -40,18 +41,19 @@ from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
 from ripstop.observe.stacks import hangs_among, in_words, odd_ones
-from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.observe.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.rendezvous import ranks
+from ripstop.rendezvous.bounds import NAME, bounded, cut, misnamed
 from ripstop.rendezvous.events import (
     Close,
     Command,
+    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Release,
     Restart,
     Scale,
     Send,
@@ -85,18 +87,15 @@ LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stop
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
+LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
 FAREWELL = 5.0  # seconds everybody has to take the last word
 EVIDENCE = 256  # failures kept of a round
-PROBLEMS, WORDS = 8, 500  # of an unhealthy node, and their characters, that are kept
-PLACES = 16_384  # and of a round that hangs, in short: the odd one out may be any
+PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease.
-
-    Within `recheck` seconds every node has looked at its health again.
-    """
+    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
 
     run_id: str
     min_nodes: int
@@ -107,20 +106,9 @@ class Settings:
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
     quarantine: config.Quarantine = field(default_factory=config.Quarantine)
-    recheck: float = config.Health().interval
 
 
 # state ----------------------------------------------------------------------------------------------------------------
-
-
-class Phase(Enum):
-    """Where the job is."""
-
-    GATHERING = "gathering"  # no live round: one forms as soon as it can
-    RECOVERING = "recovering"  # agents tell of a round this coordinator does not know
-    RUNNING = "running"
-    CLOSING = "closing"  # it has failed; the evidence is coming in
-    CLOSED = "closed"
 
 
 TRANSITIONS = {  # every move there is, and what makes it
@@ -155,6 +143,22 @@ class Member:
     served: int = 0  # the last round whose store was put on a port of this connection
     problems: tuple[str, ...] = ()  # why it is unhealthy
     since: float = 0.0  # when it became so
+    health_interval: float = 0.0  # seconds between two looks
+
+    def recheck(self) -> float:
+        """Within so many seconds it has begun a look at its health and come to its end, whenever the last one was."""
+        return 2 * self.health_interval + min(self.health_interval, LOOK)
+
+
+@dataclass(slots=True)
+class Troubled:
+    """What follows for the nodes in trouble (rule 9) from how everybody stands."""
+
+    needed: dict[str, None]  # those that have a place all the same, by rank
+    inside: int  # how many of these are in the round
+    shared: bool  # most of the round is unhealthy, which is likely nobody's own fault
+    spared: list[tuple[float, str]]  # the others in the round, and when they may lose their place; the first first
+    told: bool = False  # it was said who is kept
 
 
 class Job:
@@ -177,10 +181,11 @@ class Job:
         self._quorum: float | None = None  # since when enough nodes are ready
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
         self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
-        self._reserve: dict[str, None] = {}  # the same in trouble: in a round only if it must be
+        self._waiting: dict[str, float] = {}  # those of the able that are outside the round, and since when
+        self._reserve: dict[str, None] = {}  # the same but in trouble: they are in a round only if they must be
         self._benched: set[str] = set()  # those of the reserve that are outside the round
-        self._waiting: dict[str, float] = {}  # those of them that are outside the round, and since when
-        self._untold: dict[str, None] = {}  # those of them that do not know what they wait for
+        self._weighed: Troubled | None = None  # what follows for the reserve; None: to be found anew
+        self._untold: dict[str, None] = {}  # those waiting or benched that do not know what they wait for
         self._missing: set[str] = set()  # in the round, and not ready or not here
         self._warming: set[str] = set()  # outside the round, and not ready
         self._leaving: set[str] = set()
@@ -194,6 +199,7 @@ class Job:
         self._verdict: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
         self._inspection: float | None = None  # until when a hanging round is looked at
         self._awaited: set[str] = set()  # nodes that have not told where their workers are
+        self._witnesses: set[str] = set()  # nodes of the round that told of a failure
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self._held = False  # survivors of the last round were told to stop
         self._quarantine = Quarantine(settings.quarantine)
@@ -215,15 +221,15 @@ class Job:
         out: list[Command] = []
         match event:
             case Heard(node, message):
-                out += self._hear(node, message, now)
+                out += self._hear(node, bounded(message), now)
             case Gone(node):
                 self._gone(node, now)
             case Scale(nodes):
                 self._scale(nodes)
             case Restart(why):
                 self._restart(why, now)
-            case Release(node, why):
-                out += self._release(node, why)
+            case Drain(node, why):
+                out += self._drain(node, why)
             case Close(why):
                 out += self._close(Outcome.STOPPED, why, now)
             case Tick():
@@ -264,10 +270,12 @@ class Job:
             case Phase.RUNNING:
                 if self._waiting:
                     times.append(next(iter(self._waiting.values())) + timing.settle)
-                times += [self._may_go(n) for n in self._reserve if n in self.places]
+                spared = self._troubled().spared
+                later = bisect_right(spared, self._now, key=itemgetter(0))
+                times += [when for when, _ in spared[later : later + 1]]
         return min((t for t in times if t > self._now), default=None)
 
-    def objection_to_release(self, node: str) -> str:
+    def objection_to_drain(self, node: str) -> str:
         """Why this node cannot be sent away; empty when it can."""
         if node not in self.members:
             return f"no node {node} is part of the job; `status` lists them"
@@ -283,7 +291,7 @@ class Job:
         """The job as it is."""
         return JobStatus(
             run_id=self.settings.run_id,
-            phase=self.phase.value,
+            phase=self.phase,
             why=self._why,
             seconds=max(0.0, now - self._since),
             round=self.round,
@@ -294,22 +302,24 @@ class Job:
             max_nodes=self.settings.max_nodes,
             target=self._target,
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+            charged=self.restarts.spent(Cause.APPLICATION, now),
         )
 
     def _node_status(self, name: str, node: Node) -> NodeStatus:
         place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
         state = (
-            "absent" if name in self._absent
-            else "leaving" if name in self._leaving
-            else "done" if name in self._done
-            else "running" if place
-            else "unhealthy" if self.members[name].problems
-            else "quarantined" if name in self._reserve
-            else "spare" if name in self._able
-            else "warming"
+            NodeState.ABSENT if name in self._absent
+            else NodeState.LEAVING if name in self._leaving
+            else NodeState.DONE if name in self._done
+            else NodeState.RUNNING if place
+            else NodeState.UNHEALTHY if self.members[name].problems
+            else NodeState.QUARANTINED if name in self._reserve
+            else NodeState.WARMING if name not in self._able
+            else NodeState.SPARE if self.phase is Phase.RUNNING
+            else NodeState.READY
         )  # fmt: skip
         ranks_ = (place.group_rank, place.first_rank) if place else (-1, -1)
-        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._trouble(name))
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks_, self._unfit(name))
 
     # what is heard ----------------------------------------------------------------------------------------------------
 
@@ -379,6 +389,7 @@ class Job:
         self._absent.pop(node, None)
         self._leaving.discard(node)
         self._note_word(node, now)
+        member.health_interval = join.health_interval
         self._health(node, join.problems, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
@@ -407,6 +418,8 @@ class Job:
             return (
                 f"a node has 1 to {MOST_SLOTS} workers, node {node} came with {join.node.slots}; fix --nproc-per-node"
             )
+        if what := misnamed(join.node, join.held):
+            return f"a name is text of at most {NAME} characters, the {what} of node {node} is not; give it another"
         if self.settings.fixed_ranks:
             wish = join.node.wish
             if wish is None or not 0 <= wish < ours[1]:
@@ -461,7 +474,6 @@ class Job:
 
     def _health(self, node: str, problems: tuple[str, ...], now: float) -> None:
         member = self.members[node]
-        problems = tuple(problem[:WORDS] for problem in problems[:PROBLEMS])
         if problems and not member.problems:
             member.since = now
             self._notes.append(observe.NodeUnhealthy(node, problems))
@@ -477,15 +489,19 @@ class Job:
         if round != self.round or node not in self.places:
             return []  # rule 2
         self._broken = True
-        if self.phase is not Phase.RUNNING:
-            return []  # while recovering, `_resume` looks at the evidence when everybody is back
+        self._witnesses.add(node)
+        self._awaited.discard(node)
+        return self._judge(now) if self.phase is Phase.RUNNING else []
+
+    def _judge(self, now: float) -> list[Command]:
+        """The live round has failed: what of it?"""
         if gone := [*self._absent, *(n for n in self._leaving if n in self.places)]:
             self._blame(gone, now)
             return []
         if self._verdict:
             return []
         if cause_of(self._failures) is Cause.INFRASTRUCTURE:
-            return self._inspect(node, now)
+            return self._inspect(now)
         verdict = self._charge(Cause.APPLICATION, now)
         victims = len(self.places) > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
@@ -510,20 +526,19 @@ class Job:
 
     def _charge(self, cause: Cause, now: float) -> Verdict:
         verdict = self.restarts.charge(now, now - self._since, cause)
-        used = self.restarts.spent(cause)
+        used = self.restarts.spent(cause, now)
         why = f"{self._culprit()}; {verdict.why}"
         self._notes.append(
             observe.BudgetCharged(self.round, cause, used, self.restarts.limit(cause), verdict.allowed, why)
         )
         return verdict
 
-    def _inspect(self, node: str, now: float) -> list[Command]:
+    def _inspect(self, now: float) -> list[Command]:
         """Have a round that hangs looked at on all its nodes (rule 11)."""
         if self._inspection is not None:
-            self._awaited.discard(node)
             return []
         self._inspection = now + INSPECTION
-        self._awaited = {n for n in self.places if n != node and n not in self._done}
+        self._awaited = {n for n in self.places if n not in self._witnesses and n not in self._done}
         return [Send(n, Inspect(self.round)) for n in self.places if n in self._awaited]
 
     def _conclude(self, now: float) -> list[Command]:
@@ -531,7 +546,7 @@ class Job:
         self._inspection = None
         hangs = hangs_among(self._failures, self.round)
         odd = tuple(sorted(odd_ones(hangs)))
-        self._notes.append(observe.HangDiagnosed(self.round, odd, in_words(hangs)))
+        self._notes.append(observe.HangDiagnosed(self.round, odd, cut(in_words(hangs))))
         verdict = self._charge(Cause.INFRASTRUCTURE, now)
         why = f"{self._culprit()}; {verdict.why}"
         if not verdict.allowed:
@@ -565,8 +580,8 @@ class Job:
         if self.phase is Phase.RUNNING:
             self._gather(Ending.OPERATOR, why, now)
 
-    def _release(self, node: str, why: str) -> list[Command]:
-        return [] if self.objection_to_release(node) else [Send(node, Depart(why))]
+    def _drain(self, node: str, why: str) -> list[Command]:
+        return [] if self.objection_to_drain(node) else [Send(node, Depart(why))]
 
     # who is gone ------------------------------------------------------------------------------------------------------
 
@@ -645,6 +660,7 @@ class Job:
             self._notes.append(observe.BudgetRefunded(self.round, node))
         if self.phase is Phase.RECOVERING:
             self.places.pop(node, None)
+            self._weighed = None
         elif self.phase is Phase.RUNNING and node in self.places and node not in self._done:
             self._gather(Ending.NODE_LOST if lost else Ending.NODE_LEFT, f"node {node} {why}", now)
 
@@ -675,6 +691,7 @@ class Job:
             elif node not in self._benched:
                 self._untold[node] = None
         _put(self._benched, node, reserve and not inside)
+        self._weighed = None
 
     def _reclassify_all(self, now: float) -> None:
         for node in self.members:
@@ -702,6 +719,11 @@ class Job:
         first = self._witness
         return first is not None and (held.round, held.store) == (first.round, first.store)
 
+    def _enter(self, phase: Phase, now: float) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.value} does not become {phase.value}"
+        self.phase = phase
+        self._since = now
+
     def _begin(self, places: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
         self.places = places
@@ -709,10 +731,12 @@ class Job:
         self._done = set()
         self._broken = False
         self._failures = []
+        self._witnesses = set()
         self._reclassify_all(now)
 
     def _gather(self, cause: Ending, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
+        why = cut(why)
         self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
@@ -754,7 +778,7 @@ class Job:
         self._notes.append(observe.RoundResumed(self.round, back))
         out: list[Command] = []
         if self._broken:
-            out += self._failed(next(iter(self.places)), self.round, (), now)
+            out += self._judge(now)
         return [*out, *self._advance(now)]
 
     def _time_to_return(self) -> float:
@@ -773,7 +797,7 @@ class Job:
             self._gather(Ending.SCALED, f"scaled down to {self._target} nodes", now)
             return self._form_or_hold(now)
         if (node := self._replaceable(now)) and self._next_store_is_offered():
-            why = self._trouble(node)
+            why = self._unfit(node)
             if self.members[node].problems:
                 self._fault(node, why, now)
             self._gather(Ending.NODE_UNFIT, f"node {node} is {why}", now)
@@ -794,12 +818,13 @@ class Job:
 
     def _next_store_is_offered(self) -> bool:
         """Nobody is stopped before it is, by the node of rank 0 if that stays."""
-        able = self._able | set(self._needed())
-        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and n in able)
+        needed = self._troubled().needed
+        hosts = (n for n, place in self.places.items() if place.group_rank == 0 and (n in self._able or n in needed))
         return all(self.members[n].port for n in hosts)
 
     def _form_or_hold(self, now: float) -> list[Command]:
-        ready, least, timing = len(self._able) + len(self._needed()), self.settings.min_nodes, self.settings.timing
+        needed, least, timing = self._troubled().needed, self.settings.min_nodes, self.settings.timing
+        ready = len(self._able) + len(needed)
         if ready < least:
             self._quorum = None
             if now >= self._since + timing.join:
@@ -813,16 +838,16 @@ class Job:
         settled = now >= self._quorum + timing.settle
         if self._absent or not (settled or self._complete()):
             return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
-        return self._form([*self._candidates(), *self._needed()][: self._target], now)
+        return self._form([*self._candidates(), *needed][: self._target], now)
 
     def _complete(self) -> bool:
         """Is there nobody worth waiting for?"""
         if self._missing:
             return False
-        needed = self._needed()
-        if len(self._able) + len(needed) >= self._target:
+        reserve = self._troubled()
+        if len(self._able) + len(reserve.needed) >= self._target:
             return True
-        survivors = len(self._able) - len(self._waiting) + sum(n in self.places for n in needed)
+        survivors = len(self._able) - len(self._waiting) + reserve.inside
         return self.round > 0 and (survivors >= self.settings.min_nodes or not self._warming)
 
     def _candidates(self) -> list[str]:
@@ -840,7 +865,7 @@ class Job:
 
     def _tell_newcomers(self, why: str) -> list[Command]:
         untold, self._untold = self._untold, {}
-        return [Send(n, Hold(self.round, self._trouble(n) or why)) for n in untold]
+        return [Send(n, Hold(self.round, self._unfit(n) or why)) for n in untold]
 
     def _form(self, chosen: list[str], now: float) -> list[Command]:
         before = {n: self.places[n].group_rank for n in chosen if n in self.places}
@@ -862,12 +887,17 @@ class Job:
         self._notes += (observe.RankWishDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
         out: list[Command] = [Send(node_id, Assign(place, self._why)) for node_id, place in self.places.items()]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        out += [Send(n, Hold(self.round, self._trouble(n) or why)) for n in left_out if n not in self._untold]
+        out += [Send(n, Hold(self.round, self._unfit(n) or why)) for n in left_out if n not in self._untold]
         return out + self._tell_newcomers(why)
+
+    def _inherited(self, node: str) -> int | None:
+        """The rank of the lost node that this one stands in for, if it does."""
+        number = self.members[node].node.number
+        return None if number is None else self._vacated.get(number)
 
     # nodes in trouble -------------------------------------------------------------------------------------------------
 
-    def _trouble(self, node: str) -> str:
+    def _unfit(self, node: str) -> str:
         """Why a node is not to be counted on; empty when it is."""
         member = self.members.get(node)
         if member is not None and member.problems:
@@ -875,54 +905,51 @@ class Job:
         why = self._quarantine.reason(node)
         return f"in quarantine: {why}" if why else ""
 
-    def _needed(self) -> list[str]:
-        """Those in trouble that have a place all the same (rule 9), and so do all if most of the round is unhealthy."""
-        if not self._reserve:
-            return []
-        inside = sorted((n for n in self._reserve if n in self.places), key=lambda n: self.places[n].group_rank)
+    def _troubled(self) -> Troubled:
+        """What follows for those in trouble; found anew only when somebody stands otherwise than before."""
+        if self._weighed is None:
+            self._weighed = self._weigh() if self._reserve else Troubled({}, 0, False, [])
+        return self._weighed
+
+    def _weigh(self) -> Troubled:
+        inside = [n for n in self._reserve if n in self.places]
+        unhealthy = sum(bool(self.members[n].problems) for n in inside)
+        shared = unhealthy > 1 and 2 * unhealthy > len(self.places)
         short = max(0, self.settings.min_nodes - len(self._able))
-        if self._is_nobodys_fault():
+        if shared:
             short = max(short, len(inside))
-        return [*inside, *(n for n in self._reserve if n not in self.places)][:short]
+        inside.sort(key=lambda n: self.places[n].group_rank)
+        needed = dict.fromkeys([*inside, *(n for n in self._reserve if n not in self.places)][:short])
+        recheck = max((member.recheck() for n in self.places if (member := self.members.get(n))), default=0.0)
+        spared = sorted((self._may_go(n, recheck), n) for n in inside if n not in needed)
+        return Troubled(needed, min(short, len(inside)), shared, spared)
 
-    def _is_nobodys_fault(self) -> bool:
-        unhealthy = sum(bool(self.members[n].problems) for n in self._reserve if n in self.places)
-        return unhealthy > 1 and 2 * unhealthy > len(self.places)
-
-    def _may_go(self, node: str) -> float:
+    def _may_go(self, node: str, recheck: float) -> float:
         """When a node in trouble may lose its place: at once if it is in quarantine."""
         member = self.members[node]
-        return member.since + self.settings.recheck if member.problems else self._now
+        return member.since + recheck if member.problems else 0.0
 
     def _replaceable(self, now: float) -> str | None:
         """A node of the live round without which the job is better off."""
-        if not self._reserve or self._done:
-            return None
-        needed = self._needed()
-        return next((n for n in self._reserve if n in self.places and n not in needed and now >= self._may_go(n)), None)
+        spared = self._troubled().spared
+        return spared[0][1] if spared and not self._done and now >= spared[0][0] else None
 
     def _say_who_is_kept(self) -> None:
-        for node in self._needed() if self.phase is Phase.RUNNING else ():
+        reserve = self._troubled()
+        if self.phase is not Phase.RUNNING or reserve.told:
+            return
+        reserve.told = True
+        for node in reserve.needed:
             if node in self.places and node not in self._kept:
                 self._kept.add(node)
                 others = f"the job needs {self.settings.min_nodes} nodes, and {len(self._able)} others could be in it"
-                if self._is_nobodys_fault():
+                if reserve.shared:
                     others = "most of the round's nodes are unhealthy, which is likely nobody's own fault"
-                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._trouble(node)})"))
+                self._notes.append(observe.NodeKept(node, f"{others} (it is {self._unfit(node)})"))
 
     def _the_unhealthy(self) -> str:
         node = next((n for n, member in self.members.items() if member.problems), None)
-        return f"; node {node} is {self._trouble(node)}" if node else ""
-
-    def _inherited(self, node: str) -> int | None:
-        """The rank of the lost node that this one stands in for, if it does."""
-        number = self.members[node].node.number
-        return None if number is None else self._vacated.get(number)
-
-    def _enter(self, phase: Phase, now: float) -> None:
-        assert phase in TRANSITIONS[self.phase], f"{self.phase.value} does not become {phase.value}"
-        self.phase = phase
-        self._since = now
+        return f"; node {node} is {self._unfit(node)}" if node else ""
 
     # evidence and the end ---------------------------------------------------------------------------------------------
 
@@ -943,13 +970,13 @@ class Job:
     def _culprit(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return in_words(hangs_among(self._failures, self.round))
+            return cut(in_words(hangs_among(self._failures, self.round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     def _close(self, outcome: Outcome, why: str, now: float) -> list[Command]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
-        self._why = why
+        self._why = why = cut(why)
         self._verdict = self._inspection = None
         self.report = Report(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)

@@ -84,7 +84,8 @@ class Join:
     `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
     `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
     workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
-    coordinator that may be gone now; `problems` are why I should not be counted on.
+    coordinator that may be gone now; `problems` are why I should not be counted on, and `health_interval` how many
+    seconds I let pass between two looks for them.
     """
 
     node: Node
@@ -99,6 +100,7 @@ class Join:
     failures: tuple[Failure, ...] = ()
     closing: "Closing | None" = None
     problems: tuple[str, ...] = ()
+    health_interval: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Restarts:
         limit, window = self.limit(cause), self._window(cause)
         if window:
             self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
-        spent = len(self._charges[cause])
+        spent = self.spent(cause, now)
         scope = f"in {window:g} s" if window else "in all"
         kind = "" if cause is Cause.APPLICATION else f"{cause} "
         if spent >= limit:
@@ -72,9 +72,10 @@ class Restarts:
             charges.pop()
             self._young = max(0, self._young - 1)
 
-    def spent(self, cause: Cause) -> int:
+    def spent(self, cause: Cause, now: float) -> int:
         """What stands charged."""
-        return len(self._charges[cause])
+        window = self._window(cause)
+        return sum(not window or at > now - window for at in self._charges[cause])
 
     def limit(self, cause: Cause) -> int:
         return self._budget.max_restarts if cause is Cause.APPLICATION else self._budget.max_infra_restarts

@@ -30,6 +30,7 @@ class Quarantine:
     def __init__(self, limits: config.Quarantine) -> None:
         self._limits = limits
         self._records: dict[str, Record] = {}
+        self._soonest: float | None = None  # when the next one is to be released
 
     def fault(self, node: Node, what: str, now: float) -> str:
         """The node was at fault; the result says why it is in quarantine now, and is empty when it is not."""
@@ -43,6 +44,7 @@ class Quarantine:
         if len(record.faults) < self._limits.failures:
             return ""
         record.until = now + self._limits.cooldown
+        self._soonest = record.until if self._soonest is None else min(self._soonest, record.until)
         times = "once" if len(record.faults) == 1 else f"{len(record.faults)} times"
         record.why = f"at fault {times} in {now - record.faults[0]:.0f} s, last: {what}"
         return record.why
@@ -55,6 +57,8 @@ class Quarantine:
     def welcome(self, node: Node, present: Iterable[Node], now: float) -> bool:
         """A new node, beside those that are here: whether it takes over what is held against another."""
         self._forget(now)
+        if not self._records:
+            return False
         here = {other.id: other.host for other in present if other.id != node.id}
         if node.host in here.values():
             return False
@@ -66,14 +70,19 @@ class Quarantine:
 
     def release(self, now: float) -> list[str]:
         """Those whose time is over."""
+        if self._soonest is None or now < self._soonest:
+            return []
         over = [name for name, record in self._records.items() if record.until is not None and record.until <= now]
         for name in over:
             del self._records[name]
+        self._soonest = min(
+            (record.until for record in self._records.values() if record.until is not None), default=None
+        )
         return over
 
     def deadline(self) -> float | None:
         """When the next one is to be released."""
-        return min((record.until for record in self._records.values() if record.until is not None), default=None)
+        return self._soonest
 
     def _forget(self, now: float) -> None:
         for name, record in list(self._records.items()):

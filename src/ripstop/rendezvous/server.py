@@ -24,6 +24,7 @@ from aiohttp.http import HttpProcessingError
 from ripstop.errors import ProtocolError
 from ripstop.observe.api import MAX_BODY, Api, Refused
 from ripstop.rendezvous import secret
+from ripstop.rendezvous.bounds import NAME, is_name
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.messages import (
@@ -45,7 +46,6 @@ MAX_STRANGERS = 1024  # connections not yet known, beside one for each node; few
 OWN_DESCRIPTORS = 512  # for what else this process does
 FAIR = 0.5  # seconds that even a crowd leaves each of them
 MAX_COMPLAINTS = 1024  # lines about strangers, in a job's life
-MAX_NAME = 256  # characters of a run id, a node id, a nonce
 NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
 NO_TLS = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 SIGNS_OF_TLS = ("HTTPS", "\\x16\\x03")  # in aiohttp's complaint about a TLS client, by its version
@@ -296,8 +296,8 @@ class Server:
         return hello.node
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
-        if not all(0 < len(text) <= MAX_NAME for text in (hello.run_id, hello.node, hello.nonce)):
-            return Rejected(f"a run id, a node id and a nonce have 1 to {MAX_NAME} characters, these have not")
+        if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
+            return Rejected(f"a run id, a node id and a nonce are text of 1 to {NAME} characters, these are not")
         if hello.run_id != self._run_id:
             # A job that is over leaves the port to the next one in a moment.
             return Rejected(
@@ -322,7 +322,7 @@ class Server:
                     case Beat():
                         outbox.put(message)
                     case Join(node=who) if who.id != node:
-                        raise ProtocolError(f"node {node} joins as itself, not as {who.id[:MAX_NAME]!r}")
+                        raise ProtocolError(f"node {node} joins as itself, not as {who.id[:NAME]!r}")
                 session.receive(message)
         finally:
             session.detach(returning=ws.close_code == RETURNING)
