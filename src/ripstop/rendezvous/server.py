@@ -22,7 +22,8 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from ripstop.errors import ProtocolError
-from ripstop.observe.api import MAX_BODY, Api, Refused
+from ripstop.observe.api import MAX_BODY, Api
+from ripstop.observe.steerable import Refused
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
