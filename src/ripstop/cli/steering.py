@@ -21,7 +21,7 @@ from ripstop.cli.flags import Flag, Given, read
 from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secret, tls, word
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.registry import Sign, signs, socket_address
-from ripstop.observe.run_directory import run_directory
+from ripstop.observe.run_directory import run_directories
 from ripstop.round import Address
 
 ABOUT_JOBS = """
@@ -118,8 +118,9 @@ def find(given: Given, environ: Mapping[str, str] | None = None) -> Target:
         return _at_endpoint(given, environ)
     if "--rdzv-conf" in given:
         raise UsageError("--rdzv-conf is for a job elsewhere; add --endpoint=HOST:PORT, or leave it out")
-    directory = run_directory(environ)
-    return _from(_choose(signs(directory), given.text("--job", "")), directory)
+    known = {sign: directory for directory in run_directories(environ) for sign in signs(directory)}
+    chosen = _choose(list(known), given.text("--job", ""))
+    return _from(chosen, known[chosen])
 
 
 def _at_endpoint(given: Given, environ: Mapping[str, str]) -> Target:
