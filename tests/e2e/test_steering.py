@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -229,9 +230,13 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     flags = {"nnodes": "1:2", "script": CHATTY}
     secret = {"RIPSTOP_TOKEN": TOKEN}
     first = job.node(**flags, env=secret)
-    first.says("joined")
+    first.says("ranks=0-0")
+    following = job.ripstop("logs", "-f", "--stream=stderr")
+    wait_until(lambda: "[0] err 0 " in following.out or None, why=lambda: following.err)
     second = job.node(**flags, env=secret | {"XDG_RUNTIME_DIR": str(other)})  # as if on another machine
     second.says("ranks=1-1")
+    wait_until(lambda: "[1] err 1 " in following.out or None, why=lambda: following.err)
+    assert re.search(r"^\[1\] err 1 \d+ 0$", following.out, re.MULTILINE)  # from its first line on
     elsewhere = {"XDG_RUNTIME_DIR": str(other)}
     assert json.loads(says(job, "status", "--json", **elsewhere))["world_size"] == 2
 
@@ -250,6 +255,7 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     assert refused(job, "drain", status(job)["nodes"][0]["name"]).startswith("the job needs 1 nodes")
     says(job, "stop")
     assert first.wait() == 1
+    assert (following.wait(), following.err) == (0, "")
 
 
 def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: Job, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secr
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.registry import Sign, signs, socket_address
 from ripstop.observe.run_directory import run_directories
+from ripstop.rendezvous.keepalive import tune
 from ripstop.round import Address
 
 ABOUT_JOBS = """
@@ -39,7 +40,7 @@ FLAGS = (
     Flag("--json", from_environment=False),
 )
 PREFIX = "/api/v1"
-PATIENCE = 20.0  # seconds for an answer
+PATIENCE = 20.0  # seconds for an answer, or for its beginning
 
 
 class Unreachable(RipstopError):
@@ -185,7 +186,7 @@ def _context(certificates: Tls | None) -> ssl.SSLContext | None:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout: float | None) -> None:
+    def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
@@ -208,9 +209,9 @@ def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
         return found
 
 
-def lines(target: Target, path: str, accept: str, patience: float | None, **query: Any) -> Iterator[str]:
-    """The lines of a stream, until it ends."""
-    with _answer(target, "GET", path, query, accept=accept, patience=patience) as answer:
+def lines(target: Target, path: str, accept: str, silence: float | None, **query: Any) -> Iterator[str]:
+    """The lines of a stream, until it ends; it may say nothing for so many seconds, or as long as it lives."""
+    with _answer(target, "GET", path, query, accept=accept, silence=silence) as answer:
         while data := answer.readline():
             yield data.decode("utf-8", "replace").rstrip("\n")
 
@@ -224,9 +225,9 @@ def _answer(
     body: dict[str, Any] | None = None,
     *,
     accept: str = "application/json",
-    patience: float | None = PATIENCE,
+    silence: float | None = PATIENCE,
 ) -> Iterator[http.client.HTTPResponse]:
-    connection = _connection(target, patience)
+    connection = _connection(target)
     headers = {"Accept": accept}
     if target.token:
         headers["Authorization"] = f"Bearer {target.token}"
@@ -235,10 +236,15 @@ def _answer(
     said = {name: value for name, value in query.items() if value is not None}
     where = f"{PREFIX}{path}" + (f"?{urlencode(said)}" if said else "")
     try:
+        connection.connect()
+        line = connection.sock  # `getresponse` may let go of it
+        if target.endpoint is not None:
+            tune(line)
         connection.request(method, where, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise Objection(_objection(target, answer))
+        line.settimeout(silence)
         yield answer
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(_trouble(target, error)) from error
@@ -246,14 +252,14 @@ def _answer(
         connection.close()
 
 
-def _connection(target: Target, patience: float | None) -> http.client.HTTPConnection:
+def _connection(target: Target) -> http.client.HTTPConnection:
     if target.socket is not None:
-        return _UnixConnection(target.socket, patience)
+        return _UnixConnection(target.socket, PATIENCE)
     assert target.endpoint is not None, "a target has a socket or an endpoint"
     host, port = target.endpoint.host, target.endpoint.port
     if target.tls is not None:
-        return http.client.HTTPSConnection(host, port, timeout=patience, context=target.tls)
-    return http.client.HTTPConnection(host, port, timeout=patience)
+        return http.client.HTTPSConnection(host, port, timeout=PATIENCE, context=target.tls)
+    return http.client.HTTPConnection(host, port, timeout=PATIENCE)
 
 
 def _objection(target: Target, answer: http.client.HTTPResponse) -> str:

@@ -27,6 +27,7 @@ from ripstop.observe.steerable import Refused
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
+from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.messages import (
     FROM_AGENT,
     Beat,
@@ -38,7 +39,7 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.rendezvous.scrape import CONTENT_TYPE, Scraper
 from ripstop.rendezvous.tls import describe, speaks_tls
-from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
+from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive
 
 log = logging.getLogger("ripstop.rendezvous")
 

@@ -6,7 +6,6 @@ are wanted, they cost no node its connection, and one too many is answered with 
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -97,12 +96,3 @@ class Outbox:
         finally:
             if self._deadline is not None:
                 self._deadline.cancel()
-
-
-def tune(connection: socket.socket) -> None:
-    """Small messages at once; a host that vanished without a word is noticed by the kernel too."""
-    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in options.items():
-        if hasattr(socket, name):  # not every system has them all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
