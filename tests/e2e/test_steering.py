@@ -1,4 +1,4 @@
-"""`ripstop status | events | logs | stacks | restart | drain | scale | stop`, on real jobs of this machine."""
+"""`ripstop status | events | logs | stacks | metrics | restart | drain | scale | stop`, on real jobs."""
 
 import io
 import json
@@ -114,6 +114,13 @@ def test_stacks_show_where_workers_are(alone: Job) -> None:
     assert text.startswith("rank 1 on ")
     assert "chatty.py" in text
     assert {stack["rank"] for stack in json.loads(says(alone, "stacks", "--json"))["stacks"]} == {0, 1}
+
+
+def test_metrics_are_there_without_a_port(alone: Job) -> None:
+    text = says(alone, "metrics")
+    assert re.search(r"^ripstop_round 1\.0$", text, re.MULTILINE)
+    assert len(re.findall(r"^ripstop_worker_memory_bytes{", text, re.MULTILINE)) == 2
+    assert "ripstop_round" in json.loads(says(alone, "metrics", "--json"))["metrics"]
 
 
 def test_events_are_told_in_words_and_as_json(alone: Job) -> None:
@@ -269,6 +276,7 @@ def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: 
     until_running(job)
     at = ("--job=a", f"--endpoint=127.0.0.1:{port}")
     assert "running" in says(job, "status", *at, conf, RIPSTOP_TOKEN=TOKEN)
+    assert "ripstop_round" in says(job, "metrics", *at, conf, RIPSTOP_TOKEN=TOKEN)
     assert "speaks TLS only" in refused(job, "status", *at, RIPSTOP_TOKEN=TOKEN)
     says(job, "stop", *at, conf, RIPSTOP_TOKEN=TOKEN)
     assert agent.wait() == 1

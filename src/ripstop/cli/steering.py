@@ -198,20 +198,26 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def get(target: Target, path: str, **query: Any) -> dict[str, Any]:
-    with _answer(target, "GET", path, query) as answer:
+    with _answer(target, "GET", PREFIX + path, query) as answer:
         found: dict[str, Any] = json.loads(answer.read())
         return found
 
 
 def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
-    with _answer(target, "POST", path, {}, body) as answer:
+    with _answer(target, "POST", PREFIX + path, {}, body) as answer:
         found: dict[str, Any] = json.loads(answer.read())
         return found
 
 
+def page(target: Target, path: str) -> str:
+    """What is no part of the API."""
+    with _answer(target, "GET", path, {}, accept="text/plain") as answer:
+        return answer.read().decode("utf-8", "replace")
+
+
 def lines(target: Target, path: str, accept: str, silence: float | None, **query: Any) -> Iterator[str]:
     """The lines of a stream, until it ends; it may say nothing for so many seconds, or as long as it lives."""
-    with _answer(target, "GET", path, query, accept=accept, silence=silence) as answer:
+    with _answer(target, "GET", PREFIX + path, query, accept=accept, silence=silence) as answer:
         while data := answer.readline():
             yield data.decode("utf-8", "replace").rstrip("\n")
 
@@ -234,7 +240,7 @@ def _answer(
     if body is not None:
         headers["Content-Type"] = "application/json"
     said = {name: value for name, value in query.items() if value is not None}
-    where = f"{PREFIX}{path}" + (f"?{urlencode(said)}" if said else "")
+    where = path + (f"?{urlencode(said)}" if said else "")
     try:
         connection.connect()
         line = connection.sock  # `getresponse` may let go of it

@@ -28,6 +28,7 @@ MAX_EVENTS = 1000  # in one answer
 MAX_TAIL = 10_000  # lines
 MAX_LOG = 1 << 20  # bytes of a log in one answer
 MAX_WHY = 200  # characters
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 PATIENCE = 5.0  # seconds for what many nodes are asked at once
 
 
@@ -46,14 +47,15 @@ Admit = Callable[[web.Request], str]  # who a request is from; raises `Refused`
 class Api:
     """The API of one job.  `job` finds it: it may be elsewhere for a while."""
 
-    def __init__(self, job: Callable[[], Steerable | None], admit: Admit) -> None:
+    def __init__(self, job: Callable[[], Steerable | None], admit: Admit, admit_reader: Admit | None = None) -> None:
         self._find = job
         self._admit = admit
+        self._admit_reader = admit_reader or admit  # of metrics
         self._questions = Questions()
         self._streams = Streams()
 
     def mount(self, app: web.Application) -> None:
-        """Serve `ROUTES` in an application."""
+        """Serve `ROUTES` in an application, and the page for Prometheus."""
         for route in ROUTES:
             app.router.add_route(route.method, route.path, self._serving(route))
         for path in dict.fromkeys(route.path for route in ROUTES):
@@ -61,6 +63,7 @@ class Api:
             app.router.add_route("*", path, self._refusing(405, f"write {' or '.join(methods)}", methods))
         there = ", ".join(dict.fromkeys(route.path for route in ROUTES))
         app.router.add_route("*", "/api{rest:.*}", self._refusing(404, f"there are {there}"))
+        app.router.add_get("/metrics", self._metrics)
         app.on_shutdown.append(self._end_streams)
 
     def _serving(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -96,6 +99,15 @@ class Api:
             return answer
 
         return refuse
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._admit_reader(request)
+            response = web.Response(body=await self.job.metrics(), headers={"Content-Type": METRICS_TYPE})
+            response.force_close()
+            return response
+        except Refused as refused:
+            return refusal(refused, close=True)
 
     async def _end_streams(self, _: web.Application) -> None:
         self._streams.end()
