@@ -37,8 +37,9 @@ from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.job_socket import JobSocket
-from ripstop.observe.log import Stderr, one_line
+from ripstop.observe.log import Stderr
 from ripstop.observe.report import render, to_json
+from ripstop.observe.text import one_line
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind

@@ -14,8 +14,8 @@ import pytest
 
 from ripstop.agent import checkup, health_command
 from ripstop.agent.checkup import Checkup
+from ripstop.agent.gpu_health import read
 from ripstop.agent.health import Facts, Gpu, Ran
-from ripstop.agent.nvml import read
 from ripstop.config import Health
 from ripstop.workers.process import Children
 
@@ -177,7 +177,6 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
     def no_mig(handle: int) -> int:
         raise nvml.NVMLError_NotSupported
 
-    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
     nvml.nvmlDeviceGetCount = lambda: len(rows)
     nvml.nvmlDeviceGetHandleByIndex = handle
     nvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"

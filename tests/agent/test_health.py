@@ -29,7 +29,7 @@ def test_a_good_node_has_no_problem() -> None:
     [
         (
             Facts(disks=(Disk("/logs", "logs", 5 << 20),)),
-            "/logs (logs) needs 1024 MiB free and has 5 MiB; make room, or lower min_disk",
+            "/logs (logs) needs 1.0 GiB free and has 5.0 MiB; make room, or lower min_disk",
         ),
         (
             Facts(skew=3600.0),

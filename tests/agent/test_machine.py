@@ -10,10 +10,9 @@ from ripstop.agent.machine import (
     Checked,
     Command,
     Event,
-    Examine,
-    Examined,
     Got,
     Linked,
+    LookAtWorkers,
     Offered,
     OfferStore,
     Quit,
@@ -29,6 +28,7 @@ from ripstop.agent.machine import (
     Warmed,
     WorkersDone,
     WorkersFailed,
+    WorkersSeen,
     WorkersStopped,
 )
 from ripstop.config import Timing
@@ -552,8 +552,8 @@ def test_a_join_tells_the_problems_too() -> None:
 
 def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
     agent = running_agent()
-    assert on(agent, Got(Inspect(1))) == [Examine(1)]
-    assert on(agent, Examined(1, (failure(),))) == [Tell(Inspected(1, (failure(),)))]
+    assert on(agent, Got(Inspect(1))) == [LookAtWorkers(1)]
+    assert on(agent, WorkersSeen(1, (failure(),))) == [Tell(Inspected(1, (failure(),)))]
     assert agent.state is State.RUNNING  # looking changes nothing
 
 

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
-from ripstop.cli import main
-from ripstop.cli.coordinator import FLAGS as COORDINATOR_FLAGS
-from ripstop.cli.coordinator import HELP as COORDINATOR_HELP
-from ripstop.cli.run import FLAGS, HELP
+from ripstop.cli import STEERING, main
+from ripstop.cli.completion import commands_flags
+from ripstop.cli.flags import Flag
+from ripstop.cli.run import HELP
+from ripstop.rendezvous.secret import api_token
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl", "typing"}
 
@@ -45,6 +46,7 @@ def test_the_version_is_one_line(words: list[str]) -> None:
         (["run", "-h"], "usage: ripstop run"),
         (["run", "--nnodes=2", "--help"], "usage: ripstop run"),
         (["coordinator", "--help"], "usage: ripstop coordinator"),
+        *(([command, "-h"], f"usage: ripstop {command}") for command in STEERING),
     ],
 )
 def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +54,21 @@ def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, caps
     assert capsys.readouterr().out.startswith(beginning)
 
 
-def test_the_help_names_every_flag_and_fits_a_wide_terminal() -> None:
-    assert [flag.name for flag in FLAGS if flag.name != "--help" and flag.name not in HELP] == []
-    assert [
-        flag.name for flag in COORDINATOR_FLAGS if flag.name != "--help" and flag.name not in COORDINATOR_HELP
-    ] == []
-    assert max(map(len, (HELP + COORDINATOR_HELP).splitlines())) <= 120
+@pytest.mark.parametrize(("command", "flags"), commands_flags().items())
+def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
+    command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    help = capsys.readouterr().out
+    assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
+    assert max(map(len, help.splitlines())) <= 120
+
+
+def test_a_token_is_made_without_asking_a_job_so_no_way_to_one_is_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIPSTOP_TOKEN", "secret")
+    assert main(["token", "--endpoint=head"]) == 2
+    assert capsys.readouterr().err.startswith("ripstop token: error: --endpoint=head: there is no such flag; ")
+    assert main(["token", "--job=job7"]) == 0
+    assert capsys.readouterr().out == f"{api_token('secret', 'job7')}\n"

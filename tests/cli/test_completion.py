@@ -49,6 +49,7 @@ CASES = [
     ("ripstop run --numa-binding ", {"node", "socket", "exclusive", "core-complex"}),
     ("ripstop run --nproc-per-node 2 --rdzv-backend c", {"c10d"}),
     ("ripstop coordinator --nn", {"--nnodes"}),
+    ("ripstop coordinator --log", {"--log-dir"}),
     ("ripstop completion z", {"zsh"}),
 ]
 

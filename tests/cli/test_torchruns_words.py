@@ -34,6 +34,11 @@ def torchs_actions() -> list[argparse.Action]:
     return [action for action in torchrun.get_args_parser()._actions if action.option_strings]
 
 
+def torchs_names() -> set[str]:
+    options = {option for action in torchs_actions() for option in action.option_strings}
+    return {option.replace("_", "-") for option in options if option.startswith("--")} | TORCHS_SINCE_2_12
+
+
 def ours(words: str) -> RunConfig:
     config = configure(words.split(), {})
     assert config is not None
@@ -54,8 +59,24 @@ def test_every_flag_has_torchruns_variable() -> None:
 
 
 def test_we_have_no_flag_besides_torchruns_and_our_own() -> None:
-    torchs = {option for action in torchs_actions() for option in action.option_strings}
-    assert {flag.name for flag in FLAGS} - torchs - TORCHS_SINCE_2_12 == OURS_ALONE
+    assert {flag.name for flag in FLAGS if flag.ours} == OURS_ALONE
+    assert {flag.name for flag in FLAGS if not flag.ours} == torchs_names()
+
+
+def test_a_beginning_that_means_one_flag_of_torchruns_means_the_same_here() -> None:
+    for name in torchs_names():
+        takes_value = any(flag.metavar for flag in FLAGS if flag.name == name)
+        for end in range(len("--x"), len(name)):
+            beginning = name[:end]
+            if [other for other in torchs_names() if other.startswith(beginning)] == [name]:
+                words = [beginning, "1", "train.py"] if takes_value else [beginning, "train.py"]
+                given = read(FLAGS, words, {})
+                assert (list(given.texts), given.program) == ([name], ("train.py",)), beginning
+
+
+def test_a_beginning_that_only_our_own_flags_have_means_them() -> None:
+    given = read(FLAGS, ["--dry", "--node-l", "rack1", "--restart-b=1", "train.py"], {})
+    assert set(given.texts) == {"--dry-run", "--node-label", "--restart-backoff"}
 
 
 def test_what_torchrun_takes_by_name_we_take_by_the_same_names() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.observe.events import read_lines
+from ripstop.observe.events import parse
 from ripstop.rendezvous.secret import api_token
 from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
@@ -158,7 +158,7 @@ def test_a_coordinator_by_itself_writes_down_what_happens(job: Job) -> None:
 
     def story() -> bool | None:
         with file.open() as lines:
-            kinds = {record["kind"] for record in read_lines(lines)}
+            kinds = {record["kind"] for line in lines if (record := parse(line))}
         return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
 
     wait_until(lambda: file.exists() or None)

@@ -265,6 +265,16 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     assert (following.wait(), following.err) == (0, "")
 
 
+def test_a_job_on_one_node_without_a_secret_is_steered_with_a_certificate(job: Job, tmp_path: Path) -> None:
+    (folder := tmp_path / "authority").mkdir()
+    tls = Authority(folder).node()
+    port = free_port()
+    conf = f"--rdzv-conf=tls_cert={tls.cert},tls_key={tls.key},tls_ca={tls.ca}"
+    job.run("--standalone", f"--api=127.0.0.1:{port}", "--rdzv-id=a", conf, str(CHATTY))
+    until_running(job)
+    assert "running" in says(job, "status", "--job=a", f"--endpoint=127.0.0.1:{port}", conf)
+
+
 def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: Job, tmp_path: Path) -> None:
     (folder := tmp_path / "authority").mkdir()
     tls = Authority(folder).node()

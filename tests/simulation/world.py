@@ -485,10 +485,10 @@ class World:
                     self.soon(0.0, 0.02, self._feed, node, agent.Offered(self.port))
                 case agent.Start(place):
                     self._start(node, place)
-                case agent.Examine(round):
+                case agent.LookAtWorkers(round):
                     where = (self._hang(node, node.group),) if node.group else ()
                     self.soon(
-                        0.0, self.random.choice((0.05, 2.0, 999.0)), self._feed, node, agent.Examined(round, where)
+                        0.0, self.random.choice((0.05, 2.0, 999.0)), self._feed, node, agent.WorkersSeen(round, where)
                     )
                 case agent.Stop(round, _, grace):
                     self._stop(node, round, grace)

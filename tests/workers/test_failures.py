@@ -16,13 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.observe.failure import Failure
+from ripstop.observe.text import clean, cut, cut_middle
 from ripstop.round import Address, Place
 from ripstop.workers.failures import (
     Memory,
-    clean,
     counted,
-    cut,
-    cut_middle,
     ending,
     gather,
     last_exception,
@@ -363,6 +361,7 @@ def test_only_a_kill_is_put_down_to_memory(tmp_path: Path) -> None:
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
+from ripstop.observe.text import clean, cut, cut_middle
 from ripstop.round import Address, Place
 from ripstop.workers.failures import gather, read_memory
 

@@ -371,14 +371,15 @@ def test_nothing_outlives_a_killed_agent(stage, start):
 def test_one_process_is_signalled_if_it_is_a_workers(stage) -> None:
     text = """
 child = subprocess.Popen(["sleep", "600"])
-up(child.pid, daemon())
+apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
+up(child.pid, apart.pid, daemon())
 sys.exit(7 if child.wait() == -signal.SIGTERM else 8)
 """
     stranger = subprocess.Popen(["sleep", "600"])
 
     async def scenario(scene: Scene) -> None:
-        child, daemon = map(int, await scene.words(1))
-        assert [scene.group.rank_of(pid) for pid in (*scene.group.pids, child)] == [0, 1, 1]
+        child, apart, daemon = map(int, await scene.words(1))
+        assert [scene.group.rank_of(pid) for pid in (*scene.group.pids, child, apart)] == [0, 1, 1, 1]
         for pid in (stranger.pid, daemon, os.getpid(), 1, 1 << 22):
             assert scene.group.rank_of(pid) is None
             scene.group.send(pid, signal.SIGKILL)

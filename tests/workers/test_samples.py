@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ripstop.config import Logs, StreamMap, Streams
 from ripstop.round import Address, Place
-from ripstop.workers import samples
+from ripstop.workers import linux, samples
 from ripstop.workers.logs import RoundLogs
 
 WORKER = """
@@ -67,18 +67,19 @@ def place(slots: int) -> Place:
 
 def test_a_worker_is_all_processes_of_its_session() -> None:
     with worker() as process:
-        used = samples.usage([process.pid])[process.pid]
+        used = linux.usage_of_sessions([process.pid])[process.pid]
     assert used.processes == 2
     assert used.threads >= 3
     assert used.memory > 96 << 20
     assert 0.3 <= used.cpu < 60
 
 
-def test_a_worker_that_is_gone_and_a_stranger_with_its_pid_are_not_there() -> None:
+def test_a_worker_that_is_gone_and_a_stranger_with_its_pid_are_not_there(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path), place(2), "default", terminal=False)
     with worker("print('ready', flush=True)") as process:
         process.wait()
         parent = os.getsid(os.getppid())  # the leader of a session, and no child of ours
-        assert samples.usage([process.pid, parent]) == {}
+        assert samples.sample(place(2), (process.pid, parent), logs, {}, ()).ranks == ()
 
 
 def test_a_nodes_sample_has_its_ranks_logs_and_progress(tmp_path: Path) -> None:

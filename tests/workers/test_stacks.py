@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.agent.answers import Workers, answer
+from ripstop.agent.answers import Node, Workers, answer
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
@@ -16,6 +16,7 @@ from ripstop.observe.events import Event, WorkerHangs
 from ripstop.observe.failure import Failure
 from ripstop.round import Address, Place
 from ripstop.workers import linux, process, stacks
+from ripstop.workers.gpus import Gpus
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.reports import Beat
@@ -45,7 +46,7 @@ class Asleep:
         self.children = Children()
         self.spawner = Spawner(entry, self.stage.env, self.start, ())
         outs = [self.stage.directory / f"{rank}.out" for rank in range(2)]
-        files = [(int(stacks.SIGNAL), stacks.stack_file(self.logs.directory(rank))) for rank in range(2)]
+        files = [(int(stacks.SIGNAL), self.logs.stack_file(rank)) for rank in range(2)]
         births = [Birth(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
         self.pids = await self.spawner.spawn(births)
         await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
@@ -62,7 +63,7 @@ class Asleep:
 def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> list[dict[str, object]]:
     async def ask() -> list[dict[str, object]]:
         async with Asleep(stage, start) as workers:
-            found = json.loads(await answer("stacks", json.dumps(details), workers))["ranks"]
+            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers)))["ranks"]
             assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
             return found
 
@@ -107,7 +108,7 @@ def test_a_tool_that_fails_gives_its_reason(stage, monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     with pytest.raises(NoAnswer, match=why):
-        asyncio.run(answer("stacks", json.dumps(details), Workers(PLACE, (1, 2), logs, {})))
+        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}))))
 
 
 def test_a_process_that_is_gone_is_said_to_be() -> None:
@@ -120,9 +121,9 @@ def test_the_work_of_a_session_is_that_of_all_its_processes(tmp_path: Path) -> N
     code = "head -c 1000 /dev/zero > $0; (while :; do :; done) & wait"
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", code, str(tmp_path / "out")], {}, setsid=True)
     try:
-        while not (work := linux.work_of_sessions({pid}).get(pid)) or work.cpu < 0.05 or not work.written:
+        while not (used := linux.usage_of_sessions({pid}).get(pid)) or used.cpu < 0.05 or not used.written:
             os.sched_yield()
-        assert linux.work_of_sessions({pid + 1_000_000}) == {}
+        assert linux.usage_of_sessions({pid + 1_000_000}) == {}
     finally:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -142,14 +143,14 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
     async def watch() -> tuple[Failure, ...]:
         async with Asleep(stage) as workers:
             hung: asyncio.Future[tuple[Failure, ...]] = asyncio.get_running_loop().create_future()
-            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            subject = Subject(PLACE, "here", workers.pids, workers.logs)
             watch = Watch(
                 subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
             )
             try:
                 async with asyncio.timeout(30):
                     failures = await hung
-                assert await watch.examine() == failures  # one look a hang
+                assert await watch.inspect() == failures  # one look a hang
                 await watch.settle()
             finally:
                 watch.close()
@@ -158,24 +159,21 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
     failures = asyncio.run(watch())
     assert [(f.rank, f.hang.call) for f in failures if f.hang] == [(4, "sleep_well"), (5, "sleep_well")]
     assert [event.rank for event in recorded if isinstance(event, WorkerHangs)] == [4, 5]
-    text = (stage.directory / "hang" / "rank_4.txt").read_text()
+    text = (stage.directory / "round_1" / "hang" / "rank_4.txt").read_text()
     assert ("time_sleep" in text) if spied else ("no native stack: py-spy is not installed" in text)
     assert f"Python stacks ({'py-spy' if spied else 'faulthandler; '}" in text
 
 
-def test_only_a_worker_and_its_children_are_heard(stage) -> None:
+def test_what_a_worker_says_of_its_pace_is_known_until_it_ends(stage) -> None:
     async def watch() -> None:
-        async with Asleep(stage) as workers:
-            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
-            watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
-            watch.report(os.getpid(), Beat(1, 1))
-            watch.report(1, Beat(1, 1))
-            assert watch.paces() == {}
-            watch.report(workers.pids[1], Beat(7, 3))
-            assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
-            watch.gone(1)
-            watch.report(workers.pids[1], Beat(8, 4))  # what comes late from a worker that has ended
-            assert watch.paces() == {}
-            watch.close()
+        logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+        subject = Subject(PLACE, "here", (1, 2), logs)
+        watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
+        assert watch.paces() == {}
+        watch.report(1, Beat(7, 3))
+        assert [(rank, pace.step, pace.beats) for rank, pace in watch.paces().items()] == [(1, 7, 3)]
+        watch.gone(1)
+        assert watch.paces() == {}
+        watch.close()
 
     asyncio.run(watch())

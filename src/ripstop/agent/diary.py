@@ -8,9 +8,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from ripstop.observe.events import Entry, Event, Recovered, Sink, to_json, words
+from ripstop.observe.events import Entry, Event, Sink, to_json, words
 from ripstop.rendezvous.messages import Told
 
 log = logging.getLogger("ripstop.agent")
@@ -51,25 +50,3 @@ class Diary:
             batch.append(line)
         if batch:
             self._tell(Told(tuple(batch)))
-
-
-@dataclass(slots=True)
-class Trouble:
-    """From what went wrong to workers that run again; times of one clock, each known when it is reached."""
-
-    happened: float
-    known: float
-    told: float | None = None  # what to do about it
-    stopped: float | None = None
-
-    def over(self, round: int, called: float, now: float) -> Recovered:
-        """The workers of this round were called for then, and run now."""
-        told = self.known if self.told is None else self.told
-        stopped = told if self.stopped is None else self.stopped
-        return Recovered(
-            round,
-            detect=self.known - self.happened,
-            decide=told - self.known + max(0.0, called - stopped),
-            stop=stopped - told,
-            start=now - max(called, stopped),
-        )

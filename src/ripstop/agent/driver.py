@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING
 from ripstop.agent import answers
 from ripstop.agent.answers import Workers
 from ripstop.agent.checkup import Checkup
-from ripstop.agent.diary import Diary, Trouble
+from ripstop.agent.diary import Diary
 from ripstop.agent.health import problems
 from ripstop.agent.machine import (
     Agent,
     Checked,
     Event,
-    Examine,
-    Examined,
     Got,
     Linked,
+    LookAtWorkers,
     Offered,
     OfferStore,
     Quit,
@@ -44,8 +43,10 @@ from ripstop.agent.machine import (
     Warmed,
     WorkersDone,
     WorkersFailed,
+    WorkersSeen,
     WorkersStopped,
 )
+from ripstop.agent.outage import Outage
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import RunConfig
 from ripstop.errors import NoAnswer, StartError
@@ -67,16 +68,17 @@ from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Rejected
 from ripstop.round import Node, Place
 from ripstop.workers.console import Console
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.failures import Memory, gather, not_started, read_memory
+from ripstop.workers.failures import Condemned, Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.reports import Report, Reports
 from ripstop.workers.spawner import Birth, Starter
-from ripstop.workers.stacks import SIGNAL, stack_file
+from ripstop.workers.stacks import SIGNAL, look
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
+    from ripstop.workers.gpus import Gpus
     from ripstop.workers.timer_pipe import Watchdog
 
 log = logging.getLogger("ripstop.agent")
@@ -98,7 +100,7 @@ class Running:
     watch: Watch | None = None
     ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
-    condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
+    condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -147,8 +149,9 @@ class Driver:
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
         self._signals = [signal.Signals[name] for name in handled]
-        self._trouble: Trouble | None = None  # of the workers that are to be replaced
+        self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
+        self._gpus: Gpus | None = None
         self._reports = Reports(environ, self._reported)
 
     async def run(self) -> Quit:
@@ -182,10 +185,17 @@ class Driver:
 
     async def _answer(self, ask: Ask) -> None:
         try:
-            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._workers()))
+            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._asked_about()))
         except NoAnswer as why:
             answer = Answer(ask.number, error=str(why))
         self._link.send(answer)
+
+    def _asked_about(self) -> answers.Node:
+        if self._gpus is None:
+            from ripstop.workers.gpus import Gpus  # nobody may ever ask
+
+            self._gpus = Gpus()
+        return answers.Node(self._gpus, self._workers())
 
     def _workers(self) -> Workers | None:
         running = self._running
@@ -194,8 +204,12 @@ class Driver:
         return Workers(running.place, running.group.pids, running.logs, running.watch.paces())
 
     def _reported(self, pid: int, report: Report) -> None:
-        if self._running is not None and self._running.watch is not None:
-            self._running.watch.report(pid, report)
+        running = self._running
+        if running is None or running.group is None or running.watch is None:
+            return
+        rank = running.group.rank_of(pid)
+        if rank is not None:
+            running.watch.report(rank, report)
 
     def on_unlinked(self, why: str) -> None:
         self._feed(Unlinked(why))
@@ -234,7 +248,7 @@ class Driver:
 
     # commands out -----------------------------------------------------------------------------------------------------
 
-    def _execute(self, command: Tell | OfferStore | Start | Stop | Examine | Say | Quit) -> None:
+    def _execute(self, command: Tell | OfferStore | Start | Stop | LookAtWorkers | Say | Quit) -> None:
         match command:
             case Tell(message):
                 self._link.send(message)
@@ -247,11 +261,11 @@ class Driver:
             case Stop(round, signum, grace, why):
                 self._diary.record(WorkersStopping(round, why))
                 now = self._loop.time()
-                self._trouble = self._trouble or Trouble(now, now)
-                self._trouble.told = self._trouble.told or now
+                self._outage = self._outage or Outage(now, now)
+                self._outage.told = self._outage.told or now
                 self._task(self._stop_workers(round, signum, grace))
-            case Examine(round):
-                self._task(self._examine(round))
+            case LookAtWorkers(round):
+                self._task(self._inspect(round))
             case Say(text):
                 self._diary.record(AgentSaid(text))
             case Quit():
@@ -337,35 +351,34 @@ class Driver:
 
     def _note_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()
-        trouble, self._trouble = self._trouble, None
-        pause = now - trouble.happened if trouble else 0.0
+        outage, self._outage = self._outage, None
+        pause = now - outage.happened if outage else 0.0
         self._diary.record(
             WorkersStarted(
                 place.round, place.first_rank, place.world_size, place.restarts, pids, now - began, pause, why
             )
         )
-        if trouble:
-            self._diary.record(trouble.over(place.round, began, now))
+        if outage:
+            self._diary.record(outage.over(place.round, began, now))
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        found = self._directory.path / f"round_{place.round}" / "hang"
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs, found)
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
-            self._trouble = self._trouble or Trouble(now - seconds, now)
+            self._outage = self._outage or Outage(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
         running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung)
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
-    async def _examine(self, round: int) -> None:
+    async def _inspect(self, round: int) -> None:
         running, failures = self._running, tuple[Failure, ...]()
         if running is not None and running.place.round == round and running.watch is not None:
-            failures = await running.watch.examine()
-        self._feed(Examined(round, failures))
+            failures = await running.watch.inspect()
+        self._feed(WorkersSeen(round, failures))
 
     def _load_plugin(self) -> LogsSource:
         from ripstop.workers.logs_plugin import LogsPlugin
@@ -391,7 +404,8 @@ class Driver:
         env = self._environment(running.place, local_rank, logs.error_file(local_rank))
         env |= logs.environment(local_rank)
         binding = self._config.bindings[local_rank] if self._config.bindings else None
-        stacks = (SIGNAL, stack_file(logs.directory(local_rank))) if self._config.hang_timeout else None
+        looked_at = self._config.hang_timeout or self._config.timer_pipe
+        stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
         return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding, stacks)
 
     def _exited(self, running: Running, exit: Exit) -> None:
@@ -407,21 +421,21 @@ class Driver:
             return
         if running.was_told_to_end(exit):
             return
-        if self._trouble is None:
+        if self._outage is None:
             now = self._loop.time()
-            self._trouble = Trouble(now - max(0.0, time.time() - exit.at), now)
+            self._outage = Outage(now - max(0.0, time.time() - exit.at), now)
         failure = gather(
             running.place,
             exit.local_rank,
             host=self._machine.node.host,
             at=exit.at,
             pid=exit.pid,
-            returncode=exit.exitcode if exit.exitcode is not None else -(exit.signal or 0),
+            returncode=exit.returncode,
             logs=running.logs.directory(exit.local_rank),
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
-            condemned=running.condemned.get(exit.local_rank, ""),
+            condemned=running.condemned.get(exit.local_rank),
         )
         self._diary.record(
             WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
@@ -454,9 +468,15 @@ class Driver:
         missed = TimersMissed(running.place.round, running.place.first_rank + rank, pid, why)
         self._diary.record(missed, level=logging.WARNING)
         if signum:
-            if pid in running.group.pids:
-                running.condemned[rank] = why
-            running.group.send(pid, signum)
+            self._task(self._condemn(running, running.group, rank, pid, why, signum))
+
+    async def _condemn(self, running: Running, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
+        """The signal, and before it the evidence: where the worker is."""
+        if pid in group.pids:
+            found = await look(pid, running.logs.stack_file(rank))
+            running.condemned[rank] = Condemned(why, found.stack)
+        if not running.sent:
+            group.send(pid, signum)
 
     async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
         running = self._running
@@ -478,8 +498,8 @@ class Driver:
         for rank in range(running.place.slots):
             self._task(self._console.finish(running.logs.files(rank)))
         now = self._loop.time()
-        if self._trouble is not None:
-            self._trouble.stopped = now
+        if self._outage is not None:
+            self._outage.stopped = now
         self._diary.record(events.WorkersStopped(round, now - began))
         self._feed(WorkersStopped(round))
 

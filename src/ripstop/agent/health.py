@@ -7,6 +7,7 @@ a node has not been in the job: two that disagree are no reason to disturb its t
 from dataclasses import dataclass
 
 from ripstop.config import Health
+from ripstop.observe.text import amount
 
 LONGEST = 300  # characters of a user's words
 
@@ -78,13 +79,9 @@ def problems(facts: Facts, limits: Health, *, joining: bool) -> tuple[Problem, .
 def _full(disk: Disk, least: int) -> Problem:
     return Problem(
         f"disk {disk.use}",
-        f"{disk.path} ({disk.use}) needs {megabytes(least)} free and has {megabytes(disk.free)}; "
+        f"{disk.path} ({disk.use}) needs {amount(least)} free and has {amount(disk.free)}; "
         "make room, or lower min_disk",
     )
-
-
-def megabytes(size: int) -> str:
-    return f"{size / (1 << 20):.0f} MiB" if size < 10 << 30 else f"{size / (1 << 30):.0f} GiB"
 
 
 def _silent(look: str) -> Problem:

@@ -14,6 +14,7 @@ from functools import partial
 
 from ripstop.agent.health import Ran
 from ripstop.workers import linux
+from ripstop.workers.look import settle
 from ripstop.workers.process import Children, End
 
 TAIL = 8192  # bytes of its output
@@ -29,7 +30,7 @@ async def run(command: Sequence[str], environ: Mapping[str, str], patience: floa
             pid = _start(command, environ, output)
         except OSError as error:
             return Ran(None, error=error.strerror or str(error))
-        children.watch(pid, partial(_settle, ended))
+        children.watch(pid, partial(settle, ended))
         try:
             async with asyncio.timeout(patience):
                 end = await ended
@@ -38,8 +39,7 @@ async def run(command: Sequence[str], environ: Mapping[str, str], patience: floa
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        code = end.exitcode if end.exitcode is not None else -(end.signal or 0)
-        return Ran(code, output.last_line())
+        return Ran(end.returncode, output.last_line())
     finally:
         output.close()
 
@@ -57,11 +57,6 @@ def _start(command: Sequence[str], environ: Mapping[str, str], output: "_Output"
     process.returncode = 0  # `Children` reaps it
     output.started()
     return process.pid
-
-
-def _settle(ended: asyncio.Future[End], end: End) -> None:
-    if not ended.done():
-        ended.set_result(end)
 
 
 class _Output:

@@ -116,7 +116,7 @@ class WorkersFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class WorkersSeen:
     """This is where the workers of this round are."""
 
     round: int
@@ -151,7 +151,7 @@ class Tick:
 
 Event = (
     Linked | Unlinked | Got | Warmed | Checked | Offered
-    | WorkersFailed | Examined | WorkersDone | WorkersStopped | Signalled | Tick
+    | WorkersFailed | WorkersSeen | WorkersDone | WorkersStopped | Signalled | Tick
 )  # fmt: skip
 
 
@@ -192,8 +192,8 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Examine:
-    """Find out where the workers are, and come back with `Examined`."""
+class LookAtWorkers:
+    """Find out where the workers are, and come back with `WorkersSeen`."""
 
     round: int
 
@@ -214,7 +214,7 @@ class Quit:
     report: Report | None = None
 
 
-Command = Tell | OfferStore | Start | Stop | Examine | Say | Quit
+Command = Tell | OfferStore | Start | Stop | LookAtWorkers | Say | Quit
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Agent:
                 return [] if self._going() else self._tell(self._ready)
             case WorkersFailed(round, failures):
                 return self._failed(round, failures)
-            case Examined(round, failures):
+            case WorkersSeen(round, failures):
                 return self._tell(Inspected(round, trim(failures)))
             case WorkersDone(round) if self._holds(round) and self.state is State.RUNNING:
                 self.state = State.SUCCEEDED
@@ -436,7 +436,7 @@ class Agent:
                 return self._depart(why)
             case Inspect(round):
                 here = self._holds(round) and self.state in (State.RUNNING, State.FAILED)
-                return [Examine(round)] if here else self._tell(Inspected(round))
+                return [LookAtWorkers(round)] if here else self._tell(Inspected(round))
             case Closing(why):
                 self._closing = message
                 self._next = None

@@ -17,29 +17,27 @@ from ripstop.observe.events import CheckpointSaved, Event, FirstStep, StepsDone,
 from ripstop.observe.failure import Failure, Hang
 from ripstop.observe.progress import Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
+from ripstop.observe.text import clean, cut_middle
 from ripstop.round import Place
 from ripstop.workers import linux
-from ripstop.workers.failures import clean, cut_middle
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.reports import Beat, Report, Saved
-from ripstop.workers.stacks import Look, look_at, native, size, stack_file
+from ripstop.workers.stacks import Look, look_at, native, size
 
 log = logging.getLogger("ripstop.agent")
 
 STACK = 8192  # bytes of a stack that travels
 PATIENCE = 10.0  # seconds that stopping waits for what is being found out
-GENERATIONS = 8  # between a worker and whoever reports for it, outside of its session
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whom to watch: the workers of one round, by local rank, and where what is found goes."""
+    """Whom to watch: the workers of one round, by local rank."""
 
     place: Place
     host: str
     pids: tuple[int, ...]
     logs: RoundLogs
-    directory: Path  # for what is found in a hang
 
 
 class Watch:
@@ -62,15 +60,12 @@ class Watch:
         self._stepped = False
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._examination: asyncio.Task[tuple[Failure, ...]] | None = None
+        self._inspection: asyncio.Task[tuple[Failure, ...]] | None = None
         self._natives: asyncio.Task[None] | None = None
         self._arm()
 
-    def report(self, pid: int, report: Report) -> None:
-        """A process says something; whose worker is it?"""
-        rank = self._worker(pid)
-        if rank is None:
-            return
+    def report(self, rank: int, report: Report) -> None:
+        """What a worker says, by its local rank, or a process that belongs to it."""
         place, now = self._subject.place, self._loop.time()
         match report:
             case Saved(step, path):
@@ -91,23 +86,23 @@ class Watch:
         """What the workers report, by local rank."""
         return self._progress.paces(self._loop.time())
 
-    async def examine(self) -> tuple[Failure, ...]:
+    async def inspect(self) -> tuple[Failure, ...]:
         """Where the workers are; on disk, too, when this returns.  Native stacks come there later."""
-        if self._examination is None:
-            self._examination = self._loop.create_task(self._examine({}))
-        return await asyncio.shield(self._examination)
+        if self._inspection is None:
+            self._inspection = self._loop.create_task(self._inspect({}))
+        return await asyncio.shield(self._inspection)
 
     async def settle(self) -> None:
-        """Waits until an examination that has begun is over: the workers are about to be stopped."""
-        if self._examination is not None:
-            await asyncio.wait([self._examination], timeout=PATIENCE)
+        """Waits until an inspection that has begun is over: the workers are about to be stopped."""
+        if self._inspection is not None:
+            await asyncio.wait([self._inspection], timeout=PATIENCE)
         if self._natives is not None:
             await asyncio.wait([self._natives], timeout=PATIENCE)
 
     def close(self) -> None:
         """The workers are gone."""
         self._disarm()
-        for task in (self._looking, self._examination, self._natives):
+        for task in (self._looking, self._inspection, self._natives):
             if task is not None:
                 task.cancel()
         place = self._subject.place
@@ -115,24 +110,12 @@ class Watch:
             steps = StepsDone(place.round, place.first_rank + rank, stride.first, stride.last, stride.seconds)
             self._record(steps, logging.INFO)
 
-    def _worker(self, pid: int) -> int | None:
-        """The local rank of the worker that this process is, or belongs to."""
-        ranks = {worker: rank for rank, worker in self._live.items()}
-        for _ in range(GENERATIONS):
-            process = None if pid in ranks else linux.look(pid)
-            if process is None:
-                return ranks.get(pid)
-            if process.session in ranks:
-                return ranks[process.session]
-            pid = process.parent
-        return None
-
     # looking for hangs ------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         self._disarm()
         when = self._progress.deadline()
-        if when is not None and self._examination is None:
+        if when is not None and self._inspection is None:
             self._timer = self._loop.call_at(when, self._wake)
 
     def _disarm(self) -> None:
@@ -149,11 +132,11 @@ class Watch:
         await self._look()
         now = self._loop.time()
         stuck = self._progress.stuck(now)
-        if not stuck or self._examination is not None:
+        if not stuck or self._inspection is not None:
             self._arm()
             return
-        self._examination = self._loop.create_task(self._examine(stuck))
-        failures = await asyncio.shield(self._examination)
+        self._inspection = self._loop.create_task(self._inspect(stuck))
+        failures = await asyncio.shield(self._inspection)
         self._on_hang(failures, max(hang.seconds for hang in stuck.values()))
 
     async def _look(self) -> None:
@@ -162,24 +145,24 @@ class Watch:
         if not due:
             return
         asked_for = {rank: size(self._with_file(rank)[1]) for rank in due}  # stacks that it wrote are no sign of life
-        work = linux.work_of_sessions(frozenset(self._live[rank] for rank in due))
+        used = linux.usage_of_sessions(self._live[rank] for rank in due)
         wanted = [rank for rank, stack in due.items() if stack]
         looks = await look_at(self._with_file(rank) for rank in wanted)
         stacks = {rank: found.stack for rank, found in zip(wanted, looks, strict=True)}
         now = self._loop.time()
         for rank in due:
-            if done := work.get(self._live.get(rank, 0)):
-                written = done.written - asked_for[rank]
-                self._progress.look(rank, Signs(written, done.cpu, stacks.get(rank, ""), done.ready), now)
+            if work := used.get(self._live.get(rank, 0)):
+                written = work.written - asked_for[rank]
+                self._progress.look(rank, Signs(written, work.cpu, stacks.get(rank, ""), work.ready), now)
             else:
                 self._progress.unseen(rank, now)
 
     def _with_file(self, rank: int) -> tuple[int, Path]:
-        return self._live[rank], stack_file(self._subject.logs.directory(rank))
+        return self._live[rank], self._subject.logs.stack_file(rank)
 
     # evidence ---------------------------------------------------------------------------------------------------------
 
-    async def _examine(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
+    async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}
@@ -221,7 +204,7 @@ class Watch:
         )
 
     def _file(self, rank: int) -> Path:
-        return self._subject.directory / f"rank_{rank}.txt"
+        return self._subject.logs.hang_directory() / f"rank_{rank}.txt"
 
     def _write(self, failure: Failure, found: Look, native: str) -> None:
         parts = [

@@ -115,12 +115,10 @@ def commands_flags() -> dict[str, tuple[Flag, ...]]:
     """Of every command that has some."""
     from importlib import import_module
 
-    from ripstop.cli.job import JOB_FLAGS
-    from ripstop.cli.run import FLAGS
-    from ripstop.cli.steering import FLAGS as COMMON
+    from ripstop.cli.steering import COMMON
 
-    own = {command: getattr(import_module(f"ripstop.cli.{command}"), "FLAGS", ()) for command in STEERING}
-    return {"run": FLAGS, "coordinator": JOB_FLAGS} | {command: (*COMMON, *flags) for command, flags in own.items()}
+    modules = {command: import_module(f"ripstop.cli.{command}") for command in ("run", "coordinator", *STEERING)}
+    return {command: getattr(module, "FLAGS", COMMON) for command, module in modules.items()}
 
 
 def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:

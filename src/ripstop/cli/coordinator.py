@@ -34,14 +34,15 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --rdzv-id NAME                the job's name (none)
   --nnodes N | MIN:MAX          how many nodes the job has (1)
   --max-restarts N              failures that are healed, in the whole job (0)
-  --restart-window TIME         count them in any such time, as 90s, 10m, 1h, and not in the whole run
-  --restart-backoff SECONDS     longest pause before a restart when rounds keep dying young (30)
+  --restart-window TIME         count them in any such time, and not in the whole run
+  --restart-backoff TIME        longest pause before a restart when rounds keep dying young (30)
   --max-infra-restarts N        hangs that are healed in any hour, counted apart (3)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, tls_cert, tls_key,
                                 tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
   --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
-Every flag can be given as a variable: PET_RDZV_ID=job7.  RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
+TIME is seconds, or has a unit: 90s, 10m, 1h.  Every flag can be given as a variable: PET_RDZV_ID=job7.
+RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
 """
 
 

@@ -43,18 +43,13 @@ def installed() -> int | None:
 
 
 def _nvml() -> int | None:
+    from ripstop.workers import nvml
+
     try:
-        import pynvml
-    except ImportError:
+        with nvml.opened() as found:
+            return int(found.nvmlDeviceGetCount())
+    except nvml.NvmlError:
         return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _driver() -> int | None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import Target, find, get, post, words
+from ripstop.cli.steering import ABOUT_JOBS, Target, find, get, post, words
 from ripstop.errors import UsageError
 
-HELP = """\
+HELP = f"""\
 usage: ripstop drain NODE [FLAGS]
 
 Has a node stop its workers and leave the job; the others go on without it.  NODE is a name that `ripstop status` shows,
 or a beginning of one that fits no other.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _full(target: Target, beginning: str) -> str:
-    names = [member["name"] for member in get(target, "/members")["members"]]
+    names = [node["name"] for node in get(target, "/members")["members"]]
     fitting = [name for name in names if name.startswith(beginning)]
     if len(fitting) > 1 and beginning not in names:
         raise UsageError(f"{beginning}: could be {' or '.join(fitting)}; write more of it")

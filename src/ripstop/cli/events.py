@@ -6,13 +6,13 @@ from datetime import datetime
 from typing import Any
 
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import Target, find, get, lines, words
+from ripstop.cli.steering import ABOUT_JOBS, COMMON, Target, find, get, lines, words
 from ripstop.config import whole
 from ripstop.observe.events import from_json
 from ripstop.observe.events import words as in_words
-from ripstop.observe.log import one_line
+from ripstop.observe.text import one_line
 
-HELP = """\
+HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]
 
 Says what happened in a job, one line an event: all that its coordinator remembers, in the order in which it learned
@@ -20,8 +20,9 @@ of it.  With --json, each line is a JSON object as in events.jsonl, with its num
 
   -f, --follow                go on with what happens from now on, until the job is over
   --since N                   only what came after the event of this number
-"""
+{ABOUT_JOBS}"""
 FLAGS = (
+    *COMMON,
     Flag("--follow", short="-f", from_environment=False),
     Flag("--since", "N", from_environment=False),
 )

@@ -5,6 +5,9 @@ no other flag, `--flag value` or `--flag=value`, `-f value` or `-fvalue`; the la
 flag is the program, and everything after it is the program's, word for word.  A `--` may stand on either side of the
 program, once.  A flag that is not given takes the variable `PET_` + its name, an empty variable counting as not set.
 
+One of our own: a beginning that fits a flag of torchrun's does not mean one that only we have, so that a command line
+which torchrun takes keeps its meaning.
+
 Pure.
 """
 
@@ -19,7 +22,8 @@ from ripstop.errors import UsageError
 class Flag:
     """One flag; `metavar` is what its value is called in the help, "" for a switch.
 
-    `choices` are the values that a shell should offer: all there are, or the most common ones.
+    `choices` are the values that a shell should offer: all there are, or the most common ones.  `ours`: torchrun has
+    none of this name.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Flag:
     short: str = ""
     choices: tuple[str, ...] = ()
     from_environment: bool = True
+    ours: bool = False
 
     @property
     def variable(self) -> str:
@@ -103,7 +108,8 @@ def _match(flags: Sequence[Flag], word: str) -> tuple[Flag, str | None]:
         raise _unknown(flags, word)
     name, equals, value = word.partition("=")
     name = name.replace("_", "-")
-    fitting = [flag for flag in flags if flag.name == name] or [flag for flag in flags if flag.name.startswith(name)]
+    begun = [flag for flag in flags if flag.name.startswith(name)]
+    fitting = [flag for flag in begun if flag.name == name] or [flag for flag in begun if not flag.ours] or begun
     match fitting:
         case [flag]:
             return flag, value if equals else None

@@ -13,9 +13,9 @@ JOB_FLAGS = (
     Flag("--rdzv-endpoint", "HOST[:PORT]"),
     Flag("--rdzv-conf", "KEY=VALUE,…"),
     Flag("--max-restarts", "N"),
-    Flag("--restart-window", "TIME"),
-    Flag("--restart-backoff", "SECONDS"),
-    Flag("--max-infra-restarts", "N"),
+    Flag("--restart-window", "TIME", ours=True),
+    Flag("--restart-backoff", "TIME", ours=True),
+    Flag("--max-infra-restarts", "N", ours=True),
 )
 MOST_RESTARTS = 1_000_000
 

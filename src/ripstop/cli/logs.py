@@ -8,11 +8,12 @@ from typing import Any
 
 from ripstop.cli.events import follow
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import Objection, Target, complain, find, get, lines, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, COMMON, Objection, Target, complain, find, get, lines, show_json, words
 from ripstop.config import whole
 from ripstop.errors import RipstopError, UsageError
+from ripstop.observe.openapi import MAX_TAIL
 
-HELP = """\
+HELP = f"""\
 usage: ripstop logs [RANK] [-f] [--tail N] [--stream stdout|stderr] [FLAGS]
 
 Shows the end of what workers wrote: of one, or of all with [RANK] before each line.  Output that goes to a node's
@@ -22,8 +23,9 @@ console alone, as stdout does without --tee or --redirects, is only there.
                               until the job is over
   --tail N                    so many lines of each (100)
   --stream NAME               stdout or stderr alone (those that go to a file)
-"""
+{ABOUT_JOBS}"""
 FLAGS = (
+    *COMMON,
     Flag("--follow", short="-f", from_environment=False),
     Flag("--tail", "N", from_environment=False),
     Flag("--stream", "NAME", choices=("stdout", "stderr"), from_environment=False),
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     given = asked.given
     rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None
-    tail = whole("--tail", given.text("--tail", "100"), least=0, most=10_000)
+    tail = whole("--tail", given.text("--tail", "100"), least=0, most=MAX_TAIL)
     stream = given.text("--stream", "")
     if stream not in ("", *STREAMS):
         raise UsageError(f"--stream={stream}: there is no such stream; write stdout or stderr")

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import find, page, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, page, show_json, words
 
-HELP = """\
+HELP = f"""\
 usage: ripstop metrics [FLAGS]
 
 Prints the page that Prometheus reads: what happened in a job, what it is doing, and what its workers use.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:

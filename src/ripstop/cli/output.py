@@ -9,9 +9,7 @@ from ripstop.config import Logs, StreamMap, Streams, local_ranks, streams, words
 from ripstop.errors import UsageError
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-GROUP = "torchrun.logs_specs"
-HANDLERS = ("null", "console", "dynamic_rendezvous")  # torch's own; the last is null, too
-EVENT_GROUP = "torchrun.event_handlers"
+LOGS_GROUP = "torchrun.logs_specs"
 
 
 def logs(given: Given, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
@@ -54,11 +52,11 @@ def _specs(given: Given) -> str:
     from importlib.metadata import entry_points
 
     name = given.text("--logs-specs", "")
-    known = sorted(entry_points(group=GROUP).names)
+    known = sorted(entry_points(group=LOGS_GROUP).names)
     if name not in known:
         said = f"{given.label('--logs-specs')}={name}"
         there = f"there are {', '.join(known)}" if known else "there is none at all: install the plugin's package"
-        raise UsageError(f"{said}: no entry point {GROUP} has this name; {there}")
+        raise UsageError(f"{said}: no entry point {LOGS_GROUP} has this name; {there}")
     return name
 
 
@@ -76,15 +74,19 @@ def _filters(given: Given, flag: str, stream: Streams, tee: StreamMap, slots: in
 def event_handler(given: Given) -> str:
     """The handler that is told of events, "" for none."""
     handler = given.text("--event-log-handler", "null")
-    if handler in HANDLERS:
+    if handler == "null":
+        return ""
+    from ripstop.observe.handle_events import GROUP, NAMES  # it imports logging: only where somebody is to be told
+
+    if handler in NAMES:
         return handler if handler == "console" else ""
     from importlib.metadata import entry_points
 
-    known = sorted(entry_points(group=EVENT_GROUP).names)
+    known = sorted(entry_points(group=GROUP).names)
     if handler not in known:
         name = given.label("--event-log-handler")
         raise UsageError(
-            f"{name}={handler}: there is no such handler, and no entry point {EVENT_GROUP} of this name; "
-            f"write {', '.join((*HANDLERS[:2], *known))}"
+            f"{name}={handler}: there is no such handler, and no entry point {GROUP} of this name; "
+            f"write {', '.join((*NAMES[:2], *known))}"
         )
     return handler

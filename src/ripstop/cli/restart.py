@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, find, post, words
 
-HELP = """\
+HELP = f"""\
 usage: ripstop restart [FLAGS]
 
 Stops a job's workers and starts them again, on the same nodes.  It costs none of the job's restarts.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.health import health
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
 from ripstop.cli.meeting import meeting, ranking
-from ripstop.cli.output import HANDLERS, event_handler, logs
+from ripstop.cli.output import event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
 from ripstop.config import (
@@ -71,11 +71,7 @@ where nodes meet
                               point torchrun.handlers: the endpoint and the settings are its own then
   --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); etcd's: HOST[:PORT],…
   --rdzv-id NAME              the job's name, the same on all nodes (none; a new one on a single node)
-  --rdzv-conf KEY=VALUE,…     join_timeout=600 for enough nodes; last_call_timeout=2 for more of them; lease=3 for a
-                              silent node; coordinator_timeout=600 for a coordinator that is away; is_host=1|0;
-                              rank_by=join|address|slot|label: how first ranks are given, the same on all nodes;
-                              tls_cert, tls_key, tls_ca: PEM files, to encrypt what agents and coordinator say
-                              for etcd: protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
+  --rdzv-conf KEY=VALUE,…     settings, see below
   --node-rank N               this node's rank for static; otherwise the one it would like
   --node-label NAME           where this node stands, as a rack or switch, for rank_by=label
   --master-addr HOST, --master-port PORT                              for static (port 29500)
@@ -85,26 +81,23 @@ where nodes meet
 
 when a worker fails
   --max-restarts N            failures that are healed, in the whole job (0)
-  --restart-window TIME       count them in any such time, as 90s, 10m, 1h, and not in the whole run
-  --restart-backoff SECONDS   longest pause before a restart when rounds keep dying young (30)
-  --hang-timeout TIME         diagnose and restart a worker that makes no progress for so long, as 90s, 10m (0: never)
+  --restart-window TIME       count them in any such time, and not in the whole run
+  --restart-backoff TIME      longest pause before a restart when rounds keep dying young (30)
+  --hang-timeout TIME         diagnose and restart workers that make no progress for so long (0: never)
   --max-infra-restarts N      hangs that are healed in any hour, counted apart from failures (3)
-  --shutdown-timeout SECONDS  from SIGTERM to SIGKILL (30)
+  --shutdown-timeout TIME     from SIGTERM to SIGKILL (30)
   --signals-to-handle NAME,…  signals that end this node's part; workers get the same (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
-  --monitor-interval SECONDS  taken for torchrun's sake: nothing polls here
+  --monitor-interval TIME     taken for torchrun's sake, without effect: a worker's death is noticed at once
 
 when a node is bad
   --health-check COMMAND      run before this node joins, and again and again; anything but exit code 0 in time keeps
                               the node out, or has its place given to another.  No shell: write sh -c '…' for one
   --health-interval TIME      how often it and ripstop's own checks are run, and how long it may take (30)
-  --rdzv-conf KEY=VALUE,…     min_disk=32M free for logs and temporary files; max_clock_skew=60 when a node joins;
-                              quarantine_failures=3 of a node within quarantine_window=600 keep it out for
-                              quarantine_cooldown=600, if the job can do without it; 0 turns each of them off
 
 output
   --log-dir DIR               where logs go (a new directory below the temporary one); /dev/null keeps none
-  -r, --redirects WHICH       to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2
-  -t, --tee WHICH             to files and to the console
+  -r, --redirects WHICH       to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2 (0)
+  -t, --tee WHICH             to files and to the console (0)
   --local-ranks-filter RANK,…            show only these workers on the console
   --duplicate-stdout-filters WORD,…      what is teed and holds a word also goes to filtered_stdout.log
   --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
@@ -112,11 +105,27 @@ output
   --event-log-handler NAME    tell torch's events to a handler: console, or a plugin (entry point
                               torchrun.event_handlers); null for none (null)
 
-Flags may be written with underscores.  Every flag can be given as a variable: PET_NNODES=2.
-RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret, the same on all nodes.
-RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD: for an etcd that asks.
-TORCHELASTIC_ENABLE_FILE_TIMER=1: workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed at a miss.
-`ripstop completion bash|zsh|fish` prints what makes a shell complete these.
+settings: --rdzv-conf KEY=VALUE,…
+  join_timeout=600            time for enough nodes to come
+  last_call_timeout=2         time for more of them
+  lease=3                     after which a silent node is lost
+  coordinator_timeout=600     time for a coordinator that went away to come back
+  is_host=1|0                 the coordinator is here, or is not (whoever can bind the endpoint)
+  rank_by=join                what first ranks go by: join, address, slot or label; the same on all nodes
+  min_disk=32M                room for logs and temporary files on a good node; 0: any
+  max_clock_skew=60           how far its clock may be off when it joins; 0: any
+  quarantine_failures=3       of a node within quarantine_window=600 keep it out for quarantine_cooldown=600, if the
+                              job can do without it; 0: never
+  tls_cert, tls_key, tls_ca   PEM files, to encrypt what agents and coordinator say
+  for etcd                    protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
+
+TIME is seconds, or has a unit: 90s, 10m, 1h.  Flags may be written with underscores.
+Every flag can be given as a variable: PET_NNODES=2.  Others that count:
+  RIPSTOP_TOKEN, RIPSTOP_TOKEN_FILE             the job's secret, or a file that holds it; the same on all nodes
+  RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD      for an etcd that asks
+  TORCHELASTIC_ENABLE_FILE_TIMER=1              workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed
+                                                at a miss
+`ripstop completion bash|zsh|fish` prints what makes a shell complete all this.
 """
 
 FLAGS = (
@@ -125,27 +134,27 @@ FLAGS = (
     Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static")),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
-    Flag("--node-label", "NAME"),
+    Flag("--node-label", "NAME", ours=True),
     Flag("--master-addr", "HOST"),
     Flag("--master-port", "PORT"),
     Flag("--local-addr", "HOST"),
-    Flag("--api", "HOST[:PORT]"),
+    Flag("--api", "HOST[:PORT]", ours=True),
     Flag("--module", short="-m"),
     Flag("--no-python"),
     Flag("--run-path"),
     Flag("--start-method", "HOW", choices=("zygote", "exec")),
-    Flag("--preload", "MODULE,…"),
+    Flag("--preload", "MODULE,…", ours=True),
     Flag("--role", "NAME"),
     Flag("--numa-binding", "MODE", choices=tuple(mode.value for mode in Numa)),
     Flag("--virtual-local-rank"),
-    Flag("--config", "FILE"),
-    Flag("--dry-run"),
-    Flag("--health-check", "COMMAND"),
-    Flag("--health-interval", "TIME"),
-    Flag("--hang-timeout", "TIME"),
-    Flag("--shutdown-timeout", "SECONDS"),
+    Flag("--config", "FILE", ours=True),
+    Flag("--dry-run", ours=True),
+    Flag("--health-check", "COMMAND", ours=True),
+    Flag("--health-interval", "TIME", ours=True),
+    Flag("--hang-timeout", "TIME", ours=True),
+    Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
-    Flag("--monitor-interval", "SECONDS"),
+    Flag("--monitor-interval", "TIME"),
     Flag("--log-dir", "DIR"),
     Flag("--redirects", "WHICH", short="-r", choices=("0", "1", "2", "3")),
     Flag("--tee", "WHICH", short="-t", choices=("0", "1", "2", "3")),
@@ -153,7 +162,7 @@ FLAGS = (
     Flag("--duplicate-stdout-filters", "WORD,…"),
     Flag("--duplicate-stderr-filters", "WORD,…"),
     Flag("--logs-specs", "NAME"),
-    Flag("--event-log-handler", "NAME", choices=HANDLERS),
+    Flag("--event-log-handler", "NAME", choices=("null", "console")),
 )
 
 
@@ -255,7 +264,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         signals=_signals(given),
         event_handler=event_handler(given),
         timer_pipe=timer_pipe(environ, notes),
-        token=token or (_made_up() if place.backend is Backend.LOCAL else ""),
+        token=token or (_made_up() if place.backend is Backend.LOCAL and api is None else ""),
         tls=tls,
         api=api,
         notes=(*notes, *about_waits, *about_token),

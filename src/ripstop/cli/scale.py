@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, find, post, words
 from ripstop.config import MOST_NODES, whole
 from ripstop.errors import UsageError
 
-HELP = """\
+HELP = f"""\
 usage: ripstop scale N [FLAGS]
 
 Has a job run on N nodes, between the two numbers of its --nnodes.  Nodes beyond that become spares; a job that is to
 grow takes spares and nodes that come.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.steering import find, get, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
 from ripstop.config import whole
 
-HELP = """\
+HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]
 
 Shows where workers are in their code at this moment, one or all; they go on.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.steering import find, get, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
 
-HELP = """\
+HELP = f"""\
 usage: ripstop status [FLAGS]
 
 Says what a job is at this moment: its phase, its round, its nodes and their ranks.
-"""
+{ABOUT_JOBS}"""
 
 
 def main(argv: Sequence[str]) -> int:

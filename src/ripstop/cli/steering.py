@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secret, tls, word
 from ripstop.errors import RipstopError, UsageError
+from ripstop.observe.openapi import PREFIX
 from ripstop.observe.registry import Sign, signs, socket_address
 from ripstop.observe.run_directory import run_directories
 from ripstop.rendezvous.keepalive import tune
@@ -32,14 +33,16 @@ ABOUT_JOBS = """
   --rdzv-conf tls_…=FILE,…    certificates for that, as for ripstop run
   --json                      the answer as JSON
 """
-FLAGS = (
+NAMING = (
     Flag("--help", short="-h", from_environment=False),
     Flag("--job", "NAME", short="-j", from_environment=False),
-    Flag("--endpoint", "HOST[:PORT]", from_environment=False),
-    Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
     Flag("--json", from_environment=False),
 )
-PREFIX = "/api/v1"
+COMMON = (
+    *NAMING,
+    Flag("--endpoint", "HOST[:PORT]", from_environment=False),
+    Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
+)
 PATIENCE = 20.0  # seconds for an answer, or for its beginning
 
 
@@ -73,18 +76,18 @@ class Asked:
             print(answer["done"])
 
 
-def words(command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = (), most: int = 0) -> Asked | None:
+def words(command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = COMMON, most: int = 0) -> Asked | None:
     """The command line, flags and words in any order; None when help was asked for, and given."""
     texts: dict[str, str] = {}
     found: list[str] = []
     left = tuple(argv)
     while left:
-        given = read((*FLAGS, *flags), left, {})
+        given = read(flags, left, {})
         texts |= given.texts
         found += given.program[:1]
         left = given.program[1:]
     if "--help" in texts:
-        print(f"{help}{ABOUT_JOBS}", end="")
+        print(help, end="")
         return None
     if len(found) > most:
         raise UsageError(f"{found[most]}: one word too many; ripstop {command} --help says what it takes")

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, COMMON, find, post, words
 
-HELP = """\
+HELP = f"""\
 usage: ripstop stop [--why TEXT] [FLAGS]
 
 Ends a job on all its nodes: workers get SIGTERM and their time, and the agents leave with exit code 1 and a report.
 
   --why TEXT                  for the report
-"""
-FLAGS = (Flag("--why", "TEXT", from_environment=False),)
+{ABOUT_JOBS}"""
+FLAGS = (*COMMON, Flag("--why", "TEXT", from_environment=False))
 
 
 def main(argv: Sequence[str]) -> int:

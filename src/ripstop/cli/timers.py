@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-ENABLE, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+from ripstop.workers.environment import TIMER_FILE
+
+ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 
 def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
@@ -18,10 +20,10 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
 
     from ripstop.workers.timer_pipe import examine, in_use
 
-    named = environ.get(FILE)
+    named = environ.get(TIMER_FILE)
     path = Path(named).absolute() if named else Path(gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
     if path.is_fifo() and in_use(path):  # as in a worker that launches a job of its own
         path = path.with_name(f"{path.name}_{os.urandom(4).hex()}")
-        notes.append(f"{FILE}={named}: another agent reads this pipe; this job's is {path}")
-    examine(f"{FILE}={named}" if named else f"{path}", path)
+        notes.append(f"{TIMER_FILE}={named}: another agent reads this pipe; this job's is {path}")
+    examine(f"{TIMER_FILE}={named}" if named else f"{path}", path)
     return path

@@ -3,23 +3,27 @@
 import os
 from collections.abc import Sequence
 
-from ripstop.cli.steering import show_json, words
+from ripstop.cli.steering import NAMING, show_json, words
 from ripstop.config import secret, word
 from ripstop.errors import UsageError
 from ripstop.rendezvous.secret import api_token
 
 HELP = """\
-usage: ripstop token [--job NAME]
+usage: ripstop token [--job NAME] [--json]
 
-Prints the token of a job's API, made of RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id (none), for programs
-that send it themselves:
+Prints the token of a job's API, made of RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id, for programs that send
+it themselves:
 
   curl -H "Authorization: Bearer $(ripstop token --job=job7)" http://head:29400/api/v1/status
+
+  -j, --job NAME              the job's id (none)
+  --json                      the answer as JSON
 """
+FLAGS = NAMING
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("token", argv, HELP)) is None:
+    if (asked := words("token", argv, HELP, FLAGS)) is None:
         return 0
     token, _ = secret(os.environ)
     if not token:

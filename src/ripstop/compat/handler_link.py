@@ -52,6 +52,7 @@ from ripstop.round import Address, Node, Outcome, Place
 log = logging.getLogger("ripstop.rendezvous")
 
 T = TypeVar("T")
+TIMEOUT = 900  # seconds: what torch's launcher gives to every handler
 PACE = 0.1  # seconds between two looks for newcomers
 TROUBLED = 2.0  # and when the last one failed
 EXIT_BARRIER = 300.0  # seconds for the other nodes' workers to finish

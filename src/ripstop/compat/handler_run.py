@@ -7,11 +7,9 @@ in its own place, and this calls it again with what it lacked.
 import sys
 
 from ripstop import cli, launch
-from ripstop.compat.handler_link import HandlerLink
+from ripstop.compat.handler_link import TIMEOUT, HandlerLink
 from ripstop.compat.rendezvous import RendezvousHandler, RendezvousParameters, get_rendezvous_handler
 from ripstop.config import RunConfig
-
-TIMEOUT = 900  # what torch's launcher gives to every handler
 
 
 def main() -> int:

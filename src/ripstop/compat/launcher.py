@@ -39,7 +39,7 @@ from ripstop.compat.errors import ChildFailedError, ProcessFailure
 from ripstop.compat.event_thread import Teller
 from ripstop.compat.events import get_logging_handler
 from ripstop.compat.functions import METHODS, FunctionSpawner, Inherited, descriptors
-from ripstop.compat.handler_link import HandlerLink
+from ripstop.compat.handler_link import TIMEOUT, HandlerLink
 from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from ripstop.compat.rendezvous import (
@@ -63,8 +63,6 @@ from ripstop.workers.spawner import Birth, ServeStore, Spawner
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 log = logging.getLogger("ripstop.compat")
-
-DEFAULT_TIMEOUT = 900
 
 
 @dataclass
@@ -99,7 +97,7 @@ class LaunchConfig:
         if self.rdzv_timeout != -1:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
         else:
-            self.rdzv_configs.setdefault("timeout", DEFAULT_TIMEOUT)
+            self.rdzv_configs.setdefault("timeout", TIMEOUT)
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
         if self.shutdown_timeout is None:
@@ -234,9 +232,9 @@ def _link(run: RunConfig, config: LaunchConfig) -> Link | None:
 def _words(config: LaunchConfig) -> Iterator[str]:
     conf = dict(config.rdzv_configs) if not _is_a_handlers(config.rdzv_backend) else {}
     rank = conf.pop("rank", None)
-    if "join_timeout" in conf and conf.get("timeout") == DEFAULT_TIMEOUT:
+    if "join_timeout" in conf and conf.get("timeout") == TIMEOUT:
         del conf["timeout"]  # put there by the default
-    if config.rdzv_backend not in ("c10d", "etcd", "etcd-v2", "static") and not _is_a_handlers(config.rdzv_backend):
+    if config.rdzv_backend not in BACKENDS and not _is_a_handlers(config.rdzv_backend):
         raise ValueError(
             f"rdzv_backend={config.rdzv_backend!r}: there are c10d, etcd, and static for fixed ranks; write "
             "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"

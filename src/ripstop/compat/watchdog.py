@@ -9,10 +9,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from ripstop.cli.timers import ENABLE
 from ripstop.compat.file_timer import FileTimerRequest, FileTimerServer
+from ripstop.workers.environment import TIMER_FILE
 
-TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
-TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE = ENABLE, TIMER_FILE  # as torch calls them
 INTERVAL = 0.1  # seconds, torch's
 
 

@@ -17,15 +17,13 @@ from aiohttp import web
 from ripstop.errors import NoAnswer
 from ripstop.observe import openapi
 from ripstop.observe.events import Steered, to_dict
-from ripstop.observe.openapi import Malformed, Route, Value, array, record, schema_of
+from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
 from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.observe.steerable import Questions, Refused, Steerable, ask, node_of, placed
 from ripstop.observe.streams import WAIT, Kind, Piece, Streams
 
-PREFIX = "/api/v1"
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_EVENTS = 1000  # in one answer
-MAX_TAIL = 10_000  # lines
 MAX_LOG = 1 << 20  # bytes of a log in one answer
 MAX_WHY = 200  # characters
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
@@ -167,13 +165,13 @@ class Api:
     async def _ask_all(
         self, job: Steerable, nodes: Iterable[NodeStatus], question: str, details: dict[str, Any]
     ) -> list[dict[str, Any] | NoAnswer]:
-        async def ask(node: NodeStatus) -> dict[str, Any] | NoAnswer:
+        async def answer(node: NodeStatus) -> dict[str, Any] | NoAnswer:
             try:
                 return await self._questions.ask(job, node, question, details, PATIENCE)
             except NoAnswer as why:
                 return why
 
-        return await asyncio.gather(*map(ask, nodes))
+        return await asyncio.gather(*map(answer, nodes))
 
     # events -----------------------------------------------------------------------------------------------------------
 
@@ -351,7 +349,7 @@ ROUTES = (
         "GET",
         f"{PREFIX}/members",
         Api.members,
-        "The nodes that are part of the job.",
+        "The nodes of the job, as in status.",
         record({"members": array(schema_of(NodeStatus))}),
     ),
     Route(

@@ -9,7 +9,7 @@ and passes over what is no entry: a file torn by a crash is still read.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, get_args
@@ -150,7 +150,10 @@ class RoundResumed:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over; another will be formed when it can, not before `delay` seconds.  `cause` is one of `Ending`."""
+    """A round is over; another will be formed when it can, not before `delay` seconds.
+
+    `cause` is the kind of reason and `why` the reason itself.
+    """
 
     round: int
     cause: str
@@ -437,11 +440,6 @@ def parse(line: str) -> dict[str, Any] | None:
     if any(_read(expected, record.get(name)) is None for name, expected in envelope):
         return None
     return record
-
-
-def read_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The entries of a file, in its order, without what is torn."""
-    return (record for line in lines if (record := parse(line)) is not None)
 
 
 def _cut(value: Any) -> Any:

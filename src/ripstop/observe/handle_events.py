@@ -13,7 +13,7 @@ from typing import Any
 
 GROUP = "torchrun.event_handlers"
 LONGEST = 1 << 20  # bytes of an event
-NAMES = ("null", "console", "dynamic_rendezvous")  # torch's own
+NAMES = ("null", "console", "dynamic_rendezvous")  # torch's own; the last is null, too
 
 
 def find_handler(name: str) -> logging.Handler:

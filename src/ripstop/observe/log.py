@@ -8,9 +8,9 @@ import logging
 import os
 
 from ripstop.observe.lines import Lines
+from ripstop.observe.text import one_line
 
 FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
-_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 class Stderr(logging.Handler):
@@ -28,11 +28,6 @@ class Stderr(logging.Handler):
         """Waits, briefly, until what was said is written."""
         self._lines.close()
         super().close()
-
-
-def one_line(text: str) -> str:
-    """A text that can only be itself: without control characters, and with further lines indented."""
-    return text.translate(_CONTROLS).replace("\n", "\n    ")
 
 
 def _write(data: bytes) -> None:

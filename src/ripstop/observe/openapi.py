@@ -1,7 +1,7 @@
 """What an HTTP API takes and gives, as one table of routes: requests are read by it, and OpenAPI is written from it.
 
 Pure: who answers, and how bytes travel, is in `api.py`.  What a table does not name is refused, so that a word spelled
-wrong is never silently without effect.
+wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` and `MAX_TAIL`, too.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import ripstop
 
+PREFIX = "/api/v1"
+MAX_TAIL = 10_000  # lines of a log
 LARGEST = 2**53  # what every JSON reader takes as a whole number
 
 Schema = dict[str, Any]

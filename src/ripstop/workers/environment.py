@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ripstop.round import Place
 
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # names the pipe, to workers and to us
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
 
 
@@ -42,7 +43,7 @@ def worker_environment(
     `socket` is where it may tell the agent of its progress; empty: nowhere.
     """
     alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
-    timers = {"TORCHELASTIC_TIMER_FILE": str(timer_pipe)} if timer_pipe else {}
+    timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
     heard = {SOCKET: socket} if socket else {}
     return (
         shared_environment(base, place.slots)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.observe.failure import Failure
+from ripstop.observe.text import amount, clean, cut, cut_middle
 from ripstop.round import Place
 
 _MESSAGE = 2048
@@ -25,10 +26,7 @@ _TAIL_WIDTH = 400
 _REMARKS = 10  # lines of an exception's message that are kept in the traceback
 _READ = 1 << 20  # of an error file
 _READ_TAIL = 1 << 16  # of a stderr file
-
 # compiled at their first use: most agents never need them
-_ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b."
-_CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
 _HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
 
@@ -45,6 +43,14 @@ class Memory:
     limit: int | None = None
     peak: int | None = None
     machine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """Why ripstop killed a worker, and where that was just before."""
+
+    why: str
+    stack: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +74,12 @@ def gather(
     error_file: Path,
     stderr: Path | None,
     before: Memory,
-    condemned: str = "",
+    condemned: Condemned | None = None,
 ) -> Failure:
     """Why this worker is dead.
 
     `returncode` is as subprocess has it, a signal's number negative; `at` is when the worker ended; `before` is the
-    memory account of the round's start; `condemned` says why ripstop itself killed it, if it did.
+    memory account of the round's start; `condemned` if ripstop itself killed it.
     """
     said = read_error_file(error_file)
     tail = _read_end(stderr) if stderr else ""
@@ -82,7 +88,8 @@ def gather(
         message, traceback = last_exception(tail)
     oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not condemned else ""
     if condemned:
-        message = cut(f"{condemned}; it said: {message}" if message else condemned, _MESSAGE)
+        message = cut(f"{condemned.why}; it said: {message}" if message else condemned.why, _MESSAGE)
+        traceback = traceback or cut_middle(clean(condemned.stack), _TRACEBACK)
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
@@ -172,7 +179,7 @@ def parse_error_file(data: bytes, size: int) -> ErrorFile:
     try:
         top = json.loads(text)
     except (ValueError, RecursionError):
-        flaw = f"is too long ({_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
+        flaw = f"is too long ({amount(size)})" if size > len(data) else "is not JSON, or was cut off"
         return ErrorFile(cut(f"the error file {flaw}; it begins: {clean(text[:500])}", _MESSAGE))
     if not isinstance(top, dict) or "message" not in top:
         return ErrorFile(cut(f"the error file has no message; it begins: {clean(text[:500])}", _MESSAGE))
@@ -290,7 +297,7 @@ def oom_verdict(before: Memory, after: Memory) -> str:
     if after.machine:
         return "killed by the kernel's OOM killer (the machine ran out of memory)"
     facts = [
-        f"{name} {_bytes(value)}"
+        f"{name} {amount(value)}"
         for name, value in (("cgroup limit", after.limit), ("peak", after.peak))
         if value is not None and value < 1 << 60  # v1 writes "no limit" as a very large number
     ]
@@ -307,35 +314,3 @@ def _text(path: str) -> str:
 
 def _number(text: str) -> int | None:
     return int(text) if text.strip().isdecimal() else None
-
-
-def _bytes(count: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.1f} {unit}"
-    return f"{count} bytes"
-
-
-# texts --------------------------------------------------------------------------------------------------------------
-
-
-def clean(text: str) -> str:
-    """Without colours, control characters and what cannot be encoded; a carriage return is a new line."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return re.sub(_CONTROLS, "", re.sub(_ESCAPES, "", text)).encode("utf-8", "replace").decode()
-
-
-def cut(text: str, size: int) -> str:
-    """The beginning, in at most `size` bytes of UTF-8."""
-    data = text.encode()
-    return text if len(data) <= size else data[: size - 3].decode("utf-8", "ignore") + "…"
-
-
-def cut_middle(text: str, size: int) -> str:
-    """The beginning and, twice as much, the end: of a traceback, where it started and where it broke."""
-    data = text.encode()
-    if len(data) <= size:
-        return text
-    room = size - 16
-    head, tail = data[: room // 3], data[-(room - room // 3) :]
-    return f"{head.decode('utf-8', 'ignore')}\n  …\n{tail.decode('utf-8', 'ignore')}"

@@ -20,20 +20,18 @@ from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGTERM
 
 from ripstop.errors import StartError
+from ripstop.workers import linux
 from ripstop.workers.process import UNKILLABLE, Children, End, reap
 from ripstop.workers.spawner import Birth, Starter
 
+GENERATIONS = 8  # between a worker and whoever belongs to it, outside of its session
+
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """A worker's end; one of `exitcode` and `signal` is set.  `at` is wall-clock time, `max_rss` bytes."""
+class Exit(End):
+    """A worker's end."""
 
     local_rank: int
-    pid: int
-    exitcode: int | None
-    signal: int | None
-    at: float
-    max_rss: int
 
 
 class Group:
@@ -92,15 +90,16 @@ class Group:
         if not self._live:
             self._all_ended.set()
         rank = self._pids.index(end.pid)
-        self._on_exit(Exit(rank, end.pid, end.exitcode, end.signal, end.at, end.max_rss))
+        self._on_exit(Exit(end.pid, end.exitcode, end.signal, end.at, end.max_rss, rank))
 
     def rank_of(self, pid: int) -> int | None:
-        """The local rank of the live worker that this process is, or belongs to by its session."""
-        try:
-            leader = pid if pid in self._live else os.getsid(pid)
-        except OSError:
-            return None
-        return self._pids.index(leader) if leader in self._live else None
+        """The local rank of the live worker that this process is, or belongs to: by its session, or its parents'."""
+        for _ in range(GENERATIONS):
+            process = None if pid in self._live else linux.look(pid)
+            if process is None:
+                break
+            pid = process.session if process.session in self._live else process.parent
+        return self._pids.index(pid) if pid in self._live else None
 
     def send(self, pid: int, signum: int) -> None:
         """To one process, if it is a live worker's."""

@@ -1,24 +1,26 @@
-"""The few things Linux offers and Python does not: prctl, memory policies, and what /proc says of a process.
+"""The few things Linux offers and Python does not: prctl, memory policies, holes in files, and what /proc says.
 
-Reading only `/proc/PID/stat` keeps a look at every process of a large host cheap.
+A look at every process of a large host is cheap: one small file each, `/proc/PID/stat`.
 """
 
 # Called for every process of the host.
 # ruff: noqa: PTH123, PTH208
 
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from ripstop.errors import StartError
 
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-_PR_SET_CHILD_SUBREAPER = 36
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no function
-_PR_GET_CHILD_SUBREAPER = 37
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# /proc/PID/stat, counted from 0; times are the process's own, and those of children that it has buried
+_NAME, _STATE, _PARENT, _SESSION, _TIMES, _THREADS, _RESIDENT = 1, 2, 3, 5, slice(13, 17), 19, 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +88,37 @@ def memory_policy_call() -> int | None:
 
 def look(pid: int) -> Process | None:
     """The process with this pid, or None."""
+    fields = stat_fields(pid)
+    return None if fields is None else _process(pid, fields)
+
+
+def stat_fields(pid: int) -> list[bytes] | None:
+    """What `/proc/PID/stat` says, in the order of proc(5); None when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            line = file.read(1024)
+            line = file.read(2048)
     except OSError:
         return None
     head, _, rest = line.rpartition(b")")  # a name may hold spaces and brackets
-    fields = rest.split(None, 5)
-    if len(fields) < 5:
-        return None
-    name = head.partition(b"(")[2].decode(errors="replace")
-    return Process(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+    number, _, name = head.partition(b" (")
+    fields = [number, name, *rest.split()]
+    return fields if len(fields) > _RESIDENT else None
+
+
+def _process(pid: int, fields: list[bytes]) -> Process:
+    name, state = fields[_NAME].decode(errors="replace"), fields[_STATE].decode()
+    return Process(pid, name, state, int(fields[_PARENT]), int(fields[_SESSION]))
 
 
 def processes() -> Iterator[Process]:
     """Every process there is."""
+    return (_process(pid, fields) for pid, fields in _all_fields())
+
+
+def _all_fields() -> Iterator[tuple[int, list[bytes]]]:
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (process := look(int(name))) is not None:
-            yield process
+        if name.isdecimal() and (fields := stat_fields(int(name))) is not None:
+            yield int(name), fields
 
 
 def children() -> list[Process]:
@@ -119,41 +134,47 @@ def children() -> list[Process]:
     return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What processes have done since they were started: bytes written, seconds of CPU time; `ready` to do more."""
+@dataclass(slots=True)
+class Usage:
+    """What the processes of one session use together; pages that they share count in each, as in `ps` and `top`."""
 
-    written: int
-    cpu: float
-    ready: bool
-
-
-def work_of_sessions(sessions: Container[int]) -> dict[int, Work]:
-    """The work of everybody who lives in these sessions, by session."""
-    done: dict[int, Work] = {}
-    for process in processes():
-        if process.session in sessions and (work := _work(process.pid)) is not None:
-            so_far = done.get(process.session, Work(0, 0.0, False))
-            ready = so_far.ready or process.state == "R"
-            done[process.session] = Work(so_far.written + work[0], so_far.cpu + work[1], ready)
-    return done
+    cpu: float = 0.0  # seconds until now
+    memory: int = 0
+    threads: int = 0
+    processes: int = 0
+    written: int = 0  # bytes until now
+    ready: bool = False  # one of them runs, or could
 
 
-def _work(pid: int) -> tuple[int, float] | None:
-    """Bytes written and CPU time of one process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            fields = file.read(2048).rpartition(b")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return None
+def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
+    """By session; those in which nobody lives are missing."""
+    found = {session: Usage() for session in sessions}
+    for pid, fields in _all_fields():
+        used = found.get(int(fields[_SESSION]))
+        if used is not None and fields[_STATE] not in b"ZX":
+            used.cpu += sum(map(int, fields[_TIMES])) * _TICK
+            used.memory += int(fields[_RESIDENT]) * _PAGE
+            used.threads += int(fields[_THREADS])
+            used.processes += 1
+            used.written += _written(pid)
+            used.ready |= fields[_STATE] == b"R"
+    return {session: used for session, used in found.items() if used.processes}
+
+
+def _written(pid: int) -> int:
+    """Bytes; 0 where they are not ours to see, as those of a program with other rights."""
     try:
         with open(f"/proc/{pid}/io", "rb", buffering=0) as file:
             lines = file.read(1024).splitlines()
-        written = next(int(line.split()[1]) for line in lines if line.startswith(b"wchar:"))
-    except (OSError, StopIteration):
-        written = 0  # not ours to see, as that of a program with other rights
-    return written, cpu
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(b"wchar:")), 0)
+
+
+def own_memory() -> int:
+    """Bytes that this process holds."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read(256).split()[1]) * _PAGE
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from ripstop.workers import linux
 
 if TYPE_CHECKING:
-    import asyncio
+    pass
 
 log = logging.getLogger("ripstop.workers")
 
@@ -111,6 +111,11 @@ class End:
     signal: int | None
     at: float
     max_rss: int
+
+    @property
+    def returncode(self) -> int:
+        """As subprocess has it: a signal's number is negative."""
+        return -(self.signal or 0) if self.exitcode is None else self.exitcode
 
 
 class Children:
@@ -230,8 +235,10 @@ class Children:
                 os.waitpid(process.pid, os.WNOHANG)
 
     async def _readable(self, fd: int) -> None:
+        from ripstop.workers.look import settle
+
         ended = self._loop.create_future()
-        self._loop.add_reader(fd, _settle, ended)
+        self._loop.add_reader(fd, settle, ended, None)
         try:
             await ended
         finally:
@@ -243,11 +250,6 @@ class Children:
             self._forget(pid)
         if self._handles_sigchld:
             self._loop.remove_signal_handler(signal.SIGCHLD)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _open(pid: int) -> int | None:

@@ -55,11 +55,6 @@ class Look:
         return f"{self.state or '?'} ({_SYMBOLS.get(self.state, 'gone' if not self.state else 'other')}){where}"
 
 
-def stack_file(directory: Path) -> Path:
-    """Where faulthandler writes, in a worker's directory."""
-    return directory / "stacks.txt"
-
-
 async def look(pid: int, file: Path | None = None) -> Look:
     """One process; `file` is where faulthandler would write."""
     process = linux.look(pid)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ripstop.errors import UsageError
+from ripstop.observe.text import clean, cut
 from ripstop.observe.timers import Request, Timers, read_request
-from ripstop.workers.failures import clean, cut, signal_name
+from ripstop.workers.failures import signal_name
 
 log = logging.getLogger("ripstop.workers")
 
-VARIABLE = "TORCHELASTIC_TIMER_FILE"  # tells workers where the pipe is
 MOST = 10_000  # timers of a node
 _CHUNK = 1 << 16  # what a pipe holds
 _CHUNKS = 16  # at a time: other things want to be done too

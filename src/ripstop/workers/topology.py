@@ -6,12 +6,11 @@ the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID; who reads that here is t
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from ripstop.errors import UsageError
+from ripstop.workers import nvml
 from ripstop.workers.numa import Cpu, Topology, parse_ranges
 
 SYS = Path("/sys")
@@ -139,46 +138,18 @@ def _read(path: Path) -> str:
 
 def _from_nvml() -> list[Gpu]:
     try:
-        import pynvml
-    except ImportError:
+        with nvml.opened() as found:
+            handles = [found.nvmlDeviceGetHandleByIndex(index) for index in range(found.nvmlDeviceGetCount())]
+            return [
+                Gpu(
+                    _sysfs_address(nvml.text(found.nvmlDeviceGetPciInfo(handle).busId)),
+                    nvml.text(found.nvmlDeviceGetName(handle)),
+                    nvml.uuids(found, handle),
+                )
+                for handle in handles
+            ]
+    except nvml.NvmlError:
         return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            Gpu(
-                _sysfs_address(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
-                _text(pynvml.nvmlDeviceGetName(handle)),
-                uuids(pynvml, handle),
-            )
-            for handle in handles
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def uuids(nvml: ModuleType, handle: object) -> tuple[str, ...]:
-    """Of a GPU, and of its MIG instances."""
-    return _text(nvml.nvmlDeviceGetUUID(handle)), *_mig_uuids(nvml, handle)
-
-
-def _mig_uuids(nvml: ModuleType, handle: object) -> list[str]:
-    uuids: list[str] = []
-    with suppress(nvml.NVMLError):  # no more of them, or none at all
-        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            uuids.append(_text(nvml.nvmlDeviceGetUUID(instance)))
-    return uuids
-
-
-def _text(value: str | bytes) -> str:
-    """NVML's bindings have answered in bytes, and now do in text."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _sysfs_address(pci: str) -> str:

@@ -1,4 +1,4 @@
-"""GPUs as NVML sees them, and what it says of broken ones.
+"""The health of GPUs: what NVML says of broken ones.
 
 NVML has no word for Xid errors that one could ask for; they show as a lost GPU, a row of memory to be replaced, or not
 at all.
@@ -8,18 +8,12 @@ from types import ModuleType
 
 from ripstop.agent.health import Gpu
 from ripstop.workers import topology
+from ripstop.workers.nvml import uuids as uuids_of
 
 
 def read(nvml: ModuleType, choice: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; none on a machine without a driver."""
-    try:
-        nvml.nvmlInit()
-    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
-        return ()
-    try:
-        found = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    finally:
-        nvml.nvmlShutdown()
+    """Those that CUDA_VISIBLE_DEVICES leaves; `nvml` is open (`workers/nvml.py`)."""
+    found = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     seen = topology.choose(choice, [topology.Gpu(str(gpu.index), uuids=uuids) for gpu, uuids in found])
     chosen = {int(gpu.pci) for gpu in seen}
     return tuple(gpu for gpu, _ in found if gpu.index in chosen)
@@ -31,7 +25,7 @@ def _gpu(nvml: ModuleType, index: int) -> tuple[Gpu, tuple[str, ...]]:
     trouble = ""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuids = topology.uuids(nvml, handle)
+        uuids = uuids_of(nvml, handle)
         trouble = _trouble(nvml, handle)
     except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired, nvml.NVMLError_Unknown) as error:
         trouble = f"NVML says: {error}; reset the GPU, or restart the machine"
