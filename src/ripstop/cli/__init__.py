@@ -19,6 +19,7 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
   ripstop events [-f]                   what happened in it
   ripstop logs [RANK] [-f]              what its workers wrote
   ripstop stacks [RANK]                 where they are in their code
+  ripstop metrics                       a job in numbers, as Prometheus reads them
   ripstop restart                       stop them, and start them again
   ripstop drain NODE                    have a node leave
   ripstop scale N                       have another number of nodes
@@ -31,7 +32,7 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
 `ripstop COMMAND --help` says more.
 """
-STEERING = ("status", "events", "logs", "stacks", "restart", "drain", "scale", "stop", "token")
+STEERING = ("status", "events", "logs", "stacks", "metrics", "restart", "drain", "scale", "stop", "token")
 
 
 def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | None = None) -> int:
