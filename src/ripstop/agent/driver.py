@@ -133,7 +133,7 @@ class Driver:
             self._loop.time(),
         )
         self._children = Children()
-        self._checkup = Checkup(config.health, str(directory.path), environ, self._children)
+        self._checkup = Checkup(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
@@ -285,11 +285,17 @@ class Driver:
         self._feed(Warmed())
 
     async def _check_up(self) -> None:
-        """Look at this node's health, now and again."""
-        health = self._config.health
+        """Look at this node's health, now and again.  A look that goes wrong is no reason to end training."""
+        health, failed = self._config.health, False
         while True:
-            facts = await self._checkup.look(self._link.skew)
-            self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+            try:
+                facts = await self._checkup.look(self._link.skew)
+            except Exception as defect:
+                if not failed:
+                    log.warning("looking at this node's health went wrong, and is tried again (said once): %r", defect)
+                failed = True
+            else:
+                self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
             await asyncio.sleep(health.interval)
 
     def _offer(self) -> None:

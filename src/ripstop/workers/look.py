@@ -28,8 +28,13 @@ class Look(Generic[T]):
         """What there is to see; None when the look does not come back within so many seconds."""
         pending = self._pending
         if pending is None or pending.done():
-            pending = self._pending = asyncio.get_running_loop().create_future()
-            threading.Thread(target=self._run, args=(pending,), name="ripstop-look", daemon=True).start()
+            pending = asyncio.get_running_loop().create_future()
+            try:
+                threading.Thread(target=self._run, args=(pending,), name="ripstop-look", daemon=True).start()
+            except RuntimeError as defect:  # no thread is left
+                self._say(defect)
+                return self._found
+            self._pending = pending
         done, _ = await asyncio.wait([pending], timeout=patience)
         return pending.result() if done else None
 
@@ -37,11 +42,14 @@ class Look(Generic[T]):
         try:
             self._found = self._function()
         except Exception as defect:
-            if not self._failed:
-                log.warning("a look at this node failed, and what was seen before stands (said once): %r", defect)
-            self._failed = True
+            self._say(defect)
         with suppress(RuntimeError):  # the loop is closed
             pending.get_loop().call_soon_threadsafe(settle, pending, self._found)
+
+    def _say(self, defect: Exception) -> None:
+        if not self._failed:
+            log.warning("a look at this node failed, and what was seen before stands (said once): %r", defect)
+        self._failed = True
 
 
 def settle(future: asyncio.Future[T], value: T) -> None:
