@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent.driver import Driver
+from ripstop.agent import answers
+from ripstop.agent.driver import QUESTIONS, Driver
 from ripstop.config import Health, Logs, RunConfig, Script
 from ripstop.rendezvous.codec import encode
 from ripstop.rendezvous.link import Listener
-from ripstop.rendezvous.messages import FromAgent
+from ripstop.rendezvous.messages import Answer, Ask, FromAgent
 from ripstop.round import Node
 from ripstop.workers.logs import LogDirectory
 from ripstop.workers.spawner import Birth, Start, Warm
@@ -106,3 +107,40 @@ def test_a_look_at_its_health_that_breaks_does_not_end_an_agent(
     with caplog.at_level(logging.WARNING):
         with_agent(tmp_path, scenario, Health(interval=0.01))
     assert len([line for line in caplog.messages if "Too many open files" in line]) == 1
+
+
+def test_an_answer_too_large_for_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def quotes(workers: object, details: object) -> dict[str, Any]:
+        return {"said": '"' * 70_000}  # four characters each, in the message
+
+    monkeypatch.setitem(answers.WHENEVER, "quotes", quotes)
+
+    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+        driver.on_message(Ask(7, "quotes"))
+        answer = await coordinator.hear(Answer)
+        assert answer.number == 7 and "ask for less" in answer.error
+        driver.on_message(Ask(8, "ä" * 100_000))
+        assert "cannot answer" in (await coordinator.hear(Answer)).error
+
+    with_agent(tmp_path, scenario)
+
+
+def test_more_questions_than_an_agent_has_hands_for_are_answered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+        go = asyncio.Event()
+
+        async def patient(workers: object, details: object) -> dict[str, Any]:
+            await go.wait()
+            return {}
+
+        monkeypatch.setitem(answers.WHENEVER, "patient", patient)
+        for number in range(QUESTIONS + 1):
+            driver.on_message(Ask(number, "patient"))
+        answer = await coordinator.hear(Answer)
+        assert answer.number == QUESTIONS and "busy" in answer.error
+        go.set()
+        assert {(await coordinator.hear(Answer)).error for _ in range(QUESTIONS)} == {""}
+
+    with_agent(tmp_path, scenario)

@@ -4,7 +4,6 @@ Answers change nothing.  A question that cannot be answered is a `NoAnswer`; wha
 nobody's training may be disturbed by a question.
 """
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,11 +16,12 @@ from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
+from ripstop.workers.look import aside
 from ripstop.workers.stacks import look_at, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
-LARGEST = 192 * 1024  # characters of an answer
+LARGEST = 240 * 1024  # characters of an answer, as JSON within the JSON of a message
 LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 
@@ -53,7 +53,7 @@ async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     looks = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in chosen)
-    room = LARGEST // 2 // len(looks)  # JSON needs more characters than the text has
+    room = LARGEST // 3 // len(looks)  # JSON needs more characters than the text has
     return {
         "ranks": [
             {
@@ -82,32 +82,32 @@ async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
     from ripstop.workers import tail  # nobody may ever ask
 
     rank, stream, now = int(details["rank"]), str(details["stream"]), workers.place.round
-    path = _log_file(workers, rank, stream)
+    path = await _log_file(workers, rank, stream)
     round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
     if round < now:
         before = path.parent.parent.parent / f"round_{round}" / str(rank) / path.name
-        if before.is_file():
-            piece = await asyncio.to_thread(tail.read, before, offset)
+        if await aside(before.is_file):
+            piece = await aside(partial(tail.read, before, offset))
             if piece.text:
                 return {"round": round} | asdict(piece)
         offset = 0
     if "tail" in details:
-        offset = await asyncio.to_thread(tail.last_lines, path, int(details["tail"]))
-    piece = await asyncio.to_thread(tail.read, path, offset)
+        offset = await aside(partial(tail.last_lines, path, int(details["tail"])))
+    piece = await aside(partial(tail.read, path, offset))
     if wait and not piece.text:
         await tail.grown(path, piece.size, min(wait, LONGEST_WAIT))
-        piece = await asyncio.to_thread(tail.read, path, offset)
+        piece = await aside(partial(tail.read, path, offset))
     return {"round": now} | asdict(piece)
 
 
-def _log_file(workers: Workers, rank: int, stream: str) -> Path:
+async def _log_file(workers: Workers, rank: int, stream: str) -> Path:
     local = workers.local_rank(rank)
     path = workers.logs.stdout(local) if stream == "stdout" else workers.logs.stderr(local)
     if path is None:
         raise NoAnswer(
             f"rank {rank}'s {stream} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
         )
-    if not path.is_file():
+    if not await aside(path.is_file):
         raise NoAnswer(f"rank {rank}'s {stream} goes to {path}, where nothing can be read")
     return path
 
@@ -134,11 +134,13 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
         text = json.dumps(await asked(details))
     except NoAnswer:
         raise
+    except TimeoutError as error:
+        raise NoAnswer(f"{question!r} takes too long: a file server hangs, or the machine is overloaded") from error
     except Exception as defect:
         log.exception("question %s", question)
         raise NoAnswer(f"{question!r} went wrong: {defect}") from defect
-    if len(text) > LARGEST:
-        raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
+    if (size := len(json.dumps(text))) > LARGEST:
+        raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {size}; ask for less")
     return text
 
 
@@ -159,7 +161,7 @@ async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any
     found = await _gpus.sample()
     place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
     progress = workers.progress if workers else {}
-    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, progress, found))
+    return asdict(await aside(partial(samples.sample, place, pids, logs, progress, found)))
 
 
 WHENEVER: dict[str, Whenever] = {"sample": sample}

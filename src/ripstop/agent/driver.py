@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ripstop.agent")
 
 RETRY = 1.0  # seconds until a port is tried again
+QUESTIONS = 64  # of operators that are being answered
+LONGEST = 4096  # characters of a reason why there is no answer
 DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent
 
@@ -135,6 +137,7 @@ class Driver:
         self._children = Children()
         self._checkup = Checkup(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
+        self._questions = 0
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
@@ -182,10 +185,15 @@ class Driver:
             self._feed(Got(message))
 
     async def _answer(self, ask: Ask) -> None:
+        self._questions += 1
         try:
+            if self._questions > QUESTIONS:
+                raise NoAnswer(f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later")
             answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._workers()))
         except NoAnswer as why:
-            answer = Answer(ask.number, error=str(why))
+            answer = Answer(ask.number, error=str(why)[:LONGEST])
+        finally:
+            self._questions -= 1
         self._link.send(answer)
 
     def _workers(self) -> Workers | None:
@@ -375,7 +383,10 @@ class Driver:
     async def _inspect(self, round: int) -> None:
         running, failures = self._running, tuple[Failure, ...]()
         if running is not None and running.place.round == round and running.watch is not None:
-            failures = await running.watch.inspect()
+            try:
+                failures = await running.watch.inspect()
+            except Exception as defect:
+                log.error("where the workers of round %d are cannot be found out: %r", round, defect)
         self._feed(WorkersSeen(round, failures))
 
     def _load_plugin(self) -> LogsSource:
