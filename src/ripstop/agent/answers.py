@@ -17,7 +17,7 @@ from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
-from ripstop.workers.stacks import look_at, stack_file
+from ripstop.workers.stacks import gone, look_at, stack_file
 
 log = logging.getLogger("ripstop.agent")
 
@@ -33,6 +33,7 @@ class Workers:
     pids: tuple[int, ...]
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
+    ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -52,8 +53,10 @@ async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]
     if rank is not None and type(rank) is not int:
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
-    looks = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in chosen)
-    room = LARGEST // 3 // len(looks)  # JSON needs more characters than the text has
+    there = [local for local in chosen if local not in workers.ended]
+    found = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in there)
+    looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
             {
@@ -64,7 +67,8 @@ async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]
                 "state": look.state,
                 "source": look.source,
             }
-            for local, look in zip(chosen, looks, strict=True)
+            for local in chosen
+            for look in [looks[local]]
         ]
     }
 

@@ -200,7 +200,7 @@ class Driver:
         running = self._running
         if running is None or running.group is None or running.watch is None:
             return None
-        return Workers(running.place, running.group.pids, running.logs, running.watch.paces())
+        return Workers(running.place, running.group.pids, running.logs, running.watch.paces(), frozenset(running.ended))
 
     def _reported(self, pid: int, report: Report) -> None:
         running = self._running
