@@ -275,6 +275,23 @@ def test_older_gpus_are_known_by_their_uncorrectable_errors() -> None:
     assert gpu.trouble == "2 uncorrectable memory errors; reset the GPU"
 
 
+def test_gpus_are_known_from_the_first_look_that_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([None, (Gpu(0, "GPU-0"), Gpu(1, "GPU-1")), (Gpu(0, "GPU-0"),)])
+
+    def busy(choice: str | None) -> tuple[Gpu, ...]:
+        if (answer := next(answers)) is None:
+            raise OSError("busy")
+        return answer
+
+    monkeypatch.setattr(checkup, "read_gpus", busy)
+
+    async def scenario() -> list[tuple[str, ...]]:
+        check = Checkup(Health(min_disk=0), "/", {})
+        return [(await check.look(None)).known for _ in range(3)]
+
+    assert within_time(scenario) == [(), ("GPU-0", "GPU-1"), ("GPU-0", "GPU-1")]
+
+
 def test_only_gpus_that_workers_see_are_looked_at() -> None:
     nvml = fake_nvml(dict.fromkeys(range(4), (0, 0, 0, 0)))
     assert [gpu.index for gpu in read(nvml, "1,GPU-3")] == [1, 3]

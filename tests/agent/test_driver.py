@@ -4,16 +4,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ripstop.agent import answers
 from ripstop.agent.driver import QUESTIONS, Driver
+from ripstop.agent.machine import LookAtWorkers
 from ripstop.config import Health, Logs, RunConfig, Script
 from ripstop.rendezvous.codec import encode
 from ripstop.rendezvous.link import Listener
-from ripstop.rendezvous.messages import Answer, Ask, FromAgent
+from ripstop.rendezvous.messages import Answer, Ask, FromAgent, Inspected
 from ripstop.round import Node
 from ripstop.workers.logs import LogDirectory
 from ripstop.workers.spawner import Birth, Start, Warm
@@ -142,5 +144,19 @@ def test_more_questions_than_an_agent_has_hands_for_are_answered_at_once(
         assert answer.number == QUESTIONS and "busy" in answer.error
         go.set()
         assert {(await coordinator.hear(Answer)).error for _ in range(QUESTIONS)} == {""}
+
+    with_agent(tmp_path, scenario)
+
+
+def test_workers_who_cannot_be_looked_at_do_not_end_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses() -> None:
+        raise OSError(24, "Too many open files")
+
+    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+        watch = SimpleNamespace(inspect=refuses, close=lambda: None)
+        running = SimpleNamespace(place=SimpleNamespace(round=3), watch=watch, group=None)
+        monkeypatch.setattr(driver, "_running", running)
+        driver._execute(LookAtWorkers(3))
+        assert await coordinator.hear(Inspected) == Inspected(3)
 
     with_agent(tmp_path, scenario)

@@ -32,20 +32,20 @@ class Checkup:
         places = ((logs, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = Look[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
         self._gpus = Look[tuple[Gpu, ...]](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
-        self._known: tuple[str, ...] | None = None  # the GPUs of the first look
+        self._known: tuple[str, ...] = ()  # the GPUs of the first look that found any
 
     async def look(self, skew: float | None) -> Facts:
         """All there is to know now; `skew` is known to the caller."""
         disks, gpus, ran = await asyncio.gather(
             self._disks.take(PATIENCE), self._gpus.take(PATIENCE), self._ask_the_user()
         )
-        if self._known is None and gpus is not None:
+        if gpus and not self._known:
             self._known = tuple(gpu.uuid for gpu in gpus if gpu.uuid)
         silent = (("disks", disks), ("GPUs", gpus))
         return Facts(
             disks=disks or (),
             gpus=gpus or (),
-            known=() if gpus is None else self._known or (),
+            known=() if gpus is None else self._known,
             skew=skew,
             ran=ran,
             silent=tuple(what for what, found in silent if found is None),

@@ -376,7 +376,7 @@ class Driver:
             self._outage = self._outage or Outage(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
-        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung)
+        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
