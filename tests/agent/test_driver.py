@@ -115,7 +115,7 @@ def test_an_answer_too_large_for_a_message_is_refused(tmp_path: Path, monkeypatc
     async def quotes(workers: object, details: object) -> dict[str, Any]:
         return {"said": '"' * 70_000}  # four characters each, in the message
 
-    monkeypatch.setitem(answers.WHENEVER, "quotes", quotes)
+    monkeypatch.setitem(answers.QUESTIONS, "quotes", quotes)
 
     async def scenario(driver: Driver, coordinator: Coordinator) -> None:
         driver.on_message(Ask(7, "quotes"))
@@ -137,7 +137,7 @@ def test_more_questions_than_an_agent_has_hands_for_are_answered_at_once(
             await go.wait()
             return {}
 
-        monkeypatch.setitem(answers.WHENEVER, "patient", patient)
+        monkeypatch.setitem(answers.QUESTIONS, "patient", patient)
         for number in range(QUESTIONS + 1):
             driver.on_message(Ask(number, "patient"))
         answer = await coordinator.hear(Answer)

@@ -57,7 +57,7 @@ class Scene:
         async def scenario() -> None:
             hung: Hung = asyncio.get_running_loop().create_future()
             logs = RoundLogs(self._folder, Logs(), PLACE, "default", terminal=False)
-            subject = Subject(PLACE, "here", (self._pid,), logs, self._folder / "hang")
+            subject = Subject(PLACE, "here", (self._pid,), logs)
             watched = Watch(
                 subject,
                 timeout,

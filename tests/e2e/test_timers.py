@@ -18,4 +18,5 @@ def test_a_worker_that_misses_its_timer_is_killed_and_restarted_and_the_report_n
     cause = json.loads(path.read_text())["root_cause"]
     assert (cause["rank"], cause["signal"]) == (1, "SIGKILL")
     assert re.fullmatch(r"timer expired: 'the part that hangs' \(0\.\d s\); ripstop sent SIGKILL", cause["message"])
+    assert "timers.py" in cause["traceback"], "where it was just before the kill"
     assert not list(tmp_path.glob("watchdog_timer_*")), "the pipe is gone with the job"

@@ -151,6 +151,43 @@ def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, capl
     assert len(caplog.messages) == 1
 
 
+def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, sys; from ripstop.workers.reports import Reports\n"
+        "async def main():\n"
+        "    print(Reports(os.environ, print).path, flush=True)\n"
+        "    sys.stdin.read()\n"
+        "asyncio.run(main())"
+    )
+
+    def agent() -> subprocess.Popen[str]:
+        env = {**os.environ, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def path(agent: subprocess.Popen[str]) -> Path:
+        assert agent.stdout is not None
+        return Path(agent.stdout.readline().strip())
+
+    async def next_one() -> None:
+        Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: None).close()
+
+    with agent() as killed, agent() as alive:
+        dead, other = path(killed), path(alive)
+        killed.kill()
+        killed.wait()
+        pid, _, end = dead.name.split("-")
+        elsewhere = dead.with_name(f"{pid}-01234567-{end}")  # another machine's: nobody here can tell
+        os.link(dead, elsewhere)
+        unseen = dead.with_name(dead.name + "0")  # its process cannot be seen, and it listens
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+            listening.bind(str(unseen))
+            asyncio.run(next_one())
+        assert sorted(dead.parent.iterdir()) == sorted([elsewhere, other, unseen])
+        alive.kill()
+
+
 def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
     def flood(path: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.agent.answers import Workers, answer
+from ripstop.agent.answers import Node, Workers, answer
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
@@ -18,6 +18,7 @@ from ripstop.observe.failure import Failure
 from ripstop.observe.stacks import MOST_FRAMES
 from ripstop.round import Address, Place
 from ripstop.workers import linux, process, stacks
+from ripstop.workers.gpus import Gpus
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.reports import Beat
@@ -47,7 +48,7 @@ class Asleep:
         self.children = Children()
         self.spawner = Spawner(entry, self.stage.env, self.start, ())
         outs = [self.stage.directory / f"{rank}.out" for rank in range(2)]
-        files = [(int(stacks.SIGNAL), stacks.stack_file(self.logs.directory(rank))) for rank in range(2)]
+        files = [(int(stacks.SIGNAL), self.logs.stack_file(rank)) for rank in range(2)]
         births = [Birth(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
         self.pids = await self.spawner.spawn(births)
         await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
@@ -64,7 +65,7 @@ class Asleep:
 def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> list[dict[str, object]]:
     async def ask() -> list[dict[str, object]]:
         async with Asleep(stage, start) as workers:
-            found = json.loads(await answer("stacks", json.dumps(details), workers))["ranks"]
+            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers)))["ranks"]
             assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
             return found
 
@@ -145,7 +146,7 @@ def test_a_look_for_which_the_agent_has_no_means_says_so(stage, monkeypatch: pyt
 def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
-    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", workers)))["ranks"]
+    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers))))["ranks"]
     assert (found["stack"], found["state"]) == ("? (gone)", "")
 
 
@@ -155,7 +156,7 @@ def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
 def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     with pytest.raises(NoAnswer, match=why):
-        asyncio.run(answer("stacks", json.dumps(details), Workers(PLACE, (1, 2), logs, {})))
+        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}))))
 
 
 def test_a_process_that_is_gone_is_said_to_be() -> None:
@@ -190,7 +191,7 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
     async def watch() -> tuple[Failure, ...]:
         async with Asleep(stage) as workers:
             hung: asyncio.Future[tuple[Failure, ...]] = asyncio.get_running_loop().create_future()
-            subject = Subject(PLACE, "here", workers.pids, workers.logs, stage.directory / "hang")
+            subject = Subject(PLACE, "here", workers.pids, workers.logs)
             watch = Watch(
                 subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
             )
@@ -206,7 +207,7 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
     failures = asyncio.run(watch())
     assert [(f.rank, f.hang.call) for f in failures if f.hang] == [(4, "sleep_well"), (5, "sleep_well")]
     assert [event.rank for event in recorded if isinstance(event, WorkerHangs)] == [4, 5]
-    text = (stage.directory / "hang" / "rank_4.txt").read_text()
+    text = (stage.directory / "round_1" / "hang" / "rank_4.txt").read_text()
     assert ("time_sleep" in text) if spied else ("no native stack: py-spy is not installed" in text)
     assert f"Python stacks ({'py-spy' if spied else 'faulthandler; '}" in text
 
@@ -214,7 +215,7 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
 def test_what_a_worker_says_of_its_pace_is_known_until_it_ends(stage) -> None:
     async def watch() -> None:
         logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
-        subject = Subject(PLACE, "here", (1, 2), logs, stage.directory / "hang")
+        subject = Subject(PLACE, "here", (1, 2), logs)
         watch = Watch(subject, 0.0, lambda event, level: None, lambda found, seconds: None)
         assert watch.paces() == {}
         watch.report(1, Beat(7, 3))

@@ -10,14 +10,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
-from ripstop.workers.stacks import gone, look_at, stack_file
+from ripstop.workers.stacks import gone, look_at
+
+if TYPE_CHECKING:
+    from ripstop.workers.gpus import Gpus
 
 log = logging.getLogger("ripstop.agent")
 
@@ -44,17 +48,29 @@ class Workers:
         return local
 
 
-Question = Callable[[Workers, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What questions are about."""
+
+    gpus: "Gpus"
+    workers: Workers | None
+
+    def running(self) -> Workers:
+        """The workers, for a question that is about them."""
+        if self.workers is None:
+            raise NoAnswer("no workers run on this node now")
+        return self.workers
 
 
-async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers are: of one `rank`, or of all of this node's."""
+    workers = node.running()
     rank = details.get("rank")
     if rank is not None and type(rank) is not int:
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     there = [local for local in chosen if local not in workers.ended]
-    found = await look_at((workers.pids[local], stack_file(workers.logs.directory(local))) for local in there)
+    found = await look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there)
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
     room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
@@ -73,11 +89,12 @@ async def stacks(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-async def _workers(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _workers(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
+    workers = node.running()
     return {"round": workers.place.round, "pids": workers.pids}
 
 
-async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _log(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """A piece of a worker's log: from `offset` in the log of `round`, or the last `tail` lines of the present one.
 
     A round that is over is read to its end, and then the present one from its beginning.  At the end of that, the
@@ -85,12 +102,14 @@ async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
     """
     from ripstop.workers import tail  # nobody may ever ask
 
-    rank, stream, now = int(details["rank"]), str(details["stream"]), workers.place.round
+    workers = node.running()
+    rank, now = int(details["rank"]), workers.place.round
+    stream = Streams.OUT if details["stream"] == "stdout" else Streams.ERR
     path = await _log_file(workers, rank, stream)
     round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
     if round < now:
-        before = path.parent.parent.parent / f"round_{round}" / str(rank) / path.name
-        if await aside(before.is_file):
+        before = await aside(partial(workers.logs.earlier, round, rank, stream))
+        if before is not None:
             piece = await aside(partial(tail.read, before, offset))
             if piece.text:
                 return {"round": round} | asdict(piece)
@@ -104,38 +123,47 @@ async def _log(workers: Workers, details: Mapping[str, Any]) -> dict[str, Any]:
     return {"round": now} | asdict(piece)
 
 
-async def _log_file(workers: Workers, rank: int, stream: str) -> Path:
+async def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
     local = workers.local_rank(rank)
-    path = workers.logs.stdout(local) if stream == "stdout" else workers.logs.stderr(local)
+    path = workers.logs.stdout(local) if stream is Streams.OUT else workers.logs.stderr(local)
+    name = "stdout" if stream is Streams.OUT else "stderr"
     if path is None:
         raise NoAnswer(
-            f"rank {rank}'s {stream} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+            f"rank {rank}'s {name} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
         )
     if not await aside(path.is_file):
-        raise NoAnswer(f"rank {rank}'s {stream} goes to {path}, where nothing can be read")
+        raise NoAnswer(f"rank {rank}'s {name} goes to {path}, where nothing can be read")
     return path
 
 
-QUESTIONS: dict[str, Question] = {"log": _log, "stacks": stacks, "workers": _workers}
+async def _sample(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
+    """What this node and its workers use now: a `NodeSample`."""
+    from ripstop.workers import samples  # only where somebody asks
+
+    gpus = await node.gpus.sample()
+    if node.workers is None:
+        return asdict(samples.sample(None, (), None, {}, gpus))
+    place, pids, logs, progress = (node.workers.place, node.workers.pids, node.workers.logs, node.workers.progress)
+    return asdict(await aside(partial(samples.sample, place, pids, logs, progress, gpus)))
 
 
-async def answer(question: str, argument: str, workers: Workers | None) -> str:
+QUESTIONS: dict[str, Callable[[Node, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+    "log": _log,
+    "sample": _sample,
+    "stacks": _stacks,
+    "workers": _workers,
+}
+
+
+async def answer(question: str, argument: str, node: Node) -> str:
     """The answer as JSON."""
-    asked: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
-    if question in WHENEVER:
-        asked = partial(WHENEVER[question], workers)
-    elif question not in QUESTIONS:
-        known = ", ".join(sorted([*QUESTIONS, *WHENEVER]))
-        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {known}")
-    elif workers is None:
-        raise NoAnswer("no workers run on this node now")
-    else:
-        asked = partial(QUESTIONS[question], workers)
+    if question not in QUESTIONS:
+        raise NoAnswer(f"this agent cannot answer {question!r}; it answers {', '.join(sorted(QUESTIONS))}")
     try:
         details = json.loads(argument or "{}")
         if not isinstance(details, dict):
             raise NoAnswer(f"the details of a question are a JSON object, received {argument[:80]!r}")
-        text = json.dumps(await asked(details))
+        text = json.dumps(await QUESTIONS[question](node, details))
     except NoAnswer:
         raise
     except TimeoutError as error:
@@ -146,26 +174,3 @@ async def answer(question: str, argument: str, workers: Workers | None) -> str:
     if (size := len(json.dumps(text))) > LARGEST:
         raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {size}; ask for less")
     return text
-
-
-# also when no workers run ---------------------------------------------------------------------------------------------
-
-Whenever = Callable[[Workers | None, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-
-_gpus: Any = None  # `Gpus`, once somebody asks
-
-
-async def sample(workers: Workers | None, _: Mapping[str, Any]) -> dict[str, Any]:
-    """What this node and its workers use now: a `NodeSample`."""
-    from ripstop.workers import samples  # here and below: only where somebody asks
-    from ripstop.workers.gpus import Gpus
-
-    global _gpus
-    _gpus = _gpus or Gpus()
-    found = await _gpus.sample()
-    place, pids, logs = (workers.place, workers.pids, workers.logs) if workers else (None, (), None)
-    progress = workers.progress if workers else {}
-    return asdict(await aside(partial(samples.sample, place, pids, logs, progress, found)))
-
-
-WHENEVER: dict[str, Whenever] = {"sample": sample}

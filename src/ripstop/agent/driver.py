@@ -68,16 +68,17 @@ from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Rejected
 from ripstop.round import Node, Place
 from ripstop.workers.console import Console
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.failures import Memory, gather, not_started, read_memory
+from ripstop.workers.failures import Condemned, Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.reports import Report, Reports
 from ripstop.workers.spawner import Birth, Starter
-from ripstop.workers.stacks import SIGNAL, stack_file
+from ripstop.workers.stacks import SIGNAL, look
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
+    from ripstop.workers.gpus import Gpus
     from ripstop.workers.timer_pipe import Watchdog
 
 log = logging.getLogger("ripstop.agent")
@@ -101,7 +102,7 @@ class Running:
     watch: Watch | None = None
     ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
-    condemned: dict[int, str] = field(default_factory=dict)  # workers that we killed for their own doing, and why
+    condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -153,6 +154,7 @@ class Driver:
         self._signals = [signal.Signals[name] for name in handled]
         self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
+        self._gpus: Gpus | None = None
         self._reports = Reports(environ, self._reported)
 
     async def run(self) -> Quit:
@@ -189,12 +191,19 @@ class Driver:
         try:
             if self._questions > QUESTIONS:
                 raise NoAnswer(f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later")
-            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._workers()))
+            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._asked_about()))
         except NoAnswer as why:
             answer = Answer(ask.number, error=str(why)[:LONGEST])
         finally:
             self._questions -= 1
         self._link.send(answer)
+
+    def _asked_about(self) -> answers.Node:
+        if self._gpus is None:
+            from ripstop.workers.gpus import Gpus  # nobody may ever ask
+
+            self._gpus = Gpus()
+        return answers.Node(self._gpus, self._workers())
 
     def _workers(self) -> Workers | None:
         running = self._running
@@ -368,8 +377,7 @@ class Driver:
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        found = self._directory.path / f"round_{place.round}" / "hang"
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs, found)
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
@@ -413,7 +421,8 @@ class Driver:
         env = self._environment(running.place, local_rank, logs.error_file(local_rank))
         env |= logs.environment(local_rank)
         binding = self._config.bindings[local_rank] if self._config.bindings else None
-        stacks = (SIGNAL, stack_file(logs.directory(local_rank))) if self._config.hang_timeout else None
+        looked_at = self._config.hang_timeout or self._config.timer_pipe
+        stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
         return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding, stacks)
 
     def _exited(self, running: Running, exit: Exit) -> None:
@@ -443,7 +452,7 @@ class Driver:
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
-            condemned=running.condemned.get(exit.local_rank, ""),
+            condemned=running.condemned.get(exit.local_rank),
         )
         self._diary.record(
             WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
@@ -476,9 +485,15 @@ class Driver:
         missed = TimersMissed(running.place.round, running.place.first_rank + rank, pid, why)
         self._diary.record(missed, level=logging.WARNING)
         if signum:
-            if pid in running.group.pids:
-                running.condemned[rank] = why
-            running.group.send(pid, signum)
+            self._task(self._condemn(running, running.group, rank, pid, why, signum))
+
+    async def _condemn(self, running: Running, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
+        """The signal, and before it the evidence: where the worker is."""
+        if pid in group.pids:
+            found = await look(pid, running.logs.stack_file(rank))
+            running.condemned[rank] = Condemned(why, found.stack)
+        if not running.sent:
+            group.send(pid, signum)
 
     async def _stop_workers(self, round: int, signum: int, grace: float) -> None:
         running = self._running

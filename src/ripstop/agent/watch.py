@@ -24,7 +24,7 @@ from ripstop.workers import linux
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
 from ripstop.workers.reports import Beat, Report, Saved
-from ripstop.workers.stacks import Look, look_at, native, size, stack_file
+from ripstop.workers.stacks import Look, look_at, native, size
 
 log = logging.getLogger("ripstop.agent")
 
@@ -38,13 +38,12 @@ SAVED = 1.0  # seconds between two checkpoints of a worker that are told
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whom to watch: the workers of one round, by local rank, and where what is found goes."""
+    """Whom to watch: the workers of one round, by local rank."""
 
     place: Place
     host: str
     pids: tuple[int, ...]
     logs: RoundLogs
-    directory: Path  # for what is found in a hang
 
 
 class Watch:
@@ -206,7 +205,7 @@ class Watch:
                 self._progress.unseen(rank, now)
 
     def _with_file(self, rank: int) -> tuple[int, Path]:
-        return self._live[rank], stack_file(self._subject.logs.directory(rank))
+        return self._live[rank], self._subject.logs.stack_file(rank)
 
     # evidence ---------------------------------------------------------------------------------------------------------
 
@@ -266,7 +265,7 @@ class Watch:
         )
 
     def _file(self, rank: int) -> Path:
-        return self._subject.directory / f"rank_{rank}.txt"
+        return self._subject.logs.hang_directory() / f"rank_{rank}.txt"
 
     async def _write(self, failures: list[Failure], looks: list[Look], natives: list[str]) -> None:
         texts = {
@@ -277,7 +276,7 @@ class Watch:
             await aside(partial(_put, texts), WRITE)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            log.warning("stacks cannot be written to %s: %s", self._subject.directory, why)
+            log.warning("stacks cannot be written to %s: %s", self._subject.logs.hang_directory(), why)
 
     def _text(self, failure: Failure, found: Look, native: str) -> str:
         parts = [

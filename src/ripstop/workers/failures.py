@@ -46,6 +46,14 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Condemned:
+    """Why ripstop killed a worker, and where that was just before."""
+
+    why: str
+    stack: str
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorFile:
     """What an error file says; `at` is None when it does not say."""
 
@@ -66,12 +74,12 @@ def gather(
     error_file: Path,
     stderr: Path | None,
     before: Memory,
-    condemned: str = "",
+    condemned: Condemned | None = None,
 ) -> Failure:
     """Why this worker is dead.
 
     `returncode` is as subprocess has it, a signal's number negative; `at` is when the worker ended; `before` is the
-    memory account of the round's start; `condemned` says why ripstop itself killed it, if it did.
+    memory account of the round's start; `condemned` if ripstop itself killed it.
     """
     said = read_error_file(error_file)
     tail = _read_end(stderr) if stderr else ""
@@ -80,7 +88,8 @@ def gather(
         message, traceback = last_exception(tail)
     oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not condemned else ""
     if condemned:
-        message = cut(f"{condemned}; it said: {message}" if message else condemned, _MESSAGE)
+        message = cut(f"{condemned.why}; it said: {message}" if message else condemned.why, _MESSAGE)
+        traceback = traceback or cut_middle(clean(condemned.stack), _TRACEBACK)
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,

@@ -1,4 +1,4 @@
-"""The files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json}`.
+"""The files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json,stacks.txt}`.
 
 Rules: (1) workers write their files themselves, appending, so that what they wrote survives the agent; (2) nothing is
 ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
@@ -23,6 +23,8 @@ from ripstop.errors import StartError, UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE
 from ripstop.round import Place
 from ripstop.workers.console import Console, Kept
+
+FILES = {Streams.OUT: "stdout.log", Streams.ERR: "stderr.log"}
 
 
 class LogDirectory:
@@ -80,7 +82,8 @@ class RoundLogs:
     """
 
     def __init__(self, job: Path, logs: Logs, place: Place, role: str, *, terminal: bool) -> None:
-        self._round = job / f"round_{place.round}"
+        self._job = job
+        self._round = _of_round(job, place.round)
         self._logs = logs
         self._place = place
         self._role = role
@@ -101,6 +104,19 @@ class RoundLogs:
 
     def stderr(self, local_rank: int) -> Path | None:
         return self._file(local_rank, Streams.ERR)
+
+    def stack_file(self, local_rank: int) -> Path:
+        """Where faulthandler writes."""
+        return self.directory(local_rank) / "stacks.txt"
+
+    def hang_directory(self) -> Path:
+        """For what is found out when workers hang."""
+        return self._round / "hang"
+
+    def earlier(self, round: int, rank: int, stream: Streams) -> Path | None:
+        """The file of a worker of an earlier round; None where there is none, or nobody knows."""
+        path = _of_round(self._job, round) / str(rank) / FILES[stream]
+        return path if path.is_file() else None
 
     def files(self, local_rank: int) -> tuple[Path, ...]:
         """The log files that this worker has: what `Console.finish` wants to know at its end."""
@@ -153,7 +169,7 @@ class RoundLogs:
                 return None
             case Route.NOWHERE:
                 return Path(os.devnull)
-        return self.directory(local_rank) / ("stdout.log" if stream is Streams.OUT else "stderr.log")
+        return self.directory(local_rank) / FILES[stream]
 
     def _route(self, local_rank: int, stream: Streams) -> Route:
         teed = stream in self._logs.tee.of(local_rank)
@@ -171,6 +187,10 @@ class LogsSource(Protocol):
     async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> RoundLogs: ...
 
     def close(self) -> None: ...
+
+
+def _of_round(job: Path, round: int) -> Path:
+    return job / f"round_{round}"
 
 
 def file_name(run_id: str) -> str:

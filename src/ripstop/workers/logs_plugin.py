@@ -100,6 +100,10 @@ class PluginLogs(RoundLogs):
     def error_file(self, local_rank: int) -> Path:
         return self._named_error_file(local_rank) or super().directory(local_rank) / "error.json"
 
+    def earlier(self, round: int, rank: int, stream: Streams) -> Path | None:
+        """What the plugin said of another round is not kept."""
+        return None
+
     def prepare(self) -> None:
         """The plugin has made directories, or has not: nothing of what is there is touched."""
         try:

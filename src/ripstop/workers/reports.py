@@ -4,8 +4,9 @@ One datagram socket an agent, in a directory of this user's alone; a datagram is
 kernel says which process has sent it; what a process says of itself is not asked, so a worker of an earlier round,
 or a stranger, is nobody's worker; (2) a worker is never made to wait: what nobody has read yet fills a short queue,
 and the rest is dropped by the sender; (3) a flood costs a bounded share of the agent's time; (4) what makes no sense is
-passed over; (5) a job without this socket is a job without reports, and no less; (6) a socket whose name is gone, as
-those of a user who has logged out, is made anew under the same name: workers know no other.
+passed over; (5) a job without this socket is a job without reports, and no less; (6) what an agent of this machine that
+was killed has left is removed by the next one; (7) a socket whose name is gone, as those of a user who has logged out,
+is made anew under the same name: workers know no other.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from ripstop.errors import UsageError
 from ripstop.observe.run_directory import HeldDirectory
@@ -65,7 +67,7 @@ class Reports:
         why = ""
         for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
             try:
-                self._open_in(where, f"{os.getpid():x}-{os.urandom(3).hex()}")
+                self._open_in(where, f"{os.getpid():x}-{_machine()}-{os.urandom(3).hex()}")
                 return
             except (OSError, UsageError) as error:
                 why = why or str(error)
@@ -79,6 +81,7 @@ class Reports:
             held.leave()
             raise
         self._held, self._where = held, where
+        remove_dead(held.path)
 
     def _open(self, path: Path) -> None:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -92,7 +95,7 @@ class Reports:
         self._loop.add_reader(opened, self._read)
 
     def audible(self) -> bool:
-        """Whether workers have found the socket until now; if they have not, it is made anew (rule 6)."""
+        """Whether workers have found the socket until now; if they have not, it is made anew (rule 7)."""
         if self._name is None:
             return False  # there never was one
         if self._socket is not None and _number(Path(self.path)) == self._name:
@@ -154,6 +157,33 @@ def _number(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def remove_dead(directory: Path) -> None:
+    """Sockets of agents of this machine whose process is gone, and to which nobody listens."""
+    with suppress(OSError):
+        for path in directory.glob(f"*-{_machine()}-*"):
+            with suppress(ValueError):
+                pid = int(path.name.split("-")[0], 16)
+                if not Path(f"/proc/{pid}").exists() and _refuses(path):
+                    path.unlink(missing_ok=True)
+
+
+def _refuses(path: Path) -> bool:
+    """A process that cannot be seen may live in another container."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+    return False
+
+
+def _machine() -> str:
+    """Where machines share the directory, a socket is nobody's who is on another one."""
+    return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
 
 def read(data: bytes) -> Report | None:

@@ -65,11 +65,6 @@ def gone(pid: int) -> Look:
     return Look(pid, "", "", "", (), "kernel")
 
 
-def stack_file(directory: Path) -> Path:
-    """Where faulthandler writes, in a worker's directory."""
-    return directory / "stacks.txt"
-
-
 async def look(pid: int, file: Path | None = None) -> Look:
     """One process; `file` is where faulthandler would write."""
     (found,) = await look_at([(pid, file)])
