@@ -16,7 +16,7 @@ from ripstop.agent import checkup, health_command
 from ripstop.agent.checkup import Checkup
 from ripstop.agent.gpu_health import read
 from ripstop.agent.health import Facts, Gpu, Ran
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 from ripstop.workers.process import Children
 
 DEADLINE = 20.0
@@ -40,7 +40,7 @@ def ran(*command: str, patience: float = DEADLINE, **environ: str) -> Ran:
     return found
 
 
-def looked(limits: Health, logs: Path, **environ: str) -> Facts:
+def looked(limits: HealthLimits, logs: Path, **environ: str) -> Facts:
     found: Facts = with_children(lambda children: Checkup(limits, str(logs), environ, children).look(None))
     return found
 
@@ -108,7 +108,7 @@ def _all_gone(pids: Path) -> None:
 
 
 def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Path) -> None:
-    facts = looked(Health(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
+    facts = looked(HealthLimits(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
     (disk,) = facts.disks  # one file system, one look
     assert (disk.path, disk.use) == (str(tmp_path), "logs")
     room = os.statvfs(tmp_path)
@@ -116,7 +116,7 @@ def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Pa
 
 
 def test_no_limit_is_no_look(tmp_path: Path) -> None:
-    assert looked(Health(min_disk=0), tmp_path).disks == ()
+    assert looked(HealthLimits(min_disk=0), tmp_path).disks == ()
 
 
 def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypa
     monkeypatch.setattr(checkup, "read_disks", hangs)
 
     async def scenario(children: Children) -> tuple[Facts, Facts, int, Facts]:
-        look = Checkup(Health(), "/", {"CUDA_VISIBLE_DEVICES": ""}, children).look
+        look = Checkup(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}, children).look
         first, second = await look(None), await look(None)
         before = len(calls)
         hang.set()
@@ -211,7 +211,7 @@ def test_only_gpus_that_workers_see_are_looked_at() -> None:
 
 
 def test_a_node_for_which_no_gpu_is_visible_has_none(tmp_path: Path) -> None:
-    assert looked(Health(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
+    assert looked(HealthLimits(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
 
 
 def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
@@ -223,6 +223,6 @@ def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
         pytest.skip(str(error))
     count = pynvml.nvmlDeviceGetCount()
     pynvml.nvmlShutdown()
-    facts = looked(Health(), tmp_path)
+    facts = looked(HealthLimits(), tmp_path)
     assert len(facts.gpus) == len(facts.known) == count
     assert facts.gpus == tuple(Gpu(index, uuid) for index, uuid in enumerate(facts.known))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ripstop.agent import health_command
 from ripstop.agent.health import Disk, Facts, Gpu, Ran
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 from ripstop.workers.look import Look
 from ripstop.workers.process import Children
 
@@ -22,7 +22,7 @@ PATIENCE = 30.0  # seconds for a look at disks or GPUs: a driver that keeps noth
 class Checkup:
     """One node's looks at itself; made and used in its event loop."""
 
-    def __init__(self, limits: Health, logs: str, environ: Mapping[str, str], children: Children) -> None:
+    def __init__(self, limits: HealthLimits, logs: str, environ: Mapping[str, str], children: Children) -> None:
         self._limits = limits
         self._environ = environ
         self._children = children
