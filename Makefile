@@ -17,6 +17,7 @@ TEST := $(call stamp,test)
 CHECK := $(call stamp,check)
 DOCS := $(call stamp,docs)
 BENCH := $(call stamp,bench)
+KUBE := $(call stamp,kube)
 
 .PHONY: help
 help:  ## this list
@@ -33,6 +34,12 @@ test: $(TEST) tools  ## the tests, without the long ones
 .PHONY: test-all
 test-all: $(TEST) tools  ## the tests, all of them
 	python -m pytest
+
+.PHONY: test-kube
+test-kube: $(KUBE)  ## the tests against a Kubernetes API server, which KUBECONFIG names
+	@test -n "$${KUBECONFIG-}" || { \
+		echo "KUBECONFIG names no cluster; one for tests: kind create cluster, then export KUBECONFIG=~/.kube/config"; exit 2; }
+	python -m pytest tests/schedulers
 
 .PHONY: check
 check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation
@@ -75,7 +82,7 @@ $(RUN): | $(BIN)/python
 	@rm -f $(VENV)/.run-*; touch $@
 
 # The other groups: $(VENV)/.GROUP-HASH
-$(TEST) $(CHECK) $(DOCS) $(BENCH): | $(RUN)
+$(TEST) $(CHECK) $(DOCS) $(BENCH) $(KUBE): | $(RUN)
 	@group=$$(basename $@ | sed 's/^\.\(.*\)-[0-9a-f]*$$/\1/'); \
 	echo "installing requirements/$$group.txt"; \
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/$$group.txt; \

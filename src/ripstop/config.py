@@ -248,6 +248,9 @@ class RunConfig:
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
+    probe_port: int | None = None  # where probes are answered; None: nowhere
+    termination_log: Path | None = None  # the file for this agent's last word
+    linger: bool = False  # stay when the job is over, until a signal comes
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
 

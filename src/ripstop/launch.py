@@ -1,7 +1,7 @@
 """The composition root: wires the parts of one node, runs them, and maps the end to an exit code.
 
 Exit codes: 0 the job succeeded; 1 it failed, or its coordinator was not to be found; 2 wrong input, or refused by the
-coordinator; 128 + n this agent was stopped by signal n.
+coordinator; 128 + n this agent was stopped by signal n.  `--linger` puts an end off, and changes no code.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ripstop.agent.driver import Driver
@@ -31,6 +32,7 @@ from ripstop.config import (
     Script,
 )
 from ripstop.errors import UsageError
+from ripstop.observe import probes
 from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.observe.events import Entry as Logged
 from ripstop.observe.events import Sink
@@ -65,18 +67,27 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     with _log_lines(config.notes, rendezvous=config.backend is not Backend.LOCAL):
         end, directory = _run(config, link)
     _conclude(end, directory)
+    if config.termination_log is not None:
+        _leave_word(config.termination_log, end)
+    over = end.report is not None or end.code == 0  # else it may go better with a new agent
+    if config.linger and over and end.code < 128:
+        _linger(config)
     return end.code
 
 
 def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
     directory = LogDirectory(config.logs, config.run_id)
     bound = bind_endpoint(config)
+    probed = None
+    if config.probe_port is not None:
+        probed = probes.listen("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
     spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
     try:
         with _torch_handler(config, environ) as sinks:
-            end = asyncio.run(take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link))
+            part = take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link, probed=probed)
+            end = asyncio.run(part)
     finally:
         spawner.close()
     return end, directory
@@ -106,10 +117,12 @@ async def take_part(
     logs_source: LogsSource | None = None,
     sinks: Sequence[Sink] = (),
     link: Link | None = None,
+    probed: socket.socket | None = None,
 ) -> Quit:
     """This node's part of the job, in any event loop, with workers that `spawner` starts.
 
-    `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making.
+    `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making; at
+    `probed`, probes are answered.
     """
     node = _this_node(config, bound)
     async with AsyncExitStack() as parts:
@@ -123,6 +136,8 @@ async def take_part(
         driver = Driver(config, node, spawner, meeting.link, directory, environ, logs_source, heard)
         if meeting.broken is not None:
             meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
+        if probed is not None:
+            parts.callback((await probes.serve(probed, driver.unready)).close)
         end = await driver.run()
         if meeting.coordinator is not None and end.report is not None:
             await meeting.coordinator.ended  # the others are told before their coordinator goes
@@ -212,7 +227,7 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
-    bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1)
+    bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1, own=config.local_addr)
     if bound is not None:
         _may_serve(bound, config)
         _warn_of(bound)
@@ -399,6 +414,25 @@ def _conclude(end: Quit, directory: LogDirectory) -> None:
             print(f"report: {word}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
+
+
+def _leave_word(file: Path, end: Quit) -> None:
+    """For whoever started this agent.  Not being able to is worth a line, and no more."""
+    from ripstop.observe.last_word import last_word
+
+    try:
+        file.write_text(last_word(end.why, end.report))
+    except OSError as error:
+        word = f"cannot be written ({error.strerror}); name another file"
+        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {word}", file=sys.stderr)
+
+
+def _linger(config: RunConfig) -> None:
+    """Wait for a signal.  Blocked, it also comes to the first process of a container, which hears no other kind."""
+    print("ripstop run: the job is over; staying until a signal comes (--linger)", file=sys.stderr, flush=True)
+    wanted = [signal.Signals[name] for name in config.signals]
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    signal.sigwait(wanted)
 
 
 def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:

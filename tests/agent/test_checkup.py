@@ -2,46 +2,45 @@
 
 import asyncio
 import os
+import resource
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ripstop.agent import checkup, health_command
+from ripstop.agent import checkup
 from ripstop.agent.checkup import Checkup
 from ripstop.agent.gpu_health import read
 from ripstop.agent.health import Facts, Gpu, Ran
+from ripstop.agent.health_command import HealthCommand, die_with
 from ripstop.config import HealthLimits
-from ripstop.workers.process import Children
 
 DEADLINE = 20.0
 
 
-def with_children(work: Callable[[Children], Coroutine[Any, Any, Any]]) -> Any:
+def within_time(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def scenario() -> Any:
-        children = Children()
-        try:
-            async with asyncio.timeout(DEADLINE):
-                return await work(children)
-        finally:
-            children.close()
+        async with asyncio.timeout(DEADLINE):
+            return await work()
 
     return asyncio.run(scenario())
 
 
 def ran(*command: str, patience: float = DEADLINE, **environ: str) -> Ran:
     env = {**os.environ, **environ}
-    found: Ran = with_children(lambda children: health_command.run(command, env, patience, children))
+    found: Ran = within_time(lambda: HealthCommand(command, env).run(patience))
     return found
 
 
 def looked(limits: HealthLimits, logs: Path, **environ: str) -> Facts:
-    found: Facts = with_children(lambda children: Checkup(limits, str(logs), environ, children).look(None))
+    found: Facts = within_time(lambda: Checkup(limits, str(logs), environ).look(None))
     return found
 
 
@@ -79,21 +78,92 @@ def test_what_a_command_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
 def test_a_check_that_is_broken_off_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
-    async def scenario(children: Children) -> None:
+    async def scenario() -> None:
         script = f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
-        check = asyncio.create_task(health_command.run(("sh", "-c", script), os.environ, DEADLINE, children))
+        check = asyncio.create_task(HealthCommand(("sh", "-c", script), os.environ).run(DEADLINE))
         while not pids.exists():  # noqa: ASYNC110  # it is another process that makes it
             await asyncio.sleep(0.01)
         check.cancel()
         await asyncio.wait([check])
 
-    with_children(scenario)
+    within_time(scenario)
     _all_gone(pids)
+
+
+def test_a_command_whose_agent_died_before_it_could_ask_for_a_signal_does_not_begin(tmp_path: Path) -> None:
+    mark = tmp_path / "began"
+    orphan = subprocess.call(["touch", mark], preexec_fn=die_with(os.getppid()))  # as if another had adopted it
+    child = subprocess.call(["true"], preexec_fn=die_with(os.getpid()))
+    assert (orphan, mark.exists(), child) == (1, False, 0)
 
 
 def test_a_talkative_command_is_heard_to_its_end() -> None:
     lines = "import sys; sys.stdout.write('x' * 3_000_000 + '\\nlast words\\n')"
     assert ran(sys.executable, "-c", lines) == Ran(0, "last words")
+
+
+def test_a_command_that_does_not_even_start_stops_nothing_and_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a file server that hangs: the loop goes on, and there is no second thread that waits for it."""
+    go, started, start = threading.Event(), [], subprocess.Popen
+
+    def hangs(*args: Any, **more: Any) -> Any:
+        started.append(threading.current_thread())
+        go.wait(DEADLINE)
+        return start(*args, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", hangs)
+
+    async def scenario() -> tuple[Ran, Ran, int, Ran]:
+        check = HealthCommand(("echo", "fine"), os.environ)
+        first, second, before = await check.run(0.05), await check.run(0.05), len(started)
+        go.set()
+        return first, second, before, await check.run(DEADLINE)
+
+    assert within_time(scenario) == (Ran(None), Ran(None), 1, Ran(0, "fine"))
+    assert threading.main_thread() not in started
+
+
+def test_an_agent_without_a_descriptor_left_goes_by_what_it_saw_before(tmp_path: Path) -> None:
+    """Neither the command nor the agent can help it."""
+
+    async def scenario() -> tuple[Facts, Facts, Facts]:
+        check = Checkup(HealthLimits(command=("sh", "-c", "echo sick; exit 3"), min_disk=1), str(tmp_path), {})
+        first, hoard = await check.look(None), []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    hoard.append(os.open("/dev/null", os.O_RDONLY))
+            second = await check.look(None)
+            os.close(hoard.pop())
+            os.close(hoard.pop())  # enough for its output
+            third = await check.look(None)
+        finally:
+            for fd in hoard:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return first, second, third
+
+    first, second, third = within_time(scenario)
+    assert first.ran == second.ran == third.ran == Ran(3, "sick")
+
+
+def test_without_a_thread_left_what_was_seen_before_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> tuple[Facts, Facts, Facts]:
+        check = Checkup(HealthLimits(command=("true",), min_disk=1), "/tmp", {"CUDA_VISIBLE_DEVICES": ""})
+        first = await check.look(None)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuses)
+            second = await check.look(None)
+        return first, second, await check.look(None)
+
+    first, second, third = within_time(scenario)
+    assert (second.silent, second.ran) == ((), first.ran)
+    assert second.disks == first.disks and third.silent == ()
 
 
 def _all_gone(pids: Path) -> None:
@@ -130,15 +200,15 @@ def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypa
 
     monkeypatch.setattr(checkup, "read_disks", hangs)
 
-    async def scenario(children: Children) -> tuple[Facts, Facts, int, Facts]:
-        look = Checkup(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}, children).look
+    async def scenario() -> tuple[Facts, Facts, int, Facts]:
+        look = Checkup(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}).look
         first, second = await look(None), await look(None)
         before = len(calls)
         hang.set()
         monkeypatch.setattr(checkup, "PATIENCE", DEADLINE)
         return first, second, before, await look(None)
 
-    first, second, before, third = with_children(scenario)
+    first, second, before, third = within_time(scenario)
     assert (first.silent, second.silent, before) == (("disks",), ("disks",), 1)
     assert third.silent == ()
 
@@ -203,6 +273,23 @@ def test_broken_gpus_are_known_by_what_nvml_says() -> None:
 def test_older_gpus_are_known_by_their_uncorrectable_errors() -> None:
     (gpu,) = read(fake_nvml({0: "NotSupported"}, ecc=2), None)
     assert gpu.trouble == "2 uncorrectable memory errors; reset the GPU"
+
+
+def test_gpus_are_known_from_the_first_look_that_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([None, (Gpu(0, "GPU-0"), Gpu(1, "GPU-1")), (Gpu(0, "GPU-0"),)])
+
+    def busy(choice: str | None) -> tuple[Gpu, ...]:
+        if (answer := next(answers)) is None:
+            raise OSError("busy")
+        return answer
+
+    monkeypatch.setattr(checkup, "read_gpus", busy)
+
+    async def scenario() -> list[tuple[str, ...]]:
+        check = Checkup(HealthLimits(min_disk=0), "/", {})
+        return [(await check.look(None)).known for _ in range(3)]
+
+    assert within_time(scenario) == [(), ("GPU-0", "GPU-1"), ("GPU-0", "GPU-1")]
 
 
 def test_only_gpus_that_workers_see_are_looked_at() -> None:

@@ -560,3 +560,26 @@ def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
 def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
     agent = running_agent()
     assert on(agent, Got(Inspect(2))) == [Tell(Inspected(2))]
+
+
+# probes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
+    agent = Agent(Settings(NODE, 2, 2, TIMING))
+    assert agent.unready() == "it is warming up"
+    on(agent, Warmed())
+    on(agent, Unlinked("host-b:29400: connection refused"))
+    assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
+    on(agent, Linked("host-a"))
+    assert agent.unready() == "its health is being looked at"
+    on(agent, Checked((FULL,)))
+    assert agent.unready() == f"it is unhealthy: {FULL.words}"
+    on(agent, Checked(()))
+    assert agent.unready() == ""
+    on(agent, Offered(7001))
+    on(agent, assign(1))
+    on(agent, Unlinked("gone"))
+    assert agent.unready() == "", "healthy workers go on"
+    on(agent, Signalled(15))
+    assert agent.unready() == "it is leaving, or the job is over"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ripstop.cli import STEERING, main
+from ripstop.cli import STEERING, kube, main
 from ripstop.cli.completion import commands_flags
 from ripstop.cli.flags import Flag
 from ripstop.cli.run import HELP
@@ -58,7 +58,8 @@ def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, caps
 def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--help"]) == 0
+    for words in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
+        assert main([*words, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
     assert max(map(len, help.splitlines())) <= 120

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat.etcd import Client
+from ripstop.compat.etcd import Client, Unavailable
 from ripstop.compat.etcd_server import EtcdServer, find_free_port, stop_etcd
 from ripstop.config import Etcd
 from ripstop.round import Address
@@ -343,9 +343,30 @@ def test_a_state_whose_answer_is_lost_is_known_as_ones_own(client: Client, forgo
     assert held is not None and told == (*held, True)
 
 
+def test_what_a_job_writes_goes_with_its_nodes_lease(server: EtcdServer, client: Client) -> None:
+    backend, store = create_backend(RendezvousParameters("etcd-v2", server.get_endpoint(), "leased", 1, 1))
+    backend.set_state(b"state")
+    store.set("leased", "1")
+    store.clone().add("leased", 1)
+    store.append("leased", "0")
+    store.compare_set("leased", "20", "21")
+    names = client.names(b"/torch/elastic/", b"/torch/elastic0", 5)
+    assert len(names) == 4, "the state, the key, and a note of each of the two that have changed it"
+    leases = {found.lease for found in client.read(names, 5)[1] if found is not None}
+    assert leases == {backend.lease(5)}
+    client._call("lease/revoke", {"ID": str(backend.lease(5))}, 5)
+    assert client.names(b"/torch/elastic/", b"/torch/elastic0", 5) == []
+    store.set("leased", "2")  # a lease that has ended is followed by another
+    assert store.get("leased") == b"2"
+    client._call("lease/revoke", {"ID": str(backend.lease(5))}, 5)
+
+
 def test_an_etcd_that_does_not_answer_is_a_connection_error() -> None:
     params = RendezvousParameters("etcd-v2", "127.0.0.1:1", "run", 1, 1, read_timeout=1)
     backend, store = create_backend(params)
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: connection refused"):
+        store.set("a", "1")
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1: connection refused"):
         backend.get_state()
     assert store.prefix == "/torch/elastic/store/"

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +132,28 @@ def test_a_handler_may_be_an_installed_plugin(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "events").read_text())["name"] == "e"
     with pytest.raises(TypeError, match=r"gives a int, and not a logging\.Handler"):
         events.get_logging_handler("wrong")
+
+
+def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
+    source = """
+    import logging, threading
+    from ripstop.compat import event_thread, events
+
+    class Blocked(logging.Handler):
+        def emit(self, record):
+            begun.set()
+            threading.Event().wait()
+
+    begun, event_thread.GOODBYE = threading.Event(), 0.1
+    events._log_handlers["blocked"] = Blocked()
+    teller = event_thread.Teller("blocked")
+    teller.put("event")
+    begun.wait()
+    teller.close()
+    """
+    words = [sys.executable, "-c", textwrap.dedent(source)]
+    end = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    assert "the event handler blocked was not done at the end" in end.stderr
 
 
 def test_a_handler_that_torchs_module_was_given_is_known_here_too() -> None:

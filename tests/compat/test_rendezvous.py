@@ -1,5 +1,7 @@
 """Rendezvous handlers: ours on torch's real stores, and another package's with our agent."""
 
+import asyncio
+import multiprocessing
 import os
 import pickle
 import signal
@@ -23,14 +25,17 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_dyn
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as torch_static
 from torch.distributed.elastic.rendezvous import utils as torch_utils
 
-from ripstop.compat import rendezvous
+from ripstop.compat import handler_link, rendezvous
 from ripstop.compat.agent import LocalElasticAgent, WorkerSpec
+from ripstop.compat.errors import ChildFailedError
 from ripstop.compat.launcher import LaunchConfig, elastic_launch
 from ripstop.compat.multiprocessing import DefaultLogsSpecs
 from ripstop.compat.rendezvous import RendezvousParameters, RendezvousStoreInfo, c10d, dynamic, endpoint, static
 from ripstop.compat.rendezvous.c10d import C10dRendezvousBackend
 from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, RendezvousTimeout
 from ripstop.compat.rendezvous.handler import is_a
+from ripstop.config import RunConfig, Script
+from ripstop.rendezvous.messages import Answer, Beat, Failed, Health, Inspected, Told
 from tests.compat.processes import eventually, nothing_left  # noqa: F401
 from tests.compat.signatures import taken_by_both
 
@@ -287,6 +292,54 @@ def test_a_write_whose_answer_is_lost_is_found_and_not_made_again(node: Node) ->
     assert Lossy.lost > 2
 
 
+class Stumbling(C10dRendezvousBackend):
+    """Raises these when a node of a round looks."""
+
+    errors: tuple[Exception, ...] = ()
+
+    def get_state(self) -> Any:
+        if self.errors:
+            error, *self.errors = self.errors  # type: ignore[assignment]
+            raise error
+        return super().get_state()
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), torch_rendezvous.RendezvousConnectionError("away")], ids=repr)
+def test_a_node_beats_on_after_whatever_its_backend_raises(
+    error: Exception, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()
+    backend = Stumbling(store, "job")
+    one = node(store, "1", backend=backend, keep_alive_interval=0.2)
+    meet(one)
+    for _ in range(2):
+        backend.errors = (error, error)
+        eventually(lambda: not backend.errors, "it looks")
+        (before, _), plain = backend.get_state(), C10dRendezvousBackend(store, "job")
+        eventually(lambda: plain.get_state()[0] != before, "it beats")  # noqa: B023 - called here
+    assert caplog.text.count(f"did not beat: {type(error).__name__}: {error}") == 2
+
+
+def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
+    class Away(C10dRendezvousBackend):
+        def set_state(self, state: bytes, token: Any = None) -> Any:
+            super().set_state(state, token)
+            raise torch_rendezvous.RendezvousConnectionError("the answer was lost")
+
+    store = dist.HashStore()
+    one = node(store, "1", backend=Away(store, "job"))
+    assert ranks(meet(one)) == [(0, 1)] and one.shutdown()
+
+
+def test_a_job_whose_name_was_used_before_finds_nothing_of_it(node: Node) -> None:
+    store = dist.HashStore()
+    (old,) = meet(node(store, "1"))
+    old.store.set("key", "old")
+    store.delete_key("torch.rendezvous.job")  # as a state that etcd keeps for a while
+    (new,) = meet(node(store, "1"))
+    assert not new.store.check(["key"])
+
+
 def test_nodes_with_fixed_ranks_meet() -> None:
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free again at once
     made = [RendezvousParameters("static", f"localhost:{port}", "job", 2, 2, rank=rank) for rank in range(2)]
@@ -469,6 +522,69 @@ def test_workers_go_on_while_the_handler_cannot_be_reached(caplog: pytest.LogCap
 
     assert launch(Unreachable, work) == {0: 7, 1: 7}
     assert caplog.text.count("the rendezvous cannot be asked, workers go on: nobody there") == 1
+
+
+class Silent(OneNode):
+    """Once a round has begun, an answer takes for ever."""
+
+    backend = "silent"
+    asked = multiprocessing.get_context("fork").Event()  # workers are forked
+
+    def num_nodes_waiting(self) -> int:
+        self.asked.set()
+        threading.Event().wait()
+        raise AssertionError("it waits for ever")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler_link, "GOODBYE", 0.1)
+    monkeypatch.setattr(handler_link, "EXIT_BARRIER", 0.3)
+    Silent.asked.clear()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_failure_is_a_failure_while_the_handler_does_not_answer() -> None:
+    def work() -> None:
+        Silent.asked.wait(DEADLINE)
+        raise KeyError("lost")
+
+    with pytest.raises(ChildFailedError, match="lost"):
+        launch(Silent, work)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_success_is_one_while_the_handler_does_not_answer() -> None:
+    assert launch(Silent, Silent.asked.wait, DEADLINE) == {0: True, 1: True}
+
+
+class Gone(OneNode):
+    """The store of its rounds goes with the node that held it."""
+
+    backend = "gone"
+
+    class Store(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            raise dist.DistNetworkError("nobody there")
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        return rendezvous.RendezvousInfo(self.Store(), 0, 1, RendezvousStoreInfo("unused", 1))
+
+
+def test_a_success_that_nobody_can_be_told_is_one() -> None:
+    assert launch(Gone, answer, "done")[0][0] == "done"
+
+
+def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
+    async def main() -> None:
+        link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
+        for message in (Told(("{}",)), Answer(1), Beat(), Health(("sick",)), Inspected(1)):
+            link.send(message)
+        assert link._heard.empty()
+        link.send(Failed(1, ()))
+        assert link._heard.qsize() == 1
+
+    asyncio.run(main())
 
 
 HANDLER = """

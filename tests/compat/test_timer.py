@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,24 @@ def test_a_local_server_kills_at_the_deadline_and_not_at_its_interval(client: st
     assert thread is not None
     thread.join(DEADLINE)
     server.stop()
+
+
+def test_who_cannot_be_ended_is_tried_once_an_interval_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[float] = []
+
+    class Server(timer.LocalTimerServer):
+        def _reap_worker(self, worker_id: int) -> bool:
+            tries.append(time.time())
+            return super()._reap_worker(worker_id)
+
+    server = Server(queue.Queue(), max_interval=0.1)
+    server.register_timers([timer.TimerRequest(1 << 40, "stays", 1.0)])  # no pid: nobody may send a signal there
+    server.start()
+    eventually(lambda: len(tries) >= 3, "it is tried again")
+    server.stop()
+    assert all(later - earlier >= 0.1 for earlier, later in pairwise(tries))
+    said = [record for record in caplog.records if str(1 << 40) in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING", "ERROR", "ERROR"], caplog.text
 
 
 def test_a_queue_gives_what_it_has_and_waits_no_longer_than_asked() -> None:

@@ -17,6 +17,7 @@ import pytest
 from ripstop.cli.completion import commands_flags
 from ripstop.config import ETCD_CONF, IDLE_CONF, RDZV_CONF
 from ripstop.rendezvous.machine import TRANSITIONS
+from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 
 ROOT = Path(__file__).parents[2]
@@ -186,3 +187,8 @@ def test_the_page_on_the_architecture_has_every_file() -> None:
 def test_every_page_is_in_the_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page for page in PAGES if f": {page}\n" not in contents] == []
+
+
+def test_the_fields_of_an_elastic_job_are_its_definitions() -> None:
+    page = crd_reference.PAGE.read_text(encoding="utf-8")
+    assert page == crd_reference.rewritten(page), "write them anew: python -m tests.docs.crd_reference"

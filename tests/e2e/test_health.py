@@ -91,7 +91,7 @@ def test_a_node_whose_clock_is_off_is_kept_out_and_says_so_at_once(job: Job) -> 
 
 def test_a_health_command_that_hangs_goes_with_its_agent(job: Job) -> None:
     agent = job.run("--standalone", "--health-check=sleep 1000", "--health-interval=1000", str(SCRIPTS / "steps.py"))
-    wait_until(lambda: any("sleep 1000" in process for process in job.leftovers()) or None)
+    wait_until(lambda: any("sleep 1000" in process for process in job.leftovers()) or None)  # maybe before its exec
     agent.signal(signal.SIGKILL)
     agent.wait()
     wait_until(lambda: not job.leftovers() or None, why=lambda: str(job.leftovers()))

@@ -1,8 +1,9 @@
-"""`ripstop status | events | logs | stacks | restart | drain | scale | stop`, on real jobs of this machine."""
+"""`ripstop status | events | logs | stacks | metrics | restart | drain | scale | stop`, on real jobs."""
 
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -66,7 +67,7 @@ def until_running(job: Job, round: int = 1, *argv: str) -> dict[str, Any]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path)) as job:
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path)) as job:
         yield job
 
 
@@ -74,7 +75,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job on one node, without a port, that talks for as long as the tests last."""
     folder = tmp_path_factory.mktemp("alone")
-    with Job(folder, XDG_RUNTIME_DIR=str(folder)) as job:
+    with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder)) as job:
         job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=alone", "--tee=3", str(CHATTY))
         until_running(job)
         yield job
@@ -113,6 +114,13 @@ def test_stacks_show_where_workers_are(alone: Job) -> None:
     assert text.startswith("rank 1 on ")
     assert "chatty.py" in text
     assert {stack["rank"] for stack in json.loads(says(alone, "stacks", "--json"))["stacks"]} == {0, 1}
+
+
+def test_metrics_are_there_without_a_port(alone: Job) -> None:
+    text = says(alone, "metrics")
+    assert re.search(r"^ripstop_round 1\.0$", text, re.MULTILINE)
+    assert len(re.findall(r"^ripstop_worker_memory_bytes{", text, re.MULTILINE)) == 2
+    assert "ripstop_round" in json.loads(says(alone, "metrics", "--json"))["metrics"]
 
 
 def test_events_are_told_in_words_and_as_json(alone: Job) -> None:
@@ -164,7 +172,7 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
     assert (following.wait(), events.wait()) == (0, 0)
     assert "coordinator: closed: stopped: " in events.out
     journal = next(job.logs.glob("*/job-events.jsonl")).read_text()
-    assert '"kind":"steered","action":"restart","by":"user ' in journal
+    assert f'"kind":"steered","action":"restart","by":"user {os.getuid()}"' in journal
     assert list(run_directory(job.env).iterdir()) == []
 
 
@@ -185,7 +193,8 @@ def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is
 
 def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
     assert refused(job, "status").startswith("no job runs on this machine: there is none of this user's; ")
-    agents = [job.run("--standalone", f"--rdzv-id={name}", str(CHATTY)) for name in ("one", "two")]
+    agents = [job.run("--standalone", "--rdzv-id=one", str(CHATTY))]
+    agents.append(job.run("--standalone", "--rdzv-id=two", str(CHATTY), env={"XDG_RUNTIME_DIR": ""}))  # a scheduler's
     for name in ("one", "two"):
         assert until_running(job, 1, f"--job={name}")["run_id"] == name
     word = refused(job, "status", code=2)
@@ -196,7 +205,7 @@ def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
     assert status(job)["run_id"] == "two"
-    assert sorted(path.suffix for path in run_directory(job.env).iterdir() if path.suffix) == [".json", ".sock"]
+    assert [path for path in run_directory(job.env).iterdir() if path.suffix] == []
 
 
 def test_a_job_that_does_not_answer_is_said_to_be_unreachable(job: Job) -> None:
@@ -228,9 +237,13 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     flags = {"nnodes": "1:2", "script": CHATTY}
     secret = {"RIPSTOP_TOKEN": TOKEN}
     first = job.node(**flags, env=secret)
-    first.says("joined")
+    first.says("ranks=0-0")
+    following = job.ripstop("logs", "-f", "--stream=stderr")
+    wait_until(lambda: "[0] err 0 " in following.out or None, why=lambda: following.err)
     second = job.node(**flags, env=secret | {"XDG_RUNTIME_DIR": str(other)})  # as if on another machine
     second.says("ranks=1-1")
+    wait_until(lambda: "[1] err 1 " in following.out or None, why=lambda: following.err)
+    assert re.search(r"^\[1\] err 1 \d+ 0$", following.out, re.MULTILINE)  # from its first line on
     elsewhere = {"XDG_RUNTIME_DIR": str(other)}
     assert json.loads(says(job, "status", "--json", **elsewhere))["world_size"] == 2
 
@@ -249,6 +262,7 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     assert refused(job, "drain", status(job)["nodes"][0]["name"]).startswith("the job needs 1 nodes")
     says(job, "stop")
     assert first.wait() == 1
+    assert (following.wait(), following.err) == (0, "")
 
 
 def test_a_job_on_one_node_without_a_secret_is_steered_with_a_certificate(job: Job, tmp_path: Path) -> None:
@@ -272,6 +286,7 @@ def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: 
     until_running(job)
     at = ("--job=a", f"--endpoint=127.0.0.1:{port}")
     assert "running" in says(job, "status", *at, conf, RIPSTOP_TOKEN=TOKEN)
+    assert "ripstop_round" in says(job, "metrics", *at, conf, RIPSTOP_TOKEN=TOKEN)
     assert "speaks TLS only" in refused(job, "status", *at, RIPSTOP_TOKEN=TOKEN)
     says(job, "stop", *at, conf, RIPSTOP_TOKEN=TOKEN)
     assert agent.wait() == 1

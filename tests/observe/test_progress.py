@@ -67,6 +67,16 @@ def test_any_sign_of_life_starts_the_time_anew(sign: Signs) -> None:
     assert progress.idle(0, 12.5) == 0.0
 
 
+def test_a_time_in_which_nobody_could_be_seen_counts_against_nobody() -> None:
+    progress = Progress(2, 10.0, now=0.0)
+    progress.beat(1, None, 1, 1.0)
+    silent(progress, 10.0)
+    progress.excuse(100.0)
+    assert (progress.stuck(100.0), progress.deadline()) == ({}, 102.5)
+    assert progress.paces(100.0)[1].age == 99.0
+    assert progress.stuck(110.0) == {1: Stuck(109.0, "no heartbeat")}
+
+
 def test_a_little_cpu_time_is_none() -> None:
     progress = Progress(1, 10.0, now=0.0)
     silent(progress, 10.0)

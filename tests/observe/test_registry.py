@@ -56,6 +56,26 @@ def test_what_a_killed_agent_left_is_removed_with_its_socket(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_is_written_anew_while_somebody_reads_it_is_left_with_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Registration(tmp_path, "a")
+    kept.say(sign("before"))
+    (tmp_path / "a.sock").touch()
+    flock = fcntl.flock
+
+    def after_a_moment(file: int, how: int) -> None:
+        if how & fcntl.LOCK_SH:  # the reader has opened it
+            monkeypatch.undo()
+            kept.say(sign("after"))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_a_moment)
+    assert [found.run_id for found in signs(tmp_path)] == ["after"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.sock"]
+    kept.close()
+
+
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b'{"run_id": "job"}', b'{"run_id": 1, "node": 2, "pid": 3, "since": 4}']
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.errors import UsageError
-from ripstop.observe.run_directory import HeldDirectory, run_directory
+from ripstop.observe.run_directory import HeldDirectory, run_directories, run_directory
 
 
 def test_the_directory_is_this_users_alone(tmp_path: Path) -> None:
@@ -42,3 +42,15 @@ def test_what_somebody_else_keeps_there_keeps_it(tmp_path: Path) -> None:
     (held.path / "socket").touch()
     held.leave()
     assert (held.path / "socket").exists()
+
+
+def test_who_looks_for_jobs_looks_wherever_agents_may_be_and_makes_nothing(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "run"), "TMPDIR": str(tmp_path)}
+    assert run_directories(environ) == []
+    assert list(tmp_path.iterdir()) == []
+    scheduled = run_directory({"TMPDIR": str(tmp_path)})
+    (tmp_path / "run").mkdir()
+    own = run_directory(environ)
+    assert run_directories(environ) == [own, scheduled]
+    scheduled.chmod(0o755)  # it may be anybody's
+    assert run_directories(environ) == [own]

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ripstop.observe import api
-from ripstop.observe.events import AgentSaid
+from ripstop.observe import streams
+from ripstop.observe.events import AgentSaid, Entry, WorkersStarted
 from ripstop.rendezvous import server
 from ripstop.rendezvous.messages import Answer, Ask, Assign, Closing, Depart
 from ripstop.rendezvous.secret import api_token
@@ -226,7 +226,7 @@ def test_a_stream_of_events_goes_on_and_resumes_where_it_was_left(harness: Any) 
 def test_a_stream_that_nobody_reads_is_cut_off_and_the_job_never_waits(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "SLOW", 0.2)
+    monkeypatch.setattr(streams, "SLOW", 0.2)
 
     async def run() -> None:
         async with job(harness) as (coordinator, address, _, _):
@@ -253,18 +253,22 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
 
 
 def test_streams_are_counted_and_one_too_many_is_refused(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_STREAMS", 1)
+    monkeypatch.setattr(streams, "MAX_STREAMS", 1)
 
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         async with caller.stream("/events", Accept="text/event-stream") as first:
             await data(first)
             assert (await caller.get("/events", Accept="text/event-stream"))[0] == 503
+            following = asyncio.create_task(caller.stream("/logs/0?follow=true").__aenter__())
+            links[0].send(Answer((await agents[0].heard(Ask)).number, piece("of another kind\n")))
+            assert (await following).status == 200
+            (await following).close()
 
     in_a_job(harness, scenario)
 
 
 def test_who_follows_a_silent_log_and_leaves_is_forgotten(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_STREAMS", 1)
+    monkeypatch.setattr(streams, "MAX_STREAMS", 1)
     silence = json.dumps({"round": 1, "offset": 0, "next": 0, "size": 0, "text": ""})
 
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
@@ -280,6 +284,61 @@ def test_who_follows_a_silent_log_and_leaves_is_forgotten(harness: Any, monkeypa
                 statuses.append(stream.status)
             await asyncio.sleep(0.01)
         assert set(statuses) <= {200, 503}
+
+    in_a_job(harness, scenario)
+
+
+def piece(text: str, at: int = 0, round: int = 1) -> str:
+    """An agent's answer about a log."""
+    return json.dumps({"round": round, "offset": at, "next": at + len(text), "size": at + len(text), "text": text})
+
+
+def started(rank: int) -> Entry:
+    return Entry(1, 1.0, f"node{rank}", WorkersStarted(2, rank, 8, 1, (1,), 0.0, 0.0, ""))
+
+
+def asks(agent: Any) -> list[Ask]:
+    return [message for message in agent.messages if isinstance(message, Ask)]
+
+
+def test_what_happens_in_the_job_makes_nobody_ask_again_for_a_log_but_new_workers_do(harness: Any) -> None:
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        (link,), (agent,) = links, agents
+        following = asyncio.create_task(caller.stream("/logs/0?follow=true").__aenter__())
+        link.send(Answer((await agent.heard(Ask)).number, piece("")))
+        stream = await following
+        await agent.until(lambda a: len(asks(a)) == 2)
+        for number in range(50):
+            coordinator.record(AgentSaid(f"{number}"))
+            await caller.get("/status")
+        assert len(asks(agent)) == 2
+        link.send(Answer(asks(agent)[1].number, piece("late\n")))  # to the question of before
+        assert await stream.content.readline() == b"late\n"
+        await agent.until(lambda a: len(asks(a)) == 3)
+        link.send(Answer(asks(agent)[2].number, piece("", at=5)))
+        await agent.until(lambda a: len(asks(a)) == 4)
+        coordinator.journal.take(started(rank=7))
+        await caller.get("/status")
+        assert len(asks(agent)) == 4
+        coordinator.journal.take(started(rank=0))
+        await agent.until(lambda a: len(asks(a)) == 5)
+        assert json.loads(asks(agent)[4].argument)["offset"] == 5
+        stream.close()
+
+    in_a_job(harness, scenario)
+
+
+def test_a_node_is_asked_a_few_things_at_a_time(harness: Any) -> None:
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        (link,), (agent,) = links, agents
+        asking = [asyncio.create_task(caller.get("/logs/0")) for _ in range(12)]
+        await agent.until(lambda a: len(asks(a)) == 4)
+        for number in range(12):
+            await caller.get("/status")
+            assert len(asks(agent)) <= number + 4
+            await agent.until(lambda a: len(asks(a)) > number)  # noqa: B023
+            link.send(Answer(asks(agent)[number].number, piece("x")))
+        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
 
     in_a_job(harness, scenario)
 

@@ -50,7 +50,7 @@ class Table:
 def meet(table: Table, round: int) -> None:
     """Three nodes come, and the last one forms the round."""
     assert table.join("a") == table.join("b") == Wait()
-    assert [table.join(node) for node in "cab"] == [Formed(round, rank, 3, at("a")) for rank in (2, 0, 1)]
+    assert [table.join(node) for node in "cab"] == [Formed(round, rank, 3, at("a"), "a") for rank in (2, 0, 1)]
 
 
 def three_in_a_round() -> Table:
@@ -69,15 +69,15 @@ def test_the_least_number_waits_for_a_last_call() -> None:
     assert table.join("b") == Wait()
     for now in (5.0, 10.0, 15.0, 20.0, 25.0):
         assert table.join("a", now) == Wait() == table.join("b", now)
-    assert table.join("b", 30.0) == Formed(1, 1, 2, at("a"))
+    assert table.join("b", 30.0) == Formed(1, 1, 2, at("a"), "a")
 
 
 def test_survivors_that_are_enough_need_no_last_call_and_keep_their_ranks() -> None:
     table = three_in_a_round()
     table.join("c")
     table.state = replace(table.state, gone=table.state.gone | {"a"}, beats={"b": 1, "c": 2})
-    assert table.join("b") == Formed(2, 1, 2, at("c"))
-    assert table.join("c") == Formed(2, 0, 2, at("c"))  # its rank of before is no longer there
+    assert table.join("b") == Formed(2, 1, 2, at("c"), "c")
+    assert table.join("c") == Formed(2, 0, 2, at("c"), "c")  # its rank of before is no longer there
 
 
 def test_whoever_leaves_a_round_is_waited_for_by_the_others() -> None:

@@ -100,3 +100,61 @@ def test_loopback_on_purpose_needs_no_word(host: str) -> None:
     assert bound is not None
     bound.listening.close()
     assert bound.note == ""
+
+
+# containers: names that are known here before they are known elsewhere ------------------------------------------------
+
+POD, SERVICE = "train-0", "train-0.train.ml.svc"
+
+
+def in_a_pod(monkeypatch: pytest.MonkeyPatch, *, name: str = POD, network_says: str = "") -> str:
+    """A container with an address of this machine, whose /etc/hosts a kubelet has written; returns that address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((ELSEWHERE, 9))  # sends nothing; the kernel chooses the address
+        address = str(s.getsockname()[0])
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: object, *args: object, **options: object) -> object:
+        if host == name and options.get("flags") == socket.AI_CANONNAME:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, f"{name}.train.ml.svc.cluster.local", (address, 0))]
+        if host == SERVICE:
+            if not network_says:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            host = network_says
+        return resolve(host, port, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    return address
+
+
+@pytest.mark.parametrize("network_says", ["", ELSEWHERE])
+@pytest.mark.parametrize("demanded", [False, True])
+def test_a_container_of_that_name_listens_before_the_network_knows(
+    monkeypatch: pytest.MonkeyPatch, network_says: str, demanded: bool
+) -> None:
+    address = in_a_pod(monkeypatch, network_says=network_says)
+    bound = bind(Address(SERVICE, 0), demanded=demanded)
+    assert bound is not None
+    with bound.listening:
+        assert bound.address.host == address
+    assert f"{SERVICE} is not known as this node yet; listening at {address}:" in bound.note
+
+
+@pytest.mark.parametrize("network_says", ["", ELSEWHERE])
+def test_a_container_of_another_name_is_a_client(monkeypatch: pytest.MonkeyPatch, network_says: str) -> None:
+    in_a_pod(monkeypatch, name="train-1", network_says=network_says)
+    assert bind(Address(SERVICE, 29400)) is None
+
+
+def test_a_host_of_the_same_short_name_elsewhere_is_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(monkeypatch)
+    assert bind(Address("train-0.other.invalid", 29400)) is None
+
+
+def test_a_demanded_host_listens_at_the_address_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(monkeypatch, name="a-node", network_says=ELSEWHERE)
+    bound = bind(Address(SERVICE, 0), demanded=True, own="127.0.0.3")
+    assert bound is not None
+    with bound.listening:
+        assert bound.address.host == "127.0.0.3"

@@ -4,10 +4,12 @@ import asyncio
 import shutil
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from ripstop.observe.sample import GpuSample
+from ripstop.workers import nvml
 from ripstop.workers.gpus import Gpus
 
 ONE = (GpuSample(0, utilisation=0.5),)
@@ -18,7 +20,7 @@ def test_a_driver_that_is_not_there_is_looked_for_once() -> None:
 
     def read() -> tuple[GpuSample, ...]:
         looked.append(None)
-        raise ModuleNotFoundError("pynvml")
+        raise nvml.NoNvml("pynvml")
 
     async def scenario() -> None:
         gpus = Gpus(read)
@@ -26,6 +28,49 @@ def test_a_driver_that_is_not_there_is_looked_for_once() -> None:
 
     asyncio.run(scenario())
     assert len(looked) == 1
+
+
+def test_a_look_that_fails_is_of_its_moment_only() -> None:
+    answers = iter([OSError("busy"), ONE])
+
+    def read() -> tuple[GpuSample, ...]:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    async def scenario() -> None:
+        gpus = Gpus(read)
+        assert [await gpus.sample(20), await gpus.sample(20)] == [(), ONE]
+
+    asyncio.run(scenario())
+
+
+def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Exception):
+        pass
+
+    def handle(index: int) -> int:
+        if index == 1:
+            raise Lost
+        return index
+
+    def silent(*_: object) -> None:
+        raise Lost
+
+    names = ("UtilizationRates", "MemoryInfo", "PowerUsage", "Temperature", "TotalEccErrors")
+    driver = SimpleNamespace(
+        NVMLError=Lost,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=handle,
+        **{f"nvmlDeviceGet{name}": silent for name in names},
+    )
+    monkeypatch.setattr(nvml, "load", lambda: driver)
+    assert [gpu.index for gpu in asyncio.run(Gpus().sample(20))] == [0, 2]
 
 
 def test_a_driver_that_hangs_keeps_nobody_waiting_and_is_asked_once() -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,68 @@ def test_a_worker_never_waits_for_an_agent_that_does_not_read(tmp_path: Path) ->
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
         deaf.bind(str(tmp_path / "deaf"))
         worker("from ripstop import train\nfor n in range(2_000): train.checkpoint_saved(n)", str(tmp_path / "deaf"))
+
+
+def test_the_latest_checkpoint_is_told_when_there_is_room_again(tmp_path: Path) -> None:
+    code = (
+        "from ripstop import train\n"
+        "for n in range(1000): train.checkpoint_saved(n)\n"
+        "print(flush=True); input(); train.heartbeat(1)"
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slow:
+        slow.bind(str(tmp_path / "slow"))
+        env = {**os.environ, "RIPSTOP_SOCKET": str(tmp_path / "slow")}
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe) as process:
+            assert process.stdin and process.stdout
+            process.stdout.readline()
+            slow.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    slow.recv(4096)
+            process.stdin.write(b"\n")
+            process.stdin.close()
+            assert process.wait(DEADLINE) == 0
+        assert [read(slow.recv(4096)) for _ in range(2)] == [Saved(999, ""), Beat(1, 1)]
+
+
+def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_nothing(tmp_path: Path) -> None:
+    def lose(path: str) -> None:
+        Path(path).unlink()
+        Path(path).parent.rmdir()
+
+    async def scenario() -> tuple[list[bool], Report]:
+        heard: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: heard.set_result(report))
+        try:
+            before = reports.audible()
+            lose(reports.path)
+            found = [before, reports.audible(), reports.audible()]
+            code = "from ripstop import train; train.heartbeat(3)"
+            await asyncio.get_running_loop().run_in_executor(None, worker, code, reports.path)
+            async with asyncio.timeout(DEADLINE):
+                return found, await heard
+        finally:
+            reports.close()
+
+    assert asyncio.run(scenario()) == ([True, False, True], Beat(3, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    async def scenario() -> list[bool]:
+        reports = Reports({"XDG_RUNTIME_DIR": str(folder)}, lambda pid, report: None)
+        try:
+            shutil.rmtree(folder)
+            return [reports.audible(), reports.audible()]
+        finally:
+            reports.close()
+
+    assert asyncio.run(scenario()) == [False, False]
+    assert len(caplog.messages) == 1
 
 
 def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:

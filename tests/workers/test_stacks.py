@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
 from ripstop.observe.events import Event, WorkerHangs
 from ripstop.observe.failure import Failure
+from ripstop.observe.stacks import MOST_FRAMES
 from ripstop.round import Address, Place
 from ripstop.workers import linux, process, stacks
 from ripstop.workers.gpus import Gpus
@@ -90,9 +92,7 @@ def test_without_either_the_kernel_knows_something_and_nobody_is_hurt(stage, mon
 
 
 def test_a_tool_that_fails_gives_its_reason(stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = stage.script("#!/bin/sh\necho 'Permission denied: no ptrace' >&2; exit 1\n", "py-spy")
-    tool.chmod(0o755)
-    monkeypatch.setattr(stacks, "py_spy", lambda: str(tool))
+    tool_that(stage, monkeypatch, "echo 'Permission denied: no ptrace' >&2; exit 1")
 
     async def look() -> stacks.Look:
         async with Asleep(stage) as workers:
@@ -100,6 +100,54 @@ def test_a_tool_that_fails_gives_its_reason(stage, monkeypatch: pytest.MonkeyPat
 
     found = asyncio.run(look())
     assert (found.source, found.why) == ("kernel", "py-spy: Permission denied: no ptrace")
+
+
+def tool_that(stage, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    tool = stage.script(f"#!/bin/sh\n{does}\n", "py-spy")
+    tool.chmod(0o755)
+    monkeypatch.setattr(stacks, "py_spy", lambda: str(tool))
+
+
+def test_a_stack_larger_than_a_message_is_read_whole_and_cut_afterwards(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = {"name": "deep", "filename": f"/{'x' * 1000}.py", "line": 1}
+    dump = stage.directory / "dump.json"
+    dump.write_text(json.dumps([{"thread_name": "main", "os_thread_id": os.getpid(), "frames": [frame] * 1000}]))
+    assert dump.stat().st_size > stacks.LARGEST
+    tool_that(stage, monkeypatch, f"cat {dump}")
+    found = asyncio.run(stacks.look(os.getpid()))
+    assert (found.source, len(found.frames)) == ("py-spy", MOST_FRAMES)
+    tool_that(stage, monkeypatch, "echo 'Thread 1 (idle)'")
+    assert asyncio.run(stacks.look(os.getpid())).why == "py-spy printed something that is no stack"
+
+
+def test_many_workers_whom_no_tool_reaches_are_looked_at_within_one_time(
+    stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool_that(stage, monkeypatch, "exec sleep 1000")
+    monkeypatch.setattr(stacks, "TOGETHER", 0.4)
+    monkeypatch.setattr(stacks, "LAST", 0.2)
+    began = time.monotonic()
+    found = asyncio.run(stacks.look_at([(os.getpid(), None)] * 12))
+    assert time.monotonic() - began < 2 * stacks.PATIENCE  # three turns take longer
+    assert {(one.source, one.why, one.state != "") for one in found} == {
+        ("kernel", "not within 0.4 s for all workers", True)
+    }
+
+
+def test_a_look_for_which_the_agent_has_no_means_says_so(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tool_that(stage, monkeypatch, "true")
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuses)
+    assert "can't start new thread" in asyncio.run(stacks.look(os.getpid())).why
+
+
+def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
+    logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+    workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
+    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers))))["ranks"]
+    assert (found["stack"], found["state"]) == ("? (gone)", "")
 
 
 @pytest.mark.parametrize(

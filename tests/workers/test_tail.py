@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_a_file_that_became_shorter_is_read_from_its_end(path: Path) -> None:
 @pytest.mark.parametrize("watched", [True, False])
 def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not watched:
-        monkeypatch.setattr(tail, "_watch", lambda _: None)
+        monkeypatch.setattr(tail, "_watch", lambda: None)
     path.write_text("a")
 
     async def scenario() -> None:
@@ -88,6 +89,53 @@ def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypat
         assert time.monotonic() - began < DEADLINE / 2
 
     asyncio.run(scenario())
+
+
+def test_a_hundred_who_wait_for_one_file_hold_it_open_once(path: Path) -> None:
+    path.write_text("a")
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def scenario() -> int:
+        before = descriptors()
+        waiting = [asyncio.create_task(tail.grown(path, 1, DEADLINE)) for _ in range(100)]
+        await asyncio.sleep(0.2)  # for more descriptors than there should be
+        for given_up in waiting[:50]:
+            given_up.cancel()
+        await asyncio.wait(waiting[:50])
+        meanwhile = descriptors()
+        with path.open("a") as file:
+            file.write("b")
+        await asyncio.gather(*waiting[50:])
+        while descriptors() > before:  # noqa: ASYNC110  # a thread closes them
+            await asyncio.sleep(0.01)
+        return meanwhile - before
+
+    async def bounded() -> int:
+        async with asyncio.timeout(DEADLINE):
+            return await scenario()
+
+    assert asyncio.run(bounded()) == 2
+
+
+def test_a_file_that_is_not_there_is_not_waited_for(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(tail.grown(path, 0, DEADLINE))
+
+
+def test_a_disk_that_hangs_keeps_neither_the_loop_nor_the_end_waiting(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("a")
+    go = threading.Event()
+    monkeypatch.setattr(tail, "_watch", lambda: go.wait(DEADLINE) and None)
+    began = time.monotonic()
+    try:
+        asyncio.run(tail.grown(path, 1, 0.05))
+        assert time.monotonic() - began < DEADLINE / 2
+    finally:
+        go.set()
 
 
 def test_nobody_waits_for_ever(path: Path) -> None:

@@ -4,11 +4,11 @@ Answers change nothing.  A question that cannot be answered is a `NoAnswer`; wha
 nobody's training may be disturbed by a question.
 """
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,15 @@ from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
 from ripstop.round import Place
 from ripstop.workers.logs import RoundLogs
-from ripstop.workers.stacks import look_at
+from ripstop.workers.look import aside
+from ripstop.workers.stacks import gone, look_at
 
 if TYPE_CHECKING:
     from ripstop.workers.gpus import Gpus
 
 log = logging.getLogger("ripstop.agent")
 
-LARGEST = 192 * 1024  # characters of an answer
+LARGEST = 240 * 1024  # characters of an answer, as JSON within the JSON of a message
 LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 
@@ -36,6 +37,7 @@ class Workers:
     pids: tuple[int, ...]
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
+    ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -67,8 +69,10 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     if rank is not None and type(rank) is not int:
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
-    looks = await look_at((workers.pids[local], workers.logs.stack_file(local)) for local in chosen)
-    room = LARGEST // 2 // len(looks)  # JSON needs more characters than the text has
+    there = [local for local in chosen if local not in workers.ended]
+    found = await look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there)
+    looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
             {
@@ -79,7 +83,8 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
                 "state": look.state,
                 "source": look.source,
             }
-            for local, look in zip(chosen, looks, strict=True)
+            for local in chosen
+            for look in [looks[local]]
         ]
     }
 
@@ -100,25 +105,25 @@ async def _log(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     workers = node.running()
     rank, now = int(details["rank"]), workers.place.round
     stream = Streams.OUT if details["stream"] == "stdout" else Streams.ERR
-    path = _log_file(workers, rank, stream)
+    path = await _log_file(workers, rank, stream)
     round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
     if round < now:
-        before = workers.logs.earlier(round, rank, stream)
+        before = await aside(partial(workers.logs.earlier, round, rank, stream))
         if before is not None:
-            piece = await asyncio.to_thread(tail.read, before, offset)
+            piece = await aside(partial(tail.read, before, offset))
             if piece.text:
                 return {"round": round} | asdict(piece)
         offset = 0
     if "tail" in details:
-        offset = await asyncio.to_thread(tail.last_lines, path, int(details["tail"]))
-    piece = await asyncio.to_thread(tail.read, path, offset)
+        offset = await aside(partial(tail.last_lines, path, int(details["tail"])))
+    piece = await aside(partial(tail.read, path, offset))
     if wait and not piece.text:
         await tail.grown(path, piece.size, min(wait, LONGEST_WAIT))
-        piece = await asyncio.to_thread(tail.read, path, offset)
+        piece = await aside(partial(tail.read, path, offset))
     return {"round": now} | asdict(piece)
 
 
-def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
+async def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
     local = workers.local_rank(rank)
     path = workers.logs.stdout(local) if stream is Streams.OUT else workers.logs.stderr(local)
     name = "stdout" if stream is Streams.OUT else "stderr"
@@ -126,7 +131,7 @@ def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
         raise NoAnswer(
             f"rank {rank}'s {name} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
         )
-    if not path.is_file():
+    if not await aside(path.is_file):
         raise NoAnswer(f"rank {rank}'s {name} goes to {path}, where nothing can be read")
     return path
 
@@ -139,7 +144,7 @@ async def _sample(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     if node.workers is None:
         return asdict(samples.sample(None, (), None, {}, gpus))
     place, pids, logs, progress = (node.workers.place, node.workers.pids, node.workers.logs, node.workers.progress)
-    return asdict(await asyncio.to_thread(samples.sample, place, pids, logs, progress, gpus))
+    return asdict(await aside(partial(samples.sample, place, pids, logs, progress, gpus)))
 
 
 QUESTIONS: dict[str, Callable[[Node, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
@@ -161,9 +166,11 @@ async def answer(question: str, argument: str, node: Node) -> str:
         text = json.dumps(await QUESTIONS[question](node, details))
     except NoAnswer:
         raise
+    except TimeoutError as error:
+        raise NoAnswer(f"{question!r} takes too long: a file server hangs, or the machine is overloaded") from error
     except Exception as defect:
         log.exception("question %s", question)
         raise NoAnswer(f"{question!r} went wrong: {defect}") from defect
-    if len(text) > LARGEST:
-        raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {len(text)}; ask for less")
+    if (size := len(json.dumps(text))) > LARGEST:
+        raise NoAnswer(f"an answer has {LARGEST} characters at most, this has {size}; ask for less")
     return text

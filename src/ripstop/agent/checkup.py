@@ -4,17 +4,19 @@ Nothing is judged here (`health.py`).  A look that may hang keeps nobody waiting
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ripstop.agent import health_command
 from ripstop.agent.health import Disk, Facts, Gpu, Ran
+from ripstop.agent.health_command import HealthCommand
 from ripstop.config import HealthLimits
 from ripstop.workers.look import Look
-from ripstop.workers.process import Children
+
+log = logging.getLogger("ripstop.agent")
 
 PATIENCE = 30.0  # seconds for a look at disks or GPUs: a driver that keeps nothing in mind needs seconds for each
 
@@ -22,35 +24,42 @@ PATIENCE = 30.0  # seconds for a look at disks or GPUs: a driver that keeps noth
 class Checkup:
     """One node's looks at itself; made and used in its event loop."""
 
-    def __init__(self, limits: HealthLimits, logs: str, environ: Mapping[str, str], children: Children) -> None:
+    def __init__(self, limits: HealthLimits, logs: str, environ: Mapping[str, str]) -> None:
         self._limits = limits
-        self._environ = environ
-        self._children = children
+        self._command = HealthCommand(limits.command, environ)
+        self._ran: Ran | None = None  # how the user's check ended last
+        self._failed = False
         places = ((logs, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = Look[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
         self._gpus = Look[tuple[Gpu, ...]](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
-        self._known: tuple[str, ...] | None = None  # the GPUs of the first look
+        self._known: tuple[str, ...] = ()  # the GPUs of the first look that found any
 
     async def look(self, skew: float | None) -> Facts:
         """All there is to know now; `skew` is known to the caller."""
         disks, gpus, ran = await asyncio.gather(
             self._disks.take(PATIENCE), self._gpus.take(PATIENCE), self._ask_the_user()
         )
-        if self._known is None and gpus is not None:
+        if gpus and not self._known:
             self._known = tuple(gpu.uuid for gpu in gpus if gpu.uuid)
         silent = (("disks", disks), ("GPUs", gpus))
         return Facts(
             disks=disks or (),
             gpus=gpus or (),
-            known=() if gpus is None else self._known or (),
+            known=() if gpus is None else self._known,
             skew=skew,
             ran=ran,
             silent=tuple(what for what, found in silent if found is None),
         )
 
     async def _ask_the_user(self) -> Ran | None:
-        command, patience = self._limits.command, self._limits.interval
-        return await health_command.run(command, self._environ, patience, self._children) if command else None
+        if self._limits.command:
+            try:
+                self._ran = await self._command.run(self._limits.interval)
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread left, which says nothing of the node
+                if not self._failed:
+                    log.warning("--health-check cannot be run, and how it ended before stands (said once): %s", error)
+                self._failed = True
+        return self._ran
 
 
 # what is looked at ----------------------------------------------------------------------------------------------------

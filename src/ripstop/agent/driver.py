@@ -84,6 +84,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ripstop.agent")
 
 RETRY = 1.0  # seconds until a port is tried again
+QUESTIONS = 64  # of operators that are being answered
+LONGEST = 4096  # characters of a reason why there is no answer
 DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent
 
@@ -134,8 +136,9 @@ class Driver:
             self._loop.time(),
         )
         self._children = Children()
-        self._checkup = Checkup(config.health, str(directory.path), environ, self._children)
+        self._checkup = Checkup(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
+        self._questions = 0
         self._console = Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
@@ -169,6 +172,10 @@ class Driver:
         finally:
             await self._clean_up()
 
+    def unready(self) -> str:
+        """Why this agent is of no use to its job at the moment; "" if it is."""
+        return self._machine.unready()
+
     # events in --------------------------------------------------------------------------------------------------------
 
     def on_linked(self) -> None:
@@ -184,10 +191,15 @@ class Driver:
             self._feed(Got(message))
 
     async def _answer(self, ask: Ask) -> None:
+        self._questions += 1
         try:
+            if self._questions > QUESTIONS:
+                raise NoAnswer(f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later")
             answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._asked_about()))
         except NoAnswer as why:
-            answer = Answer(ask.number, error=str(why))
+            answer = Answer(ask.number, error=str(why)[:LONGEST])
+        finally:
+            self._questions -= 1
         self._link.send(answer)
 
     def _asked_about(self) -> answers.Node:
@@ -201,7 +213,7 @@ class Driver:
         running = self._running
         if running is None or running.group is None or running.watch is None:
             return None
-        return Workers(running.place, running.group.pids, running.logs, running.watch.paces())
+        return Workers(running.place, running.group.pids, running.logs, running.watch.paces(), frozenset(running.ended))
 
     def _reported(self, pid: int, report: Report) -> None:
         running = self._running
@@ -294,11 +306,17 @@ class Driver:
         self._feed(Warmed())
 
     async def _check_up(self) -> None:
-        """Look at this node's health, now and again."""
-        health = self._config.health
+        """Look at this node's health, now and again.  A look that goes wrong is no reason to end training."""
+        health, failed = self._config.health, False
         while True:
-            facts = await self._checkup.look(self._link.skew)
-            self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+            try:
+                facts = await self._checkup.look(self._link.skew)
+            except Exception as defect:
+                if not failed:
+                    log.warning("looking at this node's health went wrong, and is tried again (said once): %r", defect)
+                failed = True
+            else:
+                self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
             await asyncio.sleep(health.interval)
 
     def _offer(self) -> None:
@@ -370,14 +388,17 @@ class Driver:
             self._outage = self._outage or Outage(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
-        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung)
+        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
     async def _inspect(self, round: int) -> None:
         running, failures = self._running, tuple[Failure, ...]()
         if running is not None and running.place.round == round and running.watch is not None:
-            failures = await running.watch.inspect()
+            try:
+                failures = await running.watch.inspect()
+            except Exception as defect:
+                log.error("where the workers of round %d are cannot be found out: %r", round, defect)
         self._feed(WorkersSeen(round, failures))
 
     def _load_plugin(self) -> LogsSource:

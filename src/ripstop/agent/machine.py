@@ -284,6 +284,21 @@ class Agent:
             times.append(self._stuck + (self._patience() if self._announced else min(HUSH, self._patience())))
         return min(times, default=None)
 
+    def unready(self) -> str:
+        """Why this node can do nothing for its job at the moment; "" while it trains, or could at once."""
+        if self._going():
+            return "it is leaving, or the job is over"
+        if self.state is State.RUNNING:
+            return ""
+        if not self._warm:
+            return "it is warming up"
+        if not self._linked:
+            return f"it has no coordinator: {self._link_trouble or 'not found yet'}"
+        if self.admitted:
+            return ""
+        problems = "; ".join(problem.words for problem in self._problems)
+        return f"it is unhealthy: {problems}" if problems else "its health is being looked at"
+
     def _patience(self) -> float:
         timing = self._settings.timing
         alone = self.state is State.SUCCEEDED and self.held is not None and self.held.group_size == 1

@@ -3,7 +3,7 @@
 Decides nothing: `observe/progress.py` says who hangs, `observe/stacks.py` what stacks mean.  Rules: (1) one look at
 all workers a hang, whoever asks for it, and it is on disk before anybody is stopped; (2) what was known before comes
 first: native stacks, which are slow to read, are added while the coordinator decides; (3) whatever goes wrong here is
-said, and no worker is disturbed by it.
+said, no worker is disturbed by it, and it is tried again; (4) no file is touched in the event loop.
 """
 
 import asyncio
@@ -11,16 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ripstop.observe.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.observe.failure import Failure, Hang
-from ripstop.observe.progress import Pace, Progress, Signs, Stuck
+from ripstop.observe.progress import LOOKS, SILENT, Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
 from ripstop.observe.text import clean, cut_middle
 from ripstop.round import Place
 from ripstop.workers import linux
 from ripstop.workers.logs import RoundLogs
+from ripstop.workers.look import aside
 from ripstop.workers.reports import Beat, Report, Saved
 from ripstop.workers.stacks import Look, look_at, native, size
 
@@ -28,6 +30,10 @@ log = logging.getLogger("ripstop.agent")
 
 STACK = 8192  # bytes of a stack that travels
 PATIENCE = 10.0  # seconds that stopping waits for what is being found out
+WRITE = 1.0  # seconds in which what was found is to be on disk
+LATE = 1.0  # seconds after which a timer that is late tells that this machine stood still
+RETRY = 1.0  # seconds until a look that went wrong is tried again
+SAVED = 1.0  # seconds between two checkpoints of a worker that are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,10 @@ class Subject:
 
 
 class Watch:
-    """`on_hang` is called once, with what is known of all workers of this node, when one of them hangs."""
+    """`on_hang` is called once, with what is known of all workers of this node, when one of them hangs.
+
+    `audible` says whether workers could report until now.
+    """
 
     def __init__(
         self,
@@ -49,8 +58,11 @@ class Watch:
         timeout: float,
         record: Callable[[Event, int], None],
         on_hang: Callable[[tuple[Failure, ...], float], None],
+        audible: Callable[[], bool] = lambda: True,
     ) -> None:
         self._subject = subject
+        self._timeout = timeout
+        self._audible = audible
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._progress = Progress(len(subject.pids), timeout, self._began)
@@ -58,6 +70,9 @@ class Watch:
         self._record = record
         self._on_hang = on_hang
         self._stepped = False
+        self._unsaid: dict[int, Saved] = {}  # checkpoints, by local rank: the latest
+        self._resting: dict[int, asyncio.TimerHandle] = {}  # after the one before
+        self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
         self._inspection: asyncio.Task[tuple[Failure, ...]] | None = None
@@ -68,14 +83,24 @@ class Watch:
         """What a worker says, by its local rank, or a process that belongs to it."""
         place, now = self._subject.place, self._loop.time()
         match report:
-            case Saved(step, path):
-                self._record(CheckpointSaved(place.round, place.first_rank + rank, step, clean(path)), logging.INFO)
+            case Saved():
+                self._unsaid[rank] = report
+                if rank not in self._resting:
+                    self._tell_saved(rank)
             case Beat(step, count):
                 self._progress.beat(rank, step, count, now)
                 if step is not None and not self._stepped:
                     self._stepped = True
                     first = FirstStep(place.round, place.first_rank + rank, step, now - self._began)
                     self._record(first, logging.INFO)
+
+    def _tell_saved(self, rank: int) -> None:
+        self._resting.pop(rank, None)
+        if saved := self._unsaid.pop(rank, None):
+            place = self._subject.place
+            told = CheckpointSaved(place.round, place.first_rank + rank, saved.step, clean(saved.path))
+            self._record(told, logging.INFO)
+            self._resting[rank] = self._loop.call_later(SAVED, self._tell_saved, rank)
 
     def gone(self, local_rank: int) -> None:
         """This worker has ended."""
@@ -88,9 +113,7 @@ class Watch:
 
     async def inspect(self) -> tuple[Failure, ...]:
         """Where the workers are; on disk, too, when this returns.  Native stacks come there later."""
-        if self._inspection is None:
-            self._inspection = self._loop.create_task(self._inspect({}))
-        return await asyncio.shield(self._inspection)
+        return await self._inspect_once({})
 
     async def settle(self) -> None:
         """Waits until an inspection that has begun is over: the workers are about to be stopped."""
@@ -105,6 +128,11 @@ class Watch:
         for task in (self._looking, self._inspection, self._natives):
             if task is not None:
                 task.cancel()
+        for rank in list(self._unsaid):
+            self._resting[rank].cancel()
+            self._tell_saved(rank)
+        for resting in self._resting.values():
+            resting.cancel()
         place = self._subject.place
         for rank, stride in sorted(self._progress.stepped().items())[:1]:  # one speaks for the node
             steps = StepsDone(place.round, place.first_rank + rank, stride.first, stride.last, stride.seconds)
@@ -116,7 +144,9 @@ class Watch:
         self._disarm()
         when = self._progress.deadline()
         if when is not None and self._inspection is None:
-            self._timer = self._loop.call_at(when, self._wake)
+            now = self._loop.time()
+            self._due = max(now, min(when, now + self._timeout / LOOKS))  # soon enough to notice that time stood still
+            self._timer = self._loop.call_at(self._due, self._wake)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -125,28 +155,45 @@ class Watch:
 
     def _wake(self) -> None:
         self._timer = None
+        now = self._loop.time()
+        if now - self._due > LATE:  # so did the workers, or what they said has not been read yet
+            self._progress.excuse(now)
+            self._arm()
+            return
         self._looking = self._loop.create_task(self._watch())
         self._looking.add_done_callback(_say_what_broke)
 
     async def _watch(self) -> None:
-        await self._look()
-        now = self._loop.time()
-        stuck = self._progress.stuck(now)
+        try:
+            await self._look()
+        except Exception as defect:
+            _say(defect)
+            now = self._loop.time()
+            for rank in self._progress.due(now):
+                self._progress.unseen(rank, now)
+        stuck = self._stuck()
         if not stuck or self._inspection is not None:
             self._arm()
             return
-        self._inspection = self._loop.create_task(self._inspect(stuck))
-        failures = await asyncio.shield(self._inspection)
+        failures = await self._inspect_once(stuck)
         self._on_hang(failures, max(hang.seconds for hang in stuck.values()))
+
+    def _stuck(self) -> Mapping[int, Stuck]:
+        now = self._loop.time()
+        stuck = self._progress.stuck(now)
+        if any(hang.sign == SILENT for hang in stuck.values()) and not self._audible():
+            self._progress.excuse(now)
+            return {}
+        return stuck
 
     async def _look(self) -> None:
         """See how those do that report nothing."""
         due = {rank: wanted for rank, wanted in self._progress.due(self._loop.time()).items() if rank in self._live}
         if not due:
             return
-        asked_for = {rank: size(self._with_file(rank)[1]) for rank in due}  # stacks that it wrote are no sign of life
-        used = linux.usage_of_sessions(self._live[rank] for rank in due)
-        wanted = [rank for rank, stack in due.items() if stack]
+        files = {rank: self._with_file(rank)[1] for rank in due}
+        asked_for, used = await aside(partial(_measure, files, [self._live[rank] for rank in due]))
+        wanted = [rank for rank, stack in due.items() if stack and rank in self._live]
         looks = await look_at(self._with_file(rank) for rank in wanted)
         stacks = {rank: found.stack for rank, found in zip(wanted, looks, strict=True)}
         now = self._loop.time()
@@ -162,16 +209,31 @@ class Watch:
 
     # evidence ---------------------------------------------------------------------------------------------------------
 
+    async def _inspect_once(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
+        if self._inspection is None:
+            self._disarm()
+            self._inspection = self._loop.create_task(self._inspect(stuck))
+        inspection = self._inspection
+        try:
+            return await asyncio.shield(inspection)
+        except Exception:
+            if self._inspection is inspection:
+                self._inspection = None
+                self._disarm()
+                self._timer = self._loop.call_later(RETRY, self._arm)
+            raise
+
     async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}
         looks = await look_at(self._with_file(rank) for rank in ranks)
-        failures = []
-        for rank, found in zip(ranks, looks, strict=True):
-            failure = self._failure(rank, found, stuck.get(rank) or Stuck(idle[rank], ""), at)
-            failures.append(failure)
-            self._write(failure, found, "")
+        failures = [
+            self._failure(rank, found, stuck.get(rank) or Stuck(idle[rank], ""), at)
+            for rank, found in zip(ranks, looks, strict=True)
+        ]
+        await self._write(failures, looks, [""] * len(looks))
+        for rank, failure, found in zip(ranks, failures, looks, strict=True):
             if rank in stuck:
                 where = f"in {failure.hang.call} ({failure.hang.where})" if failure.hang and failure.hang.where else ""
                 hangs = WorkerHangs(
@@ -184,8 +246,7 @@ class Watch:
 
     async def _add_native(self, failures: list[Failure], looks: list[Look]) -> None:
         texts = await native(found.pid for found in looks)
-        for failure, found, text in zip(failures, looks, texts, strict=True):
-            self._write(failure, found, text)
+        await self._write(failures, looks, texts)
 
     def _failure(self, rank: int, found: Look, stuck: Stuck, at: float) -> Failure:
         place = self._subject.place
@@ -206,7 +267,18 @@ class Watch:
     def _file(self, rank: int) -> Path:
         return self._subject.logs.hang_directory() / f"rank_{rank}.txt"
 
-    def _write(self, failure: Failure, found: Look, native: str) -> None:
+    async def _write(self, failures: list[Failure], looks: list[Look], natives: list[str]) -> None:
+        texts = {
+            self._file(failure.rank): self._text(failure, found, native)
+            for failure, found, native in zip(failures, looks, natives, strict=True)
+        }
+        try:
+            await aside(partial(_put, texts), WRITE)
+        except (OSError, RuntimeError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            log.warning("stacks cannot be written to %s: %s", self._subject.logs.hang_directory(), why)
+
+    def _text(self, failure: Failure, found: Look, native: str) -> str:
         parts = [
             f"rank {failure.rank}, pid {found.pid} on {failure.host}, round {failure.round}: {failure.message}",
             f"state: {found.doing}",
@@ -214,12 +286,18 @@ class Watch:
             f"Python stacks ({found.source}{f'; {found.why}' if found.why else ''})\n{found.stack}",
             f"Python and native stacks\n{native}" if native else "",
         ]
-        path = self._file(failure.rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8", errors="replace")
-        except OSError as error:
-            log.warning("stacks cannot be written to %s: %s", path, error.strerror)
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _measure(files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, int], dict[int, linux.Usage]]:
+    """The sizes of stacks that workers wrote, which are no sign of life; and what these sessions use."""
+    return {rank: size(file) for rank, file in files.items()}, linux.usage_of_sessions(sessions)
+
+
+def _put(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _message(here: Spot, stuck: Stuck, found: Look) -> str:
@@ -229,4 +307,8 @@ def _message(here: Spot, stuck: Stuck, found: Look) -> str:
 
 def _say_what_broke(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        log.error("looking for hangs went wrong: %r", error)
+        _say(error)
+
+
+def _say(defect: BaseException) -> None:
+    log.error("looking for hangs went wrong: %r", defect)

@@ -19,18 +19,20 @@ ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
   ripstop events [-f]                   what happened in it
   ripstop logs [RANK] [-f]              what its workers wrote
   ripstop stacks [RANK]                 where they are in their code
+  ripstop metrics                       a job in numbers, as Prometheus reads them
   ripstop restart                       stop them, and start them again
   ripstop drain NODE                    have a node leave
   ripstop scale N                       have another number of nodes
   ripstop stop                          end a job
   ripstop token                         print what opens its API to other programs
 
+  ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
   ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
   ripstop version                       print the version
 
 `ripstop COMMAND --help` says more.
 """
-STEERING = ("status", "events", "logs", "stacks", "restart", "drain", "scale", "stop", "token")
+STEERING = ("status", "events", "logs", "stacks", "metrics", "restart", "drain", "scale", "stop", "token")
 
 
 def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | None = None) -> int:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         _open_missing_streams()
         _end_at_once_if_interrupted()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = name in ("run", "coordinator", *STEERING)  # a wrong name is in the message already
+    known = name in ("run", "coordinator", "kube", *STEERING)  # a wrong name is in the message already
     try:
         return _dispatch(name, rest, with_handler)
     except RipstopError as error:
@@ -89,6 +91,10 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
 
             code: int = import_module(f"ripstop.cli.{command}").main(rest)
             return code
+        case "kube":
+            from ripstop.cli import kube
+
+            return kube.main(rest)
         case "completion":
             from ripstop.cli import completion
 

@@ -16,7 +16,7 @@ usage: ripstop completion bash|zsh|fish
   eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
   ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
 """
-COMMANDS = ("run", "coordinator", *STEERING, "completion", "version")
+COMMANDS = ("run", "coordinator", *STEERING, "kube", "completion", "version")
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
@@ -117,7 +117,8 @@ def commands_flags() -> dict[str, tuple[Flag, ...]]:
 
     from ripstop.cli.steering import COMMON
 
-    modules = {command: import_module(f"ripstop.cli.{command}") for command in ("run", "coordinator", *STEERING)}
+    commands = ("run", "coordinator", *STEERING, "kube")
+    modules = {command: import_module(f"ripstop.cli.{command}") for command in commands}
     return {command: getattr(module, "FLAGS", COMMON) for command, module in modules.items()}
 
 

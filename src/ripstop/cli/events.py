@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     since = whole("--since", asked.given.text("--since", "0"), least=0, most=2**53)
     target = find(asked.given)
-    for event in _follow(target, since) if "--follow" in asked.given else _all(target, since):
+    for event in follow(target, since) if "--follow" in asked.given else _all(target, since):
         line = json.dumps(event, ensure_ascii=False) if asked.as_json else render(event)
         if line:
             print(line, flush=True)
@@ -49,7 +49,8 @@ def _all(target: Target, since: int) -> Iterator[dict[str, Any]]:
         since, more = answer["last"], answer["more"]
 
 
-def _follow(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def follow(target: Target, since: int) -> Iterator[dict[str, Any]]:
+    """What came after the event of this number, and what comes, until the job is over."""
     for line in lines(target, "/events", "text/event-stream", SILENCE, since=since):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))

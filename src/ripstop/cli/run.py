@@ -5,6 +5,7 @@ Rules: a wrong word is refused before anything is started; a word that changes n
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
@@ -29,6 +30,7 @@ from ripstop.config import (
     etcd,
     nodes,
     pairs,
+    port,
     quarantine,
     secret,
     signals,
@@ -105,6 +107,10 @@ output
   --event-log-handler NAME    tell torch's events to a handler: console, or a plugin (entry point
                               torchrun.event_handlers); null for none (null)
 
+in a container
+  --probe-port PORT           answer GET /livez (200 while this agent is alive) and /readyz (200 while it is of use)
+  --linger                    when the job is over, stay until a signal comes; for pods that are started over and over
+
 settings: --rdzv-conf KEY=VALUE,…
   join_timeout=600            time for enough nodes to come
   last_call_timeout=2         time for more of them
@@ -123,6 +129,7 @@ TIME is seconds, or has a unit: 90s, 10m, 1h.  Flags may be written with undersc
 Every flag can be given as a variable: PET_NNODES=2.  Others that count:
   RIPSTOP_TOKEN, RIPSTOP_TOKEN_FILE             the job's secret, or a file that holds it; the same on all nodes
   RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD      for an etcd that asks
+  RIPSTOP_TERMINATION_LOG                       a file for how the job ended, as JSON
   TORCHELASTIC_ENABLE_FILE_TIMER=1              workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed
                                                 at a miss
 `ripstop completion bash|zsh|fish` prints what makes a shell complete all this.
@@ -162,6 +169,8 @@ FLAGS = (
     Flag("--duplicate-stdout-filters", "WORD,…"),
     Flag("--duplicate-stderr-filters", "WORD,…"),
     Flag("--logs-specs", "NAME"),
+    Flag("--probe-port", "PORT", ours=True),
+    Flag("--linger", ours=True),
     Flag("--event-log-handler", "NAME", choices=("null", "console")),
 )
 
@@ -267,6 +276,9 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         token=token or (_made_up() if place.backend is Backend.LOCAL and api is None else ""),
         tls=tls,
         api=api,
+        probe_port=_probe_port(given, environ),
+        termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
+        linger="--linger" in given,
         notes=(*notes, *about_waits, *about_token),
     )
 
@@ -371,6 +383,13 @@ def _run_id(given: Given, *, local: bool) -> str:
     if local and "--rdzv-id" not in given:
         return _made_up()
     return word(given.label("--rdzv-id"), given.text("--rdzv-id", "none"))
+
+
+def _probe_port(given: Given, environ: Mapping[str, str]) -> int | None:
+    name, variable = "--probe-port", "TORCHELASTIC_HEALTH_CHECK_PORT"
+    if name not in given and environ.get(variable):
+        return port(variable, environ[variable])
+    return port(given.label(name), given.text(name, "")) if name in given else None
 
 
 def _made_up() -> str:

@@ -22,7 +22,8 @@ from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secr
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.openapi import PREFIX
 from ripstop.observe.registry import Sign, signs, socket_address
-from ripstop.observe.run_directory import run_directory
+from ripstop.observe.run_directory import run_directories
+from ripstop.rendezvous.keepalive import tune
 from ripstop.round import Address
 
 ABOUT_JOBS = """
@@ -42,7 +43,7 @@ COMMON = (
     Flag("--endpoint", "HOST[:PORT]", from_environment=False),
     Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
 )
-PATIENCE = 20.0  # seconds for an answer
+PATIENCE = 20.0  # seconds for an answer, or for its beginning
 
 
 class Unreachable(RipstopError):
@@ -121,8 +122,9 @@ def find(given: Given, environ: Mapping[str, str] | None = None) -> Target:
         return _at_endpoint(given, environ)
     if "--rdzv-conf" in given:
         raise UsageError("--rdzv-conf is for a job elsewhere; add --endpoint=HOST:PORT, or leave it out")
-    directory = run_directory(environ)
-    return _from(_choose(signs(directory), given.text("--job", "")), directory)
+    known = {sign: directory for directory in run_directories(environ) for sign in signs(directory)}
+    chosen = _choose(list(known), given.text("--job", ""))
+    return _from(chosen, known[chosen])
 
 
 def _at_endpoint(given: Given, environ: Mapping[str, str]) -> Target:
@@ -187,7 +189,7 @@ def _context(certificates: Tls | None) -> ssl.SSLContext | None:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout: float | None) -> None:
+    def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
@@ -199,20 +201,26 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def get(target: Target, path: str, **query: Any) -> dict[str, Any]:
-    with _answer(target, "GET", path, query) as answer:
+    with _answer(target, "GET", PREFIX + path, query) as answer:
         found: dict[str, Any] = json.loads(answer.read())
         return found
 
 
 def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
-    with _answer(target, "POST", path, {}, body) as answer:
+    with _answer(target, "POST", PREFIX + path, {}, body) as answer:
         found: dict[str, Any] = json.loads(answer.read())
         return found
 
 
-def lines(target: Target, path: str, accept: str, patience: float | None, **query: Any) -> Iterator[str]:
-    """The lines of a stream, until it ends."""
-    with _answer(target, "GET", path, query, accept=accept, patience=patience) as answer:
+def page(target: Target, path: str) -> str:
+    """What is no part of the API."""
+    with _answer(target, "GET", path, {}, accept="text/plain") as answer:
+        return answer.read().decode("utf-8", "replace")
+
+
+def lines(target: Target, path: str, accept: str, silence: float | None, **query: Any) -> Iterator[str]:
+    """The lines of a stream, until it ends; it may say nothing for so many seconds, or as long as it lives."""
+    with _answer(target, "GET", PREFIX + path, query, accept=accept, silence=silence) as answer:
         while data := answer.readline():
             yield data.decode("utf-8", "replace").rstrip("\n")
 
@@ -226,21 +234,26 @@ def _answer(
     body: dict[str, Any] | None = None,
     *,
     accept: str = "application/json",
-    patience: float | None = PATIENCE,
+    silence: float | None = PATIENCE,
 ) -> Iterator[http.client.HTTPResponse]:
-    connection = _connection(target, patience)
+    connection = _connection(target)
     headers = {"Accept": accept}
     if target.token:
         headers["Authorization"] = f"Bearer {target.token}"
     if body is not None:
         headers["Content-Type"] = "application/json"
     said = {name: value for name, value in query.items() if value is not None}
-    where = f"{PREFIX}{path}" + (f"?{urlencode(said)}" if said else "")
+    where = path + (f"?{urlencode(said)}" if said else "")
     try:
+        connection.connect()
+        line = connection.sock  # `getresponse` may let go of it
+        if target.endpoint is not None:
+            tune(line)
         connection.request(method, where, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise Objection(_objection(target, answer))
+        line.settimeout(silence)
         yield answer
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(_trouble(target, error)) from error
@@ -248,14 +261,14 @@ def _answer(
         connection.close()
 
 
-def _connection(target: Target, patience: float | None) -> http.client.HTTPConnection:
+def _connection(target: Target) -> http.client.HTTPConnection:
     if target.socket is not None:
-        return _UnixConnection(target.socket, patience)
+        return _UnixConnection(target.socket, PATIENCE)
     assert target.endpoint is not None, "a target has a socket or an endpoint"
     host, port = target.endpoint.host, target.endpoint.port
     if target.tls is not None:
-        return http.client.HTTPSConnection(host, port, timeout=patience, context=target.tls)
-    return http.client.HTTPConnection(host, port, timeout=patience)
+        return http.client.HTTPSConnection(host, port, timeout=PATIENCE, context=target.tls)
+    return http.client.HTTPConnection(host, port, timeout=PATIENCE)
 
 
 def _objection(target: Target, answer: http.client.HTTPResponse) -> str:

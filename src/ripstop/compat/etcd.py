@@ -64,10 +64,10 @@ class Client:
                 found.extend(_value(one) for one in answer["responses"])
         return revision, found
 
-    def write(self, values: Mapping[bytes, bytes], patience: float) -> None:
+    def write(self, values: Mapping[bytes, bytes], patience: float, *, lease: int = 0) -> None:
         """Many are not written at once."""
         for some in _batched(list(values.items())):
-            self._call("kv/txn", {"success": [_put(key, value) for key, value in some]}, patience)
+            self._call("kv/txn", {"success": [_put(key, value, lease) for key, value in some]}, patience)
 
     def swap(
         self, key: bytes, revision: int, values: Mapping[bytes, bytes], patience: float, *, lease: int = 0

@@ -1,12 +1,14 @@
 """`torch.distributed.elastic.rendezvous.etcd_rendezvous_backend`: a rendezvous's state as one key of etcd.
 
-The state is written where nobody has written since it was read; the token is the revision of etcd at which it was.  The
-key goes by itself when nobody has written for a long time, so a job leaves nothing behind for ever.
+The state is written where nobody has written since it was read; the token is the revision of etcd at which it was.  A
+node has a lease, which every write renews, so every beat does.  When it has not written for a long time, its keys go by
+themselves, here and in the store that is made with the backend: a job leaves nothing behind for ever.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         self._key = (f"{key_prefix}/{run_id}" if key_prefix else run_id).encode()
         self._ttl = ttl if ttl and ttl > 0 else TTL
         self._lease = 0
+        self._leasing = threading.Lock()  # beats come from a thread of their own
         self._read_timeout = read_timeout
 
     @property
@@ -66,16 +69,21 @@ class EtcdRendezvousBackend(RendezvousBackend):
             held = self.get_state()  # no token of ours
             return (*held, False) if held is not None else None
         with _connection_errors():
-            self._lease = self._client.lease(self._lease, self._ttl, self._read_timeout)
-            values = {self._key: state}
-            written, found = self._client.swap(self._key, revision, values, self._read_timeout, lease=self._lease)
+            lease = self.lease(self._read_timeout)
+            written, found = self._client.swap(self._key, revision, {self._key: state}, self._read_timeout, lease=lease)
         if written:
             return state, written, True
         (now,) = found
         if now is None:
             return None
         # our lease with our state: it was written, and the answer lost
-        return now.data, now.revision, now.lease == self._lease and now.data == state
+        return now.data, now.revision, now.lease == lease and now.data == state
+
+    def lease(self, patience: float) -> int:
+        """This node's, counting anew."""
+        with self._leasing:
+            self._lease = self._client.lease(self._lease, self._ttl, patience)
+            return self._lease
 
 
 def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
@@ -93,7 +101,7 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
         raise ValueError(str(error)) from None
     client = Client(settings)
     backend = EtcdRendezvousBackend(client, params.run_id, STATE_PREFIX, read_timeout=read_timeout)
-    return backend, EtcdStore(client, STORE_PREFIX)
+    return backend, EtcdStore(client, STORE_PREFIX, lease=backend.lease)
 
 
 @contextmanager

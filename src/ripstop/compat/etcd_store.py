@@ -2,7 +2,8 @@
 
 A key of the store is one of etcd's, with the store's prefix before it, and holds the bytes as they are.  Below the
 prefix and a NUL are the store's own keys: whoever adds or appends leaves a mark there in the same transaction.  So a
-change whose answer was lost is told from one that was not made, and never made twice.
+change whose answer was lost is told from one that was not made, and never made twice.  A store that is
+given a lease writes all with it.
 
 Kept from torch: who waits in vain gets a `LookupError`.  While etcd does not answer, calls wait as well, as long as the
 store's timeout.
@@ -31,24 +32,32 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
     if TYPE_CHECKING:
         timeout: timedelta  # which torch's stub forgets
 
-    def __init__(self, etcd_client: Client, etcd_store_prefix: str, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        etcd_client: Client,
+        etcd_store_prefix: str,
+        timeout: timedelta | None = None,
+        *,
+        lease: Callable[[float], int] = lambda _: 0,
+    ) -> None:
         super().__init__()
         self.client = etcd_client
         self.prefix = etcd_store_prefix if etcd_store_prefix.endswith("/") else f"{etcd_store_prefix}/"
         if timeout is not None:
             self.set_timeout(timeout)
+        self._lease = lease
         self._own = secrets.token_hex(8)
         self._changing = threading.Lock()  # there is one note: one change at a time
 
     def clone(self) -> EtcdStore:
         """Another of the same keys."""
-        return EtcdStore(self.client, self.prefix, self.timeout)
+        return EtcdStore(self.client, self.prefix, self.timeout, lease=self._lease)
 
     # keys -------------------------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give the key this value."""
-        self.client.write({self._name(key): _data(value)}, self._patience)
+        self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
         """The key's value; waits until there is one."""
@@ -86,7 +95,10 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
                 return found.data
             revision = found.revision if found is not None else 0
             # when an answer was lost, the value is there: the next look says what is true then
-            if self.client.swap(self._name(key), revision, {self._name(key): desired}, self._patience)[0]:
+            values = {self._name(key): desired}
+            if self.client.swap(self._name(key), revision, values, self._patience, lease=self._lease(self._patience))[
+                0
+            ]:
                 return desired
 
     def delete_key(self, key: str) -> bool:
@@ -118,7 +130,8 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Give each key its value."""
         pairs = zip(keys, values, strict=True)
-        self.client.write({self._name(key): _data(value) for key, value in pairs}, self._patience)
+        data = {self._name(key): _data(value) for key, value in pairs}
+        self.client.write(data, self._patience, lease=self._lease(self._patience))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of them are there; does not wait."""
@@ -156,7 +169,8 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
             while True:
                 new = change(found.data if found is not None else None)
                 revision = found.revision if found is not None else 0
-                done, held = self.client.swap(name, revision, {name: new, note: mark}, self._patience)
+                values = {name: new, note: mark}
+                done, held = self.client.swap(name, revision, values, self._patience, lease=self._lease(self._patience))
                 if done:
                     return new
                 found, noted = held

@@ -1,12 +1,15 @@
 """Events on their way to a handler of the program's: in a thread, so that the agent never waits for it.
 
 A handler that raises is said once and told the next event all the same; while one blocks, events wait, and those for
-which there is no more room are dropped, which is said once too.
+which there is no more room are dropped, which is said once too.  One that blocks at the end is left alone: logging
+takes leave of every handler when the program exits, and would wait for it for ever.
 """
 
 import logging
 import queue
 import threading
+from contextlib import suppress
+from typing import Any
 
 from ripstop.compat import events
 
@@ -36,11 +39,14 @@ class Teller:
 
     def close(self) -> None:
         """Waits, briefly, until the handler has heard all."""
-        try:
+        with suppress(queue.Full):
             self._waiting.put(None, timeout=GOODBYE)
             self._thread.join(GOODBYE)
-        except queue.Full:
+        if self._thread.is_alive():
             self._say("was not done at the end")
+            farewell: list[Any] = logging._handlerList  # type: ignore[attr-defined]  # weak references
+            for ref in [ref for ref in farewell if ref() in self._logger.handlers]:
+                farewell.remove(ref)
 
     def _tell(self) -> None:
         while (line := self._waiting.get()) is not None:

@@ -3,7 +3,8 @@
 The handler says who meets; all else that a coordinator decides is decided here, for this node, with the same policy.
 What nodes must agree on they say through the round's store: each its `Join`, and node 0 to each its `Assign`.  Rules:
 
-1.  The handler is called from one thread of its own, one call at a time; the event loop never waits for it.
+1.  The handler is called from one thread of its own, one call at a time; the event loop never waits for it, and what
+    the agent says is acted upon while a call takes however long.
 2.  A handler's store is new for every round.  The workers' store is ours, also new, on node 0.
 3.  A failure of this node's workers costs a restart, whatever they died of; the nodes of a round agree on the largest
     count.  Nodes that come or go cost nothing.
@@ -38,7 +39,6 @@ from ripstop.rendezvous.messages import (
     Failed,
     FromAgent,
     FromCoordinator,
-    Health,
     Hold,
     Join,
     Leaving,
@@ -57,6 +57,7 @@ PACE = 0.1  # seconds between two looks for newcomers
 TROUBLED = 2.0  # and when the last one failed
 EXIT_BARRIER = 300.0  # seconds for the other nodes' workers to finish
 FAREWELL = 5.0  # seconds beyond the grace for workers to be stopped
+GOODBYE = 30.0  # seconds for the handler to shut down
 ATTEMPTS = 3  # to agree on places with nodes that may be gone again
 
 _NODE, _PLACE, _DONE, _ALL_DONE = "ripstop/node/", "ripstop/place/", "ripstop/done", "ripstop/all_done"
@@ -78,6 +79,17 @@ class Again:
     pause: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What the handler says, and the nodes of a round once this one is done; or why that is not known."""
+
+    round: int
+    done: bool
+    waiting: int = 0
+    all_done: bool = False
+    trouble: Exception | None = None
+
+
 class HandlerLink:
     """A `Link`; `make` makes the handler, in the handler's thread."""
 
@@ -91,7 +103,7 @@ class HandlerLink:
         self._node: Node | None = None
         self._ready: Ready | None = None
         self._offered = asyncio.Event()
-        self._heard: asyncio.Queue[FromAgent] = asyncio.Queue()
+        self._heard: asyncio.Queue[FromAgent | Looked] = asyncio.Queue()
         self._restarts = Restarts(config.budget)
         self._newest = 0
         self._failures: list[Failure] = []
@@ -125,12 +137,12 @@ class HandlerLink:
                 self._offer(ready)
             case Ready():
                 self._offer(message)
-            case Health():
-                pass  # nobody else could be told; what keeps a node from being ready does so here too
+            case Failed() | Succeeded() | Stopped():
+                self._heard.put_nowait(message)
             case Leaving() if self._task is not None:
                 self._task.cancel()
             case _:
-                self._heard.put_nowait(message)
+                pass  # nobody else could be told; what keeps a node from being ready does so here too
 
     async def close(self) -> None:
         self._listener = None
@@ -159,7 +171,7 @@ class HandlerLink:
             report = await self._with_evidence(report)
         if self._handler is not None:
             with suppress(Exception):  # the job has ended; what the handler makes of it is its own
-                await self._calls.run(self._handler.shutdown)
+                await asyncio.wait_for(self._calls.run(self._handler.shutdown), GOODBYE)
         self._say(Closed(report))
 
     async def _rounds(self) -> Report:
@@ -211,34 +223,57 @@ class HandlerLink:
     async def _attend(self, met: Met) -> Again | Report:
         """Until another round is needed, or the job is over."""
         loop = asyncio.get_running_loop()
-        began, done, pace = loop.time(), False, PACE
-        while True:
-            match await self._hear(pace):
-                case Failed(round, failures) if round == met.place.round:
-                    self._failures += failures
-                    verdict = self._restarts.charge(loop.time(), loop.time() - began)
-                    if not verdict.allowed:
-                        return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")
-                    return Again(f"{self._culprit()}; {verdict.why}", verdict.delay)
-                case Succeeded(round) if round == met.place.round:
-                    done, began = True, loop.time()
-                    await self._calls.run(lambda: _arrive(met))
-            try:
-                if await self._calls.run(self._handler.num_nodes_waiting) > 0:
-                    return Again("another node waits")
-                if done and await self._calls.run(lambda: met.store.check([_ALL_DONE])):
-                    return self._report(Outcome.SUCCEEDED, "all workers exited 0")
-                pace = PACE
-            except Exception as error:
-                if done:  # this node's work is; whoever held the rendezvous has gone before it
-                    return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
-                if pace == PACE:
-                    log.warning("the rendezvous cannot be asked, workers go on: %s", error)
-                pace = TROUBLED  # rule 4
-            if done and loop.time() - began > EXIT_BARRIER:
-                return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0, and others never did")
+        began, done, troubled = loop.time(), False, False
+        look = loop.create_task(self._look(met, PACE))
+        try:
+            while True:
+                match await self._hear(began + EXIT_BARRIER - loop.time() if done else None):
+                    case Failed(round, failures) if round == met.place.round:
+                        self._failures += failures
+                        verdict = self._restarts.charge(loop.time(), loop.time() - began)
+                        if not verdict.allowed:
+                            return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")
+                        return Again(f"{self._culprit()}; {verdict.why}", verdict.delay)
+                    case Succeeded(round) if round == met.place.round and not done:
+                        done, began = True, loop.time()
+                        look.cancel()  # a call that is being made goes on, and its answer is old
+                        look = loop.create_task(self._look(met, 0, done=True, arrive=True))
+                    case Looked() as seen if (seen.round, seen.done) == (met.place.round, done):
+                        if (end := self._end_seen(seen)) is not None:
+                            return end
+                        if seen.trouble is not None and not troubled:
+                            log.warning("the rendezvous cannot be asked, workers go on: %s", seen.trouble)
+                        troubled = seen.trouble is not None
+                        look = loop.create_task(self._look(met, TROUBLED if troubled else PACE, done=done))  # rule 4
+                    case None:
+                        why = "all workers of this node exited 0, and others never did"
+                        return self._report(Outcome.SUCCEEDED, why)
+        finally:
+            look.cancel()
 
-    async def _hear(self, patience: float) -> FromAgent | None:
+    async def _look(self, met: Met, pause: float, *, done: bool = False, arrive: bool = False) -> None:
+        """Ask the handler, after a pause; the answer is heard as what the agent says is."""
+        await asyncio.sleep(pause)
+        try:
+            if arrive:
+                await self._calls.run(lambda: _arrive(met))
+            waiting = await self._calls.run(self._handler.num_nodes_waiting)
+            all_done = done and await self._calls.run(lambda: met.store.check([_ALL_DONE]))
+            seen = Looked(met.place.round, done, waiting, all_done)
+        except Exception as error:
+            seen = Looked(met.place.round, done, trouble=error)
+        self._heard.put_nowait(seen)
+
+    def _end_seen(self, seen: Looked) -> Again | Report | None:
+        if seen.waiting > 0:
+            return Again("another node waits")
+        if seen.all_done:
+            return self._report(Outcome.SUCCEEDED, "all workers exited 0")
+        if seen.done and seen.trouble is not None:  # this node's work is; whoever held the rendezvous has gone
+            return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
+        return None
+
+    async def _hear(self, patience: float | None) -> FromAgent | Looked | None:
         try:
             return await asyncio.wait_for(self._heard.get(), patience)
         except TimeoutError:

@@ -51,7 +51,10 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(TimerServer):
-    """Ends with SIGKILL whoever misses a timer, when it is missed and not `max_interval` later."""
+    """Ends with SIGKILL whoever misses a timer, when it is missed and not `max_interval` later.
+
+    Who cannot be ended is tried again after every `max_interval`.
+    """
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
         super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
@@ -78,16 +81,22 @@ class LocalTimerServer(TimerServer):
         return min(self._max_interval, max(0.0, deadline - time.time()))
 
     def _reap_worker(self, worker_id: int) -> bool:
-        return kill(worker_id, signal.SIGKILL)
+        if kill(worker_id, signal.SIGKILL, again=worker_id in self._not_ended):
+            return True
+        now = time.time()
+        for request in self._timers.expired(now).get(worker_id, ()):
+            self._timers.set(worker_id, request.scope_id, now + self._max_interval, request)
+        return False
 
 
-def kill(pid: int, signum: int) -> bool:
-    """Whether the process has got the signal, or is gone."""
+def kill(pid: int, signum: int, *, again: bool = False) -> bool:
+    """Whether the process has got the signal, or is gone; what is in the way is said unless it is `again`."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
         log.info("pid %d is gone already", pid)
     except Exception:
-        log.exception("pid %d cannot be sent signal %d", pid, signum)
+        if not again:
+            log.exception("pid %d cannot be sent signal %d", pid, signum)
         return False
     return True

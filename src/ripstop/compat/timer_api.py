@@ -75,6 +75,7 @@ class TimerServer(abc.ABC):
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
         self._stop_signaled = False
+        self._not_ended: set[Any] = set()  # workers of which it was said
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -115,11 +116,14 @@ class TimerServer(abc.ABC):
         self.register_timers(self._request_queue.get(size, self._patience()))
         ended = set()
         for worker_id, expired in self.get_expired_timers(time.time()).items():
-            log.warning("worker %s missed its timers %s and is ended", worker_id, self._get_scopes(expired))
+            if worker_id not in self._not_ended:
+                log.warning("worker %s missed its timers %s and is ended", worker_id, self._get_scopes(expired))
             if self._reap_worker_no_throw(worker_id):
                 ended.add(worker_id)
-            else:
+            elif worker_id not in self._not_ended:
+                self._not_ended.add(worker_id)
                 log.error("worker %s could not be ended; it will be tried again", worker_id)
+        self._not_ended -= ended
         self.clear_timers(ended)
 
     def _get_scopes(self, timer_requests: list[TimerRequest]) -> list[str]:

@@ -1,68 +1,33 @@
 """The HTTP API of a job: what it is and does, and what operators may do to it.  `ROUTES`, at the end, is all of it.
 
 Whoever serves it (`rendezvous/server.py` on the coordinator's port, `job_socket.py` on this machine) says who a request
-is from, or refuses it; here is what it gets.  Rules: (1) a refusal is JSON with one line of rule, value and remedy;
-(2) every change is an event, refused ones included, with who wanted it; (3) nobody waits for a reader: one that is too
-slow is cut off; sizes, streams and waits are bounded; (4) no cookies and no CORS, and a change must say that its body
-is JSON, so that no page in somebody's browser can ask for one.
+is from, or refuses it; here is what it gets, and in `streams.py` what goes on.  Rules: (1) a refusal is JSON with one
+line of rule, value and remedy; (2) every change is an event, refused ones included, with who wanted it; (3) sizes,
+streams and waits are bounded; (4) no cookies and no CORS, and a change must say that its body is JSON, so that no page
+in somebody's browser can ask for one.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
-from ripstop.errors import NoAnswer, RipstopError
+from ripstop.errors import NoAnswer
 from ripstop.observe import openapi
-from ripstop.observe.events import Event, Steered, to_dict
-from ripstop.observe.journal import KEPT, Journal
+from ripstop.observe.events import Steered, to_dict
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
 from ripstop.observe.status import JobStatus, NodeStatus, Phase
+from ripstop.observe.steerable import Questions, Refused, Steerable, ask, node_of, placed
+from ripstop.observe.streams import WAIT, Kind, Piece, Streams
 
 MAX_BODY = 16 * 1024  # bytes of a request
-MAX_STREAMS = 256  # at a time
 MAX_EVENTS = 1000  # in one answer
 MAX_LOG = 1 << 20  # bytes of a log in one answer
 MAX_WHY = 200  # characters
-SLOW = 30.0  # seconds a reader may take to make room for more
-HEARTBEAT = 15.0  # seconds between signs of life in a stream of events
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 PATIENCE = 5.0  # seconds for what many nodes are asked at once
-WAIT = 5.0  # seconds a node waits for a log to grow before it says that it has not
-
-
-class Steerable(Protocol):
-    """What the API needs of a job; the coordinator has it."""
-
-    journal: Journal
-
-    @property
-    def decides(self) -> bool: ...
-
-    def status(self) -> JobStatus: ...
-
-    def record(self, event: Event) -> None: ...
-
-    async def ask(self, node: str, question: str, argument: str = "", patience: float = ...) -> str: ...
-
-    def restart(self, why: str) -> None: ...
-
-    def drain(self, node: str, why: str) -> str: ...
-
-    def scale(self, nodes: int) -> None: ...
-
-    def finish(self, why: str) -> None: ...
-
-
-class Refused(RipstopError):
-    """A request that gets no more than a status and a word."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +45,15 @@ Admit = Callable[[web.Request], str]  # who a request is from; raises `Refused`
 class Api:
     """The API of one job.  `job` finds it: it may be elsewhere for a while."""
 
-    def __init__(self, job: Callable[[], Steerable | None], admit: Admit) -> None:
+    def __init__(self, job: Callable[[], Steerable | None], admit: Admit, admit_reader: Admit | None = None) -> None:
         self._find = job
         self._admit = admit
-        self._streams = 0
-        self._over = asyncio.Event()  # streams are to say what is left, and end
+        self._admit_reader = admit_reader or admit  # of metrics
+        self._questions = Questions()
+        self._streams = Streams()
 
     def mount(self, app: web.Application) -> None:
-        """Serve `ROUTES` in an application."""
+        """Serve `ROUTES` in an application, and the page for Prometheus."""
         for route in ROUTES:
             app.router.add_route(route.method, route.path, self._serving(route))
         for path in dict.fromkeys(route.path for route in ROUTES):
@@ -95,6 +61,7 @@ class Api:
             app.router.add_route("*", path, self._refusing(405, f"write {' or '.join(methods)}", methods))
         there = ", ".join(dict.fromkeys(route.path for route in ROUTES))
         app.router.add_route("*", "/api{rest:.*}", self._refusing(404, f"there are {there}"))
+        app.router.add_get("/metrics", self._metrics)
         app.on_shutdown.append(self._end_streams)
 
     def _serving(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -131,8 +98,17 @@ class Api:
 
         return refuse
 
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._admit_reader(request)
+            response = web.Response(body=await self.job.metrics(), headers={"Content-Type": METRICS_TYPE})
+            response.force_close()
+            return response
+        except Refused as refused:
+            return refusal(refused, close=True)
+
     async def _end_streams(self, _: web.Application) -> None:
-        self._over.set()
+        self._streams.end()
 
     @property
     def job(self) -> Steerable:
@@ -155,7 +131,7 @@ class Api:
 
     async def ranks(self, call: Call) -> web.StreamResponse:
         job = self.job
-        nodes = sorted(_placed(job.status()), key=lambda node: node.first_rank)
+        nodes = sorted(placed(job.status()), key=lambda node: node.first_rank)
         answers = dict(zip(nodes, await self._ask_all(job, nodes, "workers", {}), strict=True))
         ranks = []
         for node, answer in answers.items():
@@ -174,7 +150,7 @@ class Api:
 
     async def stacks(self, call: Call) -> web.StreamResponse:
         job, rank = self.job, call.words["rank"]
-        nodes = _placed(job.status()) if rank is None else [_node_of(job.status(), rank)]
+        nodes = placed(job.status()) if rank is None else [node_of(job.status(), rank)]
         details = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
         for node, answer in zip(nodes, await self._ask_all(job, nodes, "stacks", details), strict=True):
@@ -189,13 +165,13 @@ class Api:
     async def _ask_all(
         self, job: Steerable, nodes: Iterable[NodeStatus], question: str, details: dict[str, Any]
     ) -> list[dict[str, Any] | NoAnswer]:
-        async def ask(node: NodeStatus) -> dict[str, Any] | NoAnswer:
+        async def answer(node: NodeStatus) -> dict[str, Any] | NoAnswer:
             try:
-                return await _ask(job, node, question, details, PATIENCE)
+                return await self._questions.ask(job, node, question, details, PATIENCE)
             except NoAnswer as why:
                 return why
 
-        return await asyncio.gather(*map(ask, nodes))
+        return await asyncio.gather(*map(answer, nodes))
 
     # events -----------------------------------------------------------------------------------------------------------
 
@@ -204,30 +180,11 @@ class Api:
         if "text/event-stream" in call.request.headers.get("Accept", ""):
             last = call.request.headers.get("Last-Event-ID", "")
             since = int(last) if last.isascii() and last.isdigit() and len(last) < 16 else since
-            return await self._stream(call, "text/event-stream", self._event_stream(job.journal, since))
+            return await self._streams.send(call.request, Kind.EVENTS, self._streams.events(job.journal, since))
         found = job.journal.since(since)
         events = [{"number": number} | to_dict(entry) for number, entry in found[: call.words["limit"]]]
         last = events[-1]["number"] if events else min(since, job.journal.count)
         return _json({"events": events, "last": last, "more": len(events) < len(found)})
-
-    async def _event_stream(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
-        """The reader's place is a number, so that nothing waits for it here; one that is too far behind is cut off."""
-        yield ": events of the job\n\n"
-        if last > journal.count:
-            last = 0  # of another coordinator's numbers
-        with _news(journal) as news:
-            while True:
-                news.clear()
-                over = self._over.is_set()
-                for number, entry in journal.since(last):
-                    last = number
-                    yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
-                    if journal.count - number > KEPT:
-                        return
-                if over:
-                    return
-                if not await self._either(news, HEARTBEAT):
-                    yield ": still here\n\n"
 
     # logs -------------------------------------------------------------------------------------------------------------
 
@@ -240,14 +197,22 @@ class Api:
             begin["tail"] = 100 if words["tail"] is None else words["tail"]
         else:
             begin["offset"] = words["offset"]
-        node = _node_of(job.status(), words["rank"])
+        node = node_of(job.status(), words["rank"])
         try:
-            first = await _ask(job, node, "log", begin, PATIENCE)
+            first = await self._questions.ask(job, node, "log", begin, PATIENCE)
             if not words["follow"]:
                 return _json(await self._whole(job, node, begin, first))
         except NoAnswer as why:
             raise Refused(409, str(why)) from why
-        return await self._stream(call, "text/plain", self._follow(job, begin, first))
+
+        async def after(piece: Piece, wait: float) -> Piece:
+            node, details = node_of(job.status(), words["rank"]), _after(begin, piece) | {"wait": wait}
+            if wait:
+                return await ask(job, node, "log", details, 2 * WAIT)
+            return await self._questions.ask(job, node, "log", details, PATIENCE)
+
+        pieces = self._streams.log(job.journal, words["rank"], first, after)
+        return await self._streams.send(call.request, Kind.LOGS, pieces)
 
     async def _whole(
         self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]
@@ -255,73 +220,10 @@ class Api:
         """From the first piece to what was the end when it was read, within bounds."""
         texts, first, end = [piece["text"]], piece["offset"], min(piece["size"], piece["offset"] + MAX_LOG)
         while piece["next"] < end and piece["text"]:
-            piece = await _ask(job, node, "log", _after(begin, piece), PATIENCE)
+            piece = await self._questions.ask(job, node, "log", _after(begin, piece), PATIENCE)
             texts.append(piece["text"])
         found = {"rank": begin["rank"], "node": node.name, "stream": begin["stream"], "round": piece["round"]}
         return found | {"offset": first, "next": piece["next"], "text": "".join(texts)}
-
-    async def _follow(self, job: Steerable, begin: dict[str, Any], piece: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """A rank's log, through all rounds to come."""
-        with _news(job.journal) as news:
-            while not self._over.is_set():
-                yield piece["text"]
-                news.clear()
-                try:
-                    node = _node_of(job.status(), begin["rank"])
-                    wait = 0.0 if piece["text"] else WAIT
-                    asked = asyncio.create_task(_ask(job, node, "log", _after(begin, piece) | {"wait": wait}, 2 * WAIT))
-                    piece = await self._unless_news(asked, news)
-                except (Refused, NoAnswer):
-                    piece = piece | {"text": ""}
-                    await self._either(news, WAIT)  # between two rounds
-
-    async def _unless_news(self, asked: "asyncio.Task[dict[str, Any]]", news: asyncio.Event) -> dict[str, Any]:
-        """The answer, sooner than it would come if something happens in the job: the round may be another."""
-        told = asyncio.create_task(self._either(news, 2 * WAIT))
-        try:
-            await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise NoAnswer("something happened")
-            return asked.result()
-        finally:
-            told.cancel()
-            asked.cancel()
-
-    async def _either(self, news: asyncio.Event, patience: float) -> bool:
-        """Wait for news, or for the end; false when neither came."""
-        waiting = [asyncio.create_task(event.wait()) for event in (news, self._over)]
-        try:
-            done, _ = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            return bool(done)
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _stream(self, call: Call, media: str, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
-        """An empty piece is a moment to see whether anybody listens."""
-        if self._streams >= MAX_STREAMS:
-            raise Refused(503, f"{MAX_STREAMS} streams are open, which is all there can be; close one of them")
-        response = web.StreamResponse(headers={"Cache-Control": "no-store", "Content-Type": f"{media}; charset=utf-8"})
-        response.force_close()
-        self._streams += 1
-        try:
-            await response.prepare(call.request)
-            async for piece in pieces:
-                if call.request.transport is None:
-                    break  # it has left
-                if piece:
-                    async with asyncio.timeout(SLOW):
-                        await response.write(piece.encode("utf-8", "replace"))
-            await response.write_eof()
-        except TimeoutError:
-            if call.request.transport is not None:
-                call.request.transport.abort()  # rule 3
-        except ConnectionError:
-            pass  # it has left
-        finally:
-            self._streams -= 1
-            await pieces.aclose()
-        return response
 
     # to steer ---------------------------------------------------------------------------------------------------------
 
@@ -351,7 +253,7 @@ class Api:
             objection = f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
         self._audit(job, call, f"scale to {nodes}", objection)
         job.scale(nodes)
-        return _json({"done": f"{nodes} nodes are wanted, {len(_placed(status))} have ranks now"})
+        return _json({"done": f"{nodes} nodes are wanted, {len(placed(status))} have ranks now"})
 
     async def stop(self, call: Call) -> web.StreamResponse:
         job, why = self.job, call.words["why"]
@@ -405,42 +307,9 @@ def _json(content: object, status: int = 200) -> web.Response:
     return web.json_response(content, status=status, headers={"Cache-Control": "no-store"})
 
 
-async def _ask(
-    job: Steerable, node: NodeStatus, question: str, details: dict[str, Any], patience: float
-) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(await job.ask(node.name, question, json.dumps(details), patience))
-    return answer
-
-
-def _placed(status: JobStatus) -> list[NodeStatus]:
-    """The nodes that have ranks."""
-    return [node for node in status.nodes if node.first_rank >= 0]
-
-
-def _node_of(status: JobStatus, rank: int) -> NodeStatus:
-    for node in _placed(status):
-        if node.first_rank <= rank < node.first_rank + node.slots:
-            return node
-    if not status.world_size:
-        raise Refused(409, f"the job is {status.phase} ({status.why}), so there are no ranks now; ask again later")
-    raise Refused(404, f"there is no rank {rank}: the job has ranks 0 to {status.world_size - 1}")
-
-
 def _after(begin: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
     """What comes behind this piece of a log."""
     return {"rank": begin["rank"], "stream": begin["stream"], "round": piece["round"], "offset": piece["next"]}
-
-
-@contextmanager
-def _news(journal: Journal) -> Any:
-    """An event that is set by every entry."""
-    news = asyncio.Event()
-    unsubscribe = journal.subscribe(lambda _: news.set())
-    try:
-        yield news
-    finally:
-        with suppress(ValueError):
-            unsubscribe()
 
 
 # the API --------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,10 @@ from ripstop.config import Tls
 from ripstop.errors import RipstopError
 from ripstop.observe.registry import Registration, Sign, socket_address
 from ripstop.observe.run_directory import HeldDirectory
+from ripstop.observe.steerable import Refused, Steerable
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-    from ripstop.observe.api import Steerable
 
 log = logging.getLogger("ripstop.observe")
 
@@ -62,7 +61,7 @@ class JobSocket:
         except (RipstopError, OSError) as error:
             self._give_up(str(error))
 
-    def lead(self, job: "Steerable", endpoint: str = "") -> None:
+    def lead(self, job: Steerable, endpoint: str = "") -> None:
         """The job's coordinator is in this process; over the network it is at the endpoint."""
         self.job = job
         if self._held is None:
@@ -146,8 +145,6 @@ class JobSocket:
 
 def admit(request: "web.Request") -> str:
     """Rule 1."""
-    from ripstop.observe.api import Refused
-
     connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:
         raise Refused(401, "this connection is gone")
@@ -156,16 +153,7 @@ def admit(request: "web.Request") -> str:
     _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise Refused(403, f"the job is user {os.getuid()}'s, and user {uid} may not steer it; ask as that user")
-    return f"user {_user(uid)}"
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return f"user {uid}"  # its name may be in a directory service, and nobody here waits for one
 
 
 def _import_api() -> None:

@@ -3,7 +3,8 @@
 Rules: (1) a worker that has said once that it makes progress must go on saying so: it hangs when it is silent for the
 timeout; (2) of one that has never said anything, what can be seen from outside counts: it hangs when for the whole
 timeout it writes nothing, uses next to no CPU time, and shows the same stack each time it is looked at; (3) nobody is
-looked at who reports, and nobody at all without a timeout.
+looked at who reports, and nobody at all without a timeout; (4) a time in which nobody could be seen or heard, since the
+machine stood still or they had no way to report, counts against nobody.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 LOOKS = 4  # in a timeout
 IDLE = 0.01  # of a core: who uses less does nothing
+SILENT = "no heartbeat"  # how a hang shows, by rule 1
 SMOOTH = 0.3  # the weight of the latest rate of steps
 
 
@@ -73,6 +75,7 @@ class Progress:
 
     def __init__(self, workers: int, timeout: float, now: float) -> None:
         self._timeout = timeout
+        self._excused = now  # by rule 4, until then
         self._workers = {rank: _Worker(lively=now, looked=now) for rank in range(workers)}
         self._strides: dict[int, Stride] = {}
 
@@ -115,6 +118,13 @@ class Progress:
         if worker := self._workers.get(rank):
             worker.looked = worker.lively = now
 
+    def excuse(self, now: float) -> None:
+        """Nobody could be seen or heard until now (rule 4)."""
+        self._excused = now
+        for worker in self._workers.values():
+            worker.looked = worker.lively = now
+            worker.same_stack = 0
+
     def gone(self, rank: int) -> None:
         """It has ended."""
         self._workers.pop(rank, None)
@@ -127,7 +137,7 @@ class Progress:
             return None
         return min(
             (
-                worker.beat + self._timeout if worker.beats else worker.looked + self._timeout / LOOKS
+                self._heard(worker) + self._timeout if worker.beats else worker.looked + self._timeout / LOOKS
                 for worker in self._workers.values()
             ),
             default=None,
@@ -146,11 +156,14 @@ class Progress:
         found: dict[int, Stuck] = {}
         for rank, worker in self._workers.items() if self._timeout else ():
             if worker.beats:
-                if now - worker.beat >= self._timeout:
-                    found[rank] = Stuck(now - worker.beat, "no heartbeat")
+                if now - self._heard(worker) >= self._timeout:
+                    found[rank] = Stuck(now - worker.beat, SILENT)
             elif now - worker.lively >= self._timeout and worker.same_stack > 1:
                 found[rank] = Stuck(now - worker.lively, "no output, no CPU time, the same stack")
         return found
+
+    def _heard(self, worker: _Worker) -> float:
+        return max(worker.beat, self._excused)
 
     def idle(self, rank: int, now: float) -> float:
         """Seconds since this worker was seen or heard to do something."""

@@ -78,6 +78,8 @@ def _read(path: Path) -> Sign | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return _parse(data)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return _read(path)  # it was written anew meanwhile, by an agent that lives
             path.with_suffix(".sock").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     except OSError:

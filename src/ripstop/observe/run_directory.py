@@ -2,7 +2,7 @@
 
 `$XDG_RUNTIME_DIR/ripstop`, or `ripstop-UID` in the temporary directory.  One that belongs to somebody else, or lets
 others in, is refused: whoever can put a socket there could pose as a job.  Agents hold it while they live, and the last
-one removes it.
+one removes it.  Who looks for jobs looks in both: what a scheduler starts has another environment than a shell.
 """
 
 import fcntl
@@ -17,15 +17,36 @@ from ripstop.errors import UsageError
 
 def run_directory(environ: Mapping[str, str]) -> Path:
     """The directory, made if it was not there."""
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    path = Path(runtime, "ripstop") if runtime else Path(environ.get("TMPDIR") or "/tmp", f"ripstop-{os.getuid()}")
+    path = _runtime(environ) if environ.get("XDG_RUNTIME_DIR") else _temporary(environ)
     try:
         found = _make(path)
     except OSError as error:
         raise UsageError(f"sockets need a directory: {path} cannot be made ({error.strerror}); set TMPDIR") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_ours_alone(found):
         raise UsageError(f"{path} must be a directory of this user's alone; remove it, or set TMPDIR to another place")
     return path
+
+
+def run_directories(environ: Mapping[str, str]) -> list[Path]:
+    """Wherever agents of this user may have theirs; none is made."""
+    found = []
+    for path in (_runtime(environ), _temporary(environ)):
+        with suppress(OSError):
+            if _is_ours_alone(path.lstat()):
+                found.append(path)
+    return found
+
+
+def _runtime(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}", "ripstop")
+
+
+def _temporary(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TMPDIR") or "/tmp", f"ripstop-{os.getuid()}")
+
+
+def _is_ours_alone(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _make(path: Path) -> os.stat_result:

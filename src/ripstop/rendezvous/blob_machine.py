@@ -90,12 +90,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """This node is in a new round."""
+    """This node is in a new round, whose rank 0 is the node `host`."""
 
     round: int
     rank: int
     size: int
     store: Address
+    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class Member:
         self.round, self._rank, self._formed = state.round, rank, state
         if rank == 0 and state.store != store:
             return None  # it was formed with an offer that this node has taken back: come again
-        return Formed(state.round, rank, len(state.seats), state.store)
+        return Formed(state.round, rank, len(state.seats), state.store, state.seats[0])
 
     def _come(self, state: State, comer: Comer) -> State:
         known = {other.node: other for other in state.coming}

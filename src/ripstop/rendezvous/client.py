@@ -23,6 +23,7 @@ from yarl import URL
 from ripstop.errors import ProtocolError
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.codec import MAX_FRAME, VersionMismatch, decode, encode
+from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.messages import (
     FROM_COORDINATOR,
@@ -36,7 +37,7 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.rendezvous.resolver import Resolver
 from ripstop.rendezvous.tls import describe as describe_tls
-from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
+from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive
 from ripstop.round import Address
 
 FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease

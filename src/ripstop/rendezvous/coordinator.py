@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe import events as observe
@@ -36,6 +37,9 @@ from ripstop.rendezvous.events import (
 )
 from ripstop.rendezvous.machine import Job, Settings
 from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
+
+if TYPE_CHECKING:
+    from ripstop.rendezvous.scrape import Scraper
 
 TURN = 0.01  # seconds in which the event loop reads what has arrived
 PATIENCE = 10.0  # seconds for an agent's answer
@@ -89,6 +93,7 @@ class Coordinator:
         self._sessions: dict[str, Session] = {}
         self._questions: dict[int, tuple[str, asyncio.Future[str]]] = {}  # whom, and what becomes of it
         self._asked = 0
+        self._scraper: Scraper | None = None
         self.totals = Totals()
         self.journal = Journal([self.totals.on, *sinks])
         self._deadline: float | None = None  # the job's clock does not pass it before its tick
@@ -161,6 +166,14 @@ class Coordinator:
             raise NoAnswer(f"node {node} cannot be asked {question!r}: {error}") from error
         finally:
             del self._questions[number]
+
+    async def metrics(self) -> bytes:
+        """The page for Prometheus."""
+        if self._scraper is None:
+            from ripstop.rendezvous.scrape import Scraper  # where somebody asks
+
+            self._scraper = Scraper(self)
+        return await self._scraper.page()
 
     def restart(self, why: str) -> None:
         """An operator wants a new round."""

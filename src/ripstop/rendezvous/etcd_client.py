@@ -23,8 +23,8 @@ from yarl import URL
 
 from ripstop.config import Etcd
 from ripstop.errors import RipstopError, UsageError
+from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.resolver import Resolver
-from ripstop.rendezvous.wire import tune
 from ripstop.round import Address
 
 REQUEST = 2.0  # seconds a member has for an answer

@@ -18,7 +18,6 @@ from ripstop.observe.status import JobStatus
 from ripstop.rendezvous.codec import reader
 from ripstop.rendezvous.coordinator import Coordinator
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 PATIENCE = 1.0  # seconds for one node
 WHOLE = 3.0  # and for all of them
 AT_ONCE = 512  # nodes

@@ -22,11 +22,13 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from ripstop.errors import ProtocolError
-from ripstop.observe.api import MAX_BODY, Api, Refused
+from ripstop.observe.api import MAX_BODY, Api
+from ripstop.observe.steerable import Refused
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.bounds import NAME, is_name
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
+from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.messages import (
     FROM_AGENT,
     Beat,
@@ -36,9 +38,8 @@ from ripstop.rendezvous.messages import (
     Rejected,
     Welcome,
 )
-from ripstop.rendezvous.scrape import CONTENT_TYPE, Scraper
 from ripstop.rendezvous.tls import describe, speaks_tls
-from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive, tune
+from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive
 
 log = logging.getLogger("ripstop.rendezvous")
 
@@ -70,7 +71,6 @@ class Server:
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
-        self._scraper = Scraper(coordinator)
         self._run_id = run_id
         self._token = token
         self._lease = lease
@@ -89,8 +89,7 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY)
         if self._agents:
             app.router.add_get(PATH, self._agent)
-        Api(lambda: self._coordinator, self._admit).mount(app)
-        app.router.add_get("/metrics", self._metrics)
+        Api(lambda: self._coordinator, self._admit, self._admit_reader).mount(app)
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
         logger = logging.Logger("ripstop.rendezvous.http", logging.DEBUG)  # ours alone: it never reaches the console
@@ -242,16 +241,9 @@ class Server:
             why = f"the token is not that of job {self._run_id}"
             raise Refused(401, f"{why}; set that job's RIPSTOP_TOKEN, and give --job={self._run_id}")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        """Numbers are for whoever shows the token, and for anybody where there is no secret."""
-        if self._token:
-            try:
-                self._admit(request)  # no stranger: the page of a large job may take its time
-            except Refused as refused:
-                return _plain(refused.status, str(refused))
-        response = web.Response(body=await self._scraper.page(), headers={"Content-Type": CONTENT_TYPE})
-        response.force_close()
-        return response
+    def _admit_reader(self, request: web.Request) -> str:
+        """Numbers are for whoever may steer, and for anybody where there is no secret."""
+        return self._admit(request) if self._token else "anybody"
 
     # agents -----------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """What both ends of a connection between an agent and the coordinator have in common.
 
 Nothing here waits without a deadline: a peer that does not read is cut off when too much is waiting for it, and one
-that is to be closed has `FLUSH` seconds to take the last words.
+that is to be closed has `FLUSH` seconds to take the last words.  Answers to operators are the exception: however many
+are wanted, they cost no node its connection, and one too many is answered with a word.
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -14,12 +14,13 @@ from aiohttp import ClientError, WSMessage, WSMsgType
 
 from ripstop.errors import ProtocolError
 from ripstop.rendezvous.codec import MAX_FRAME, fit
-from ripstop.rendezvous.messages import Message
+from ripstop.rendezvous.messages import Answer, Message
 
 PATH = "/agent"
 HANDSHAKE = 5.0  # seconds from connecting to being known
 FLUSH = 1.0  # seconds a closing peer has to take what is left
 MAX_BACKLOG = 4 * MAX_FRAME  # bytes that may wait for a peer
+MAX_ANSWERS = MAX_BACKLOG // 4  # of them, in answers
 RETURNING = 4000  # close code of an agent that heard nothing for a lease: it is alive and will be back
 
 
@@ -49,8 +50,9 @@ class Outbox:
     def __init__(self, write: Callable[[str], Awaitable[None]], abort: Callable[[], None]) -> None:
         self._write = write
         self._abort = abort
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[tuple[str, bool]] = deque()  # and whether it is an answer
         self._size = 0
+        self._answers = 0  # their share of it
         self._wake = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -59,11 +61,15 @@ class Outbox:
         if self._deadline is not None:
             return
         text = fit(message)
+        if is_answer := isinstance(message, Answer):
+            if self._answers + len(text) > MAX_ANSWERS:
+                text = fit(Answer(message.number, error="this node has too much to answer; ask again later"))
+            self._answers += len(text)
         self._size += len(text)
         if self._size > MAX_BACKLOG:
             self._abort()
             return
-        self._waiting.append(text)
+        self._waiting.append((text, is_answer))
         self._wake.set()
 
     def finish(self) -> None:
@@ -79,9 +85,10 @@ class Outbox:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._waiting:
-                    text = self._waiting.popleft()
+                    text, is_answer = self._waiting.popleft()
                     await self._write(text)
                     self._size -= len(text)
+                    self._answers -= len(text) if is_answer else 0
                 if self._deadline is not None:
                     return
         except (ConnectionError, ClientError):
@@ -89,12 +96,3 @@ class Outbox:
         finally:
             if self._deadline is not None:
                 self._deadline.cancel()
-
-
-def tune(connection: socket.socket) -> None:
-    """Small messages at once; a host that vanished without a word is noticed by the kernel too."""
-    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in options.items():
-        if hasattr(socket, name):  # not every system has them all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,8 +1,8 @@
 """Progress, told to this node's agent over its socket (`workers/reports.py` is the other end).
 
-Rules: (1) training never waits for it and never fails because of it: a datagram that cannot be sent now is dropped;
-(2) it costs next to nothing: a clock is read, and a few times a second something is sent; (3) a forked child has a
-socket of its own.
+Rules: (1) training never waits for it and never fails because of it: a datagram that cannot be sent now is dropped,
+but for the latest checkpoint's, which is sent with a later one; (2) it costs next to nothing: a clock is read, and a
+few times a second something is sent; (3) a forked child has a socket of its own.
 """
 
 import atexit
@@ -20,6 +20,7 @@ _pid = 0
 _next = 0.0  # when something may be sent again
 _beats = 0
 _untold: int | None = None  # the latest step, if it was not sent
+_unsaved: dict[str, object] | None = None  # the latest checkpoint, if it was not sent
 
 
 def heartbeat(step: int | None = None) -> None:
@@ -34,19 +35,32 @@ def heartbeat(step: int | None = None) -> None:
         _untold = step
         return
     _untold = None
+    if os.getpid() == _pid:
+        _tell_saved()
     if _send({"beat": _beats, "step": None if step is None else int(step)}):
         _next = now + INTERVAL
 
 
 @atexit.register
 def _last_step() -> None:
-    if _untold is not None and os.getpid() == _pid:
+    if os.getpid() != _pid:
+        return
+    _tell_saved()
+    if _untold is not None:
         _send({"beat": _beats, "step": int(_untold)})
 
 
 def checkpoint_saved(step: int, path: str = "") -> None:
     """The training's state up to this step is safe, in this place."""
-    _send({"saved": int(step), "path": str(path)[:LONGEST_PATH]})
+    global _unsaved
+    _unsaved = {"saved": int(step), "path": str(path)[:LONGEST_PATH]}
+    _tell_saved()
+
+
+def _tell_saved() -> None:
+    global _unsaved
+    if _unsaved is not None and _send(_unsaved):
+        _unsaved = None
 
 
 def _send(message: dict[str, object]) -> bool:

@@ -1,6 +1,7 @@
 """What NVML says of this machine's GPUs now: what they do and what they hold.  Read when somebody asks.
 
-A driver that hangs keeps nobody waiting (`look.py`).  Where there is no NVML, it is looked for once.
+A driver that hangs keeps nobody waiting (`look.py`).  Where there is no NVML, it is looked for once; whatever else goes
+wrong is of now, or of one GPU, and says nothing of the others or of later.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,10 @@ class Gpus:
     def _ask(self) -> tuple[GpuSample, ...]:
         try:
             return self._read()
-        except Exception:  # no package, no driver, or one that says anything at all
+        except nvml.NoNvml:
             self._absent = True
+            return ()
+        except Exception:  # what was seen before is no answer
             return ()
 
 
@@ -40,11 +43,14 @@ class _Nvml:
     def read(self) -> tuple[GpuSample, ...]:
         if self._nvml is None:
             self._nvml = nvml.load()
-        return tuple(map(self._one, range(self._nvml.nvmlDeviceGetCount())))
+        found = map(self._one, range(self._nvml.nvmlDeviceGetCount()))
+        return tuple(gpu for gpu in found if gpu is not None)
 
-    def _one(self, index: int) -> GpuSample:
+    def _one(self, index: int) -> GpuSample | None:
         found = self._nvml
-        gpu = found.nvmlDeviceGetHandleByIndex(index)
+        gpu = self._try(found.nvmlDeviceGetHandleByIndex, index)
+        if gpu is None:
+            return None
         rates = self._try(found.nvmlDeviceGetUtilizationRates, gpu)
         memory = self._try(found.nvmlDeviceGetMemoryInfo, gpu)
         power = self._try(found.nvmlDeviceGetPowerUsage, gpu)

@@ -5,7 +5,8 @@ kernel says which process has sent it; what a process says of itself is not aske
 or a stranger, is nobody's worker; (2) a worker is never made to wait: what nobody has read yet fills a short queue,
 and the rest is dropped by the sender; (3) a flood costs a bounded share of the agent's time; (4) what makes no sense is
 passed over; (5) a job without this socket is a job without reports, and no less; (6) what an agent of this machine that
-was killed has left is removed by the next one.
+was killed has left is removed by the next one; (7) a socket whose name is gone, as those of a user who has logged out,
+is made anew under the same name: workers know no other.
 """
 
 import asyncio
@@ -61,22 +62,25 @@ class Reports:
         self._socket: socket.socket | None = None
         self._held: HeldDirectory | None = None
         self.path = ""  # where workers find it; empty: there is none
+        self._name: tuple[int, int] | None = None  # what is there
+        self._said = False
         why = ""
         for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
             try:
-                self._open_in(HeldDirectory(where))
+                self._open_in(where, f"{os.getpid():x}-{_machine()}-{os.urandom(3).hex()}")
                 return
             except (OSError, UsageError) as error:
                 why = why or str(error)
         log.warning("workers cannot report progress: %s", why)
 
-    def _open_in(self, held: HeldDirectory) -> None:
+    def _open_in(self, where: Mapping[str, str], name: str) -> None:
+        held = HeldDirectory(where)
         try:
-            self._open(held.path / f"{os.getpid():x}-{_machine()}-{os.urandom(3).hex()}")
+            self._open(held.path / name)
         except OSError:
             held.leave()
             raise
-        self._held = held
+        self._held, self._where = held, where
         remove_dead(held.path)
 
     def _open(self, path: Path) -> None:
@@ -87,8 +91,25 @@ class Reports:
         except OSError:
             opened.close()
             raise
-        self._socket, self.path = opened, str(path)
+        self._socket, self.path, self._name = opened, str(path), _number(path)
         self._loop.add_reader(opened, self._read)
+
+    def audible(self) -> bool:
+        """Whether workers have found the socket until now; if they have not, it is made anew (rule 7)."""
+        if self._name is None:
+            return False  # there never was one
+        if self._socket is not None and _number(Path(self.path)) == self._name:
+            return True
+        path = Path(self.path)
+        self._let_go()
+        try:
+            self._open_in(self._where, path.name)
+            log.warning("%s was removed, and is made anew: workers could not report progress", path)
+        except (OSError, UsageError) as error:
+            if not self._said:
+                log.warning("%s was removed: workers cannot report progress, and are not missed: %s", path, error)
+            self._said = True
+        return False
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -114,15 +135,28 @@ class Reports:
 
     def close(self) -> None:
         """Nobody is heard any more, and the name is gone."""
+        if self._socket is not None and _number(Path(self.path)) == self._name:
+            with suppress(OSError):
+                Path(self.path).unlink()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._socket = None
-            with suppress(OSError):
-                Path(self.path).unlink()
         if self._held is not None:
             self._held.leave()
             self._held = None
+
+
+def _number(path: Path) -> tuple[int, int] | None:
+    """What is there, by the numbers of file system and file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def remove_dead(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Stacks of worker processes, without their help: py-spy, else faulthandler, and what the kernel knows in any case.
 
-Rules: (1) looking changes nothing and is bounded in time; what cannot be seen is said in words; (2) py-spy is found
+Rules: (1) looking changes nothing and is bounded in time, for all processes together, and whoever was not reached by
+then is known by what the kernel says; what cannot be seen is said in words; (2) py-spy is found
 beside the interpreter or on PATH, and may be forbidden (containers without ptrace); (3) the fall-back is a signal, for
 which a worker that the zygote forked has faulthandler registered: it is sent only to a process that catches it, and
 the answer is in a file of that worker's.
@@ -12,18 +13,22 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from ripstop.observe.stacks import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
 from ripstop.workers import linux
+from ripstop.workers.look import aside
 
 SIGNAL = signal.SIGRTMIN + 11  # one that nobody uses, and whose loss nobody would notice
 PATIENCE = 2.0  # seconds for a Python stack
+TOGETHER = 4.0  # and for those of all workers: an operator who asks waits five
+LAST = 1.0  # of these, when py-spy's time is over
 NATIVE_PATIENCE = 6.0  # and for one with native frames, whose symbols have to be read
+BURIAL = 0.2  # for a tool that was killed
 AT_ONCE = 4  # tools that run at a time
-LARGEST = 256 * 1024  # bytes of one dump
+LARGEST = 256 * 1024  # bytes of one dump that is kept as it is
 SETTLED = 0.02  # seconds after which a dump that no longer grows is whole
 _SYMBOLS = {"R": "running", "S": "sleeping", "D": "uninterruptible", "T": "stopped", "t": "traced", "Z": "dead"}
 
@@ -55,31 +60,47 @@ class Look:
         return f"{self.state or '?'} ({_SYMBOLS.get(self.state, 'gone' if not self.state else 'other')}){where}"
 
 
+def gone(pid: int) -> Look:
+    """A process that has ended."""
+    return Look(pid, "", "", "", (), "kernel")
+
+
 async def look(pid: int, file: Path | None = None) -> Look:
     """One process; `file` is where faulthandler would write."""
-    process = linux.look(pid)
-    state = process.state if process else ""
-    wchan, kernel = _read(pid, "wchan"), _read(pid, "stack")
-    if process is None or process.dead:
-        return Look(pid, state, wchan, kernel, (), "kernel")
-    still = ("--nonblocking",) if state == "T" else ()  # it need not be stopped for a moment, nor could it be
-    text, why = await _py_spy(pid, PATIENCE, "--json", *still)
-    if threads := from_py_spy(text, pid):
-        return Look(pid, state, wchan, kernel, threads, "py-spy")
-    if file is not None and state != "T" and (threads := from_faulthandler(await _faulthandler(pid, file))):
-        return Look(pid, state, wchan, kernel, threads, "faulthandler", why)
-    return Look(pid, state, wchan, kernel, (), "kernel", why)
+    (found,) = await look_at([(pid, file)])
+    return found
 
 
 async def look_at(workers: Iterable[tuple[int, Path | None]]) -> list[Look]:
-    """Several processes, each with its file; a few at a time."""
-    turns = asyncio.Semaphore(AT_ONCE)
+    """Several processes, each with its file."""
+    turns, until = asyncio.Semaphore(AT_ONCE), asyncio.get_running_loop().time() + TOGETHER
+    return list(await asyncio.gather(*(_look(pid, file, turns, until) for pid, file in workers)))
 
-    async def one(pid: int, file: Path | None) -> Look:
-        async with turns:
-            return await look(pid, file)
 
-    return list(await asyncio.gather(*(one(pid, file) for pid, file in workers)))
+async def _look(pid: int, file: Path | None, turns: asyncio.Semaphore, until: float) -> Look:
+    process = linux.look(pid)
+    found = Look(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
+    if process is None or process.dead:
+        return found
+    stopped = found.state == "T"
+    why = f"not within {TOGETHER:g} s for all workers"
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until - LAST), turns:
+                still = ("--nonblocking",) if stopped else ()  # it need not be stopped for a moment, nor could it be
+                text, why = await _py_spy(pid, PATIENCE, "--json", *still)
+                if threads := from_py_spy(text, pid):
+                    return replace(found, threads=threads, source="py-spy")
+                why = why or "py-spy printed something that is no stack"
+        if file is not None and not stopped:
+            async with asyncio.timeout_at(until):
+                if threads := from_faulthandler(await _faulthandler(pid, file)):
+                    return replace(found, threads=threads, source="faulthandler", why=why)
+    except TimeoutError:
+        pass
+    except Exception as error:  # no descriptor or no thread left: who hangs is to be told all the same
+        why = f"{why}; {error}"
+    return replace(found, why=why)
 
 
 async def native(pids: Iterable[int]) -> list[str]:
@@ -89,7 +110,7 @@ async def native(pids: Iterable[int]) -> list[str]:
     async def one(pid: int) -> str:
         async with turns:
             text, why = await _py_spy(pid, NATIVE_PATIENCE, "--native")
-            return text or f"no native stack: {why}"
+            return text[:LARGEST] or f"no native stack: {why}"
 
     return list(await asyncio.gather(*(one(pid) for pid in pids)))
 
@@ -126,8 +147,11 @@ async def _py_spy(pid: int, patience: float, *flags: str) -> tuple[str, str]:
     finally:
         with suppress(ProcessLookupError):  # also when somebody gives up on us
             process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BURIAL):
+                await process.wait()
     if process.returncode == 0:
-        return out[:LARGEST].decode(errors="replace"), ""
+        return out.decode(errors="replace"), ""
     words = err.decode(errors="replace").strip().splitlines()
     return "", f"py-spy: {words[0][:200] if words else f'exit code {process.returncode}'}"
 
@@ -137,17 +161,15 @@ async def _faulthandler(pid: int, file: Path) -> str:
     if not linux.catches(pid, SIGNAL):
         return ""
     try:
-        before = grown = size(file)
+        before = grown = await aside(partial(size, file))
         os.kill(pid, SIGNAL)
         async with asyncio.timeout(PATIENCE):
             while True:  # the end of a dump is not marked, nor announced: it is when nothing more comes
                 await asyncio.sleep(SETTLED)
-                last, grown = grown, size(file)
+                last, grown = grown, await aside(partial(size, file))
                 if last == grown > before:
                     break
-        with file.open("rb") as dumps:
-            dumps.seek(before)
-            return dumps.read(LARGEST).decode(errors="replace")
+        return await aside(partial(_read_from, file, before))
     except (OSError, TimeoutError):
         return ""
 
@@ -158,6 +180,12 @@ def size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
+
+
+def _read_from(file: Path, offset: int) -> str:
+    with file.open("rb") as dumps:
+        dumps.seek(offset)
+        return dumps.read(LARGEST).decode(errors="replace")
 
 
 def _read(pid: int, what: str) -> str:

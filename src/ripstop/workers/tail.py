@@ -2,14 +2,21 @@
 
 What is read is text, however a worker wrote: bytes that are no UTF-8 are replaced, and a character that is only half
 there waits for its rest.  Files may be emptied at their front (`console.py`): what is gone is passed over.
+
+However many wait for a file to grow, it is opened and watched once.  A file server may hang: no file is touched in the
+event loop.
 """
 
 import asyncio
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ripstop.workers.look import aside, settle
 
 if TYPE_CHECKING:
     from ripstop.workers.inotify import Watch
@@ -62,45 +69,127 @@ def read(path: Path, offset: int) -> Piece:
     return Piece(offset, offset + len(data), size, data.decode("utf-8", "replace"))
 
 
+_followed: dict[tuple[asyncio.AbstractEventLoop, Path], "_Followed"] = {}
+
+
 async def grown(path: Path, size: int, patience: float) -> None:
     """Wait until a file is larger than that, but not longer than so many seconds."""
-    loop = asyncio.get_running_loop()
-    changed = asyncio.Event()
-    with path.open("rb", buffering=0) as file:
-        watch = _watch(file.fileno())
-        if watch is not None:
-            loop.add_reader(watch.fileno(), changed.set)
+    key = (asyncio.get_running_loop(), path)
+    file = _followed.get(key)
+    if file is None:
+        file = _followed[key] = _Followed(path)
+    try:
+        await file.larger_than(size, patience)
+    finally:
+        if not file.waiting and _followed.get(key) is file:
+            del _followed[key]
+            file.close()
+
+
+class _Followed:
+    """A file for which somebody waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._size = -1  # not known yet
+        self._written = asyncio.Event()
+        self._following = self._loop.create_task(self._follow())
+        self.waiting: dict[asyncio.Future[None], int] = {}  # for more than so many bytes
+
+    async def larger_than(self, size: int, patience: float) -> None:
+        if self._size > size:
+            return
+        enough: asyncio.Future[None] = self._loop.create_future()
+        self.waiting[enough] = size
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    while os.fstat(file.fileno()).st_size <= size:
-                        if watch is None:
-                            await asyncio.sleep(LOOK_AGAIN)
-                            continue
-                        await changed.wait()
-                        changed.clear()
-                        if watch.changed():
-                            watch.arm(file.fileno())
+            await asyncio.wait([enough, self._following], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if watch is not None:
-                loop.remove_reader(watch.fileno())
-                watch.close()
+            del self.waiting[enough]
+        if self._following.done() and not self._following.cancelled():
+            self._following.result()  # raises what went wrong
+
+    def close(self) -> None:
+        if not self._following.cancel() and not self._following.cancelled():
+            self._following.exception()  # nobody is left to hear it
+
+    async def _follow(self) -> None:
+        file = _File(self._path)
+        try:
+            while True:
+                self._size = await aside(file.measure)
+                for enough, size in self.waiting.items():
+                    if self._size > size:
+                        settle(enough, None)
+                await self._change(file.watch)
+        finally:
+            file.close()
+
+    async def _change(self, watch: "Watch | None") -> None:
+        if watch is None:
+            await asyncio.sleep(LOOK_AGAIN)
+            return
+        self._written.clear()
+        self._loop.add_reader(watch.fileno(), self._written.set)
+        try:
+            await self._written.wait()
+        finally:
+            self._loop.remove_reader(watch.fileno())
+        watch.changed()
 
 
-def _watch(fd: int) -> "Watch | None":
+class _File:
+    """An open file; `watch` gives a word at its next change.  Whoever measures it has it until that comes back."""
+
+    def __init__(self, path: Path) -> None:
+        self.watch: Watch | None = None
+        self._path = path
+        self._file: FileIO | None = None
+        self._lock = threading.Lock()
+        self._busy = False
+        self._closed = False
+
+    def measure(self) -> int:
+        """Its size; what is written after this is a change.  For a thread."""
+        self._busy = True
+        try:
+            if self._file is None:
+                self._file = self._path.open("rb", buffering=0)
+                self.watch = _watch()
+            if self.watch is not None:
+                try:
+                    self.watch.arm(self._file.fileno())
+                except OSError:  # the user's watches are used up
+                    self.watch.close()
+                    self.watch = None
+            return os.fstat(self._file.fileno()).st_size
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._closed:
+                    self._release()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if not self._busy:
+                self._release()
+
+    def _release(self) -> None:
+        for held in (self.watch, self._file):
+            if held is not None:
+                held.close()
+        self.watch = self._file = None
+
+
+def _watch() -> "Watch | None":
     """None where the kernel has none left for this user."""
     from ripstop.workers.inotify import Watch  # ctypes: only where somebody follows
 
     try:
-        watch = Watch()
+        return Watch()
     except OSError:
         return None
-    try:
-        watch.arm(fd)
-    except OSError:
-        watch.close()
-        return None
-    return watch
 
 
 def _half_a_character(data: bytes) -> int:

@@ -3,7 +3,8 @@
 All decisions are in `ripstop.rendezvous.blob_machine`; here they are read, written, waited for, and put in torch's
 words.  What differs from torch: the state is JSON and carries its job and version; clocks of nodes are not compared;
 survivors keep their ranks; when they are enough, a round needs no last call; the workers' store is a new one for every
-round, on a socket that was bound before the round was formed.
+round, on a socket that was bound before the round was formed; and no two rounds share a key of the agents' store, also
+when another job of the same name was there before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ripstop.compat.rendezvous.handler import (
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    is_a,
 )
 from ripstop.errors import ProtocolError
 from ripstop.rendezvous.blob_machine import (
@@ -179,7 +181,9 @@ class _Blob:
         """Try to; the state that is there now, whoever wrote it."""
         try:
             found = self._backend.set_state(encode(state), self._token)
-        except RendezvousConnectionError:
+        except Exception as error:
+            if not is_a(error, RendezvousConnectionError):
+                raise
             return self.read()  # it may have been written all the same; if nobody answers, that is the error
         self._take(*(found[:2] if found else (None, None)))
         return self.state
@@ -245,6 +249,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )
         self._lock = threading.Lock()  # around every step: beats come from a thread of their own
         self._pulse: _Pulse | None = None
+        self._faint = False  # the last beat failed, and that was said
         self._server: Any = None  # the workers' store of this round, on rank 0's node
 
     @property
@@ -278,7 +283,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )  # fmt: skip
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        store = PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{formed.round}", self._store)
+        # the name of a node is no other job's; a round's number may be that of a job whose state is gone
+        store = PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{formed.round}.{formed.host}", self._store)
         where = RendezvousStoreInfo(formed.store.host, formed.store.port)
         return RendezvousInfo(store, formed.rank, formed.size, where)
 
@@ -299,7 +305,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._server = None
         try:
             self.set_closed()
-        except RendezvousError as error:
+        except Exception as error:
+            if not is_a(error, RendezvousError):
+                raise
             log.warning("rendezvous=%s could not be closed: %s", self.get_run_id(), error)
             return False
         return True
@@ -371,15 +379,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
             self._pulse = None
 
     def beat(self) -> None:
-        """One look, and a beat when it is time; called by the pulse."""
+        """One look, and a beat when it is time; called by the pulse, which goes on whatever the backend raises."""
         until = time.monotonic() + self._settings.timeout.heartbeat.total_seconds()
         try:
             with self._lock:
                 said = self._member.beat(self._blob.read(), time.monotonic())
                 while isinstance(said, Write) and time.monotonic() < until:
                     said = self._member.beat(self._blob.write(said.state), time.monotonic())
-        except RendezvousError as error:
-            log.warning("rendezvous=%s node=%s did not beat: %s", self.get_run_id(), self._member.node, error)
+        except Exception as error:
+            if not self._faint:
+                what = f"{type(error).__name__}: {error}"
+                log.warning("rendezvous=%s node=%s did not beat: %s", self.get_run_id(), self._member.node, what)
+            self._faint = True
+        else:
+            self._faint = False
 
     # the workers' store -----------------------------------------------------------------------------------------------
 

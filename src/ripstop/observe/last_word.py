@@ -1,0 +1,39 @@
+"""What an agent leaves behind for whoever started it: how the job ended, in a file that Kubernetes reads.
+
+One JSON object of at most `MOST` bytes, which is what Kubernetes keeps: `outcome` (`succeeded`, `failed` or `stopped`
+for the job; `left` when this agent ended and the job, for all it knows, did not), `why`, `rounds`, `restarts`, and
+`culprit` when a worker was to blame.  Pure.
+"""
+
+import json
+
+from ripstop.observe.failure import Report
+from ripstop.observe.report import how, root_cause
+
+MOST = 4096
+LEFT = "left"
+
+
+def last_word(why: str, report: Report | None) -> str:
+    """The object; texts are cut until it fits."""
+    word: dict[str, str | int] = {"outcome": LEFT, "why": why}
+    if report is not None:
+        word = {
+            "outcome": report.outcome.value,
+            "why": report.why,
+            "rounds": report.rounds,
+            "restarts": report.restarts,
+        }
+        if (culprit := root_cause(report.failures)) is not None:
+            word["culprit"] = f"rank {culprit.rank} on {culprit.host} {how(culprit)}: {culprit.message}"
+    longest = MOST
+    while len(text := json.dumps(_cut(word, longest))) > MOST:  # ASCII: a character is a byte
+        longest //= 2
+    return text
+
+
+def _cut(word: dict[str, str | int], longest: int) -> dict[str, str | int]:
+    return {
+        key: f"{value[:longest]}…" if isinstance(value, str) and len(value) > longest else value
+        for key, value in word.items()
+    }

@@ -1,0 +1,156 @@
+"""The answers of the API that go on: events, and what a worker writes.
+
+Rules: (1) nobody waits for a reader: its place is a number or an offset, and one that is too slow is cut off; (2) of
+each kind so many are open, so that neither uses up what the other needs; (3) a question that waits at a node is left
+there until it is answered: one is dropped, and asked anew, only when the rank's workers were started anew.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from aiohttp import web
+
+from ripstop.errors import NoAnswer
+from ripstop.observe.events import Entry, WorkersStarted, to_dict
+from ripstop.observe.journal import KEPT, Journal
+from ripstop.observe.steerable import Refused
+
+MAX_STREAMS = 64  # of one kind, at a time
+SLOW = 30.0  # seconds a reader may take to make room for more
+HEARTBEAT = 15.0  # seconds between signs of life in a stream of events
+WAIT = 5.0  # seconds a node waits for a log to grow before it says that it has not
+PAUSE = 1.0  # seconds until a node that could not answer is asked again, if no workers are started before
+
+Piece = dict[str, Any]  # of a log: as an agent answers
+
+
+class Kind(Enum):
+    """What is in a stream, and as what it is sent."""
+
+    EVENTS = "text/event-stream"
+    LOGS = "text/plain"
+
+
+class Streams:
+    """The open ones of one API."""
+
+    def __init__(self) -> None:
+        self._open: Counter[Kind] = Counter()
+        self._listening: set[asyncio.Event] = set()
+        self._over = False
+
+    def end(self) -> None:
+        """They are to say what is left, and end."""
+        self._over = True
+        for news in self._listening:
+            news.set()
+
+    async def send(self, request: web.Request, kind: Kind, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
+        """An empty piece is a moment to see whether anybody listens."""
+        if self._open[kind] >= MAX_STREAMS:
+            raise Refused(
+                503, f"{MAX_STREAMS} streams of {kind.name.lower()} are open, as many as may be; close one of them"
+            )
+        response = web.StreamResponse(
+            headers={"Cache-Control": "no-store", "Content-Type": f"{kind.value}; charset=utf-8"}
+        )
+        response.force_close()
+        self._open[kind] += 1
+        try:
+            await response.prepare(request)
+            async for piece in pieces:
+                if request.transport is None:
+                    break  # it has left
+                if piece:
+                    async with asyncio.timeout(SLOW):
+                        await response.write(piece.encode("utf-8", "replace"))
+            await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # rule 1
+        except ConnectionError:
+            pass  # it has left
+        finally:
+            self._open[kind] -= 1
+            await pieces.aclose()
+        return response
+
+    async def events(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
+        """What came after the event of this number, and what comes."""
+        yield ": events of the job\n\n"
+        if last > journal.count:
+            last = 0  # of another coordinator's numbers
+        with self._news(journal, lambda _: True) as news:
+            while True:
+                news.clear()
+                over = self._over
+                for number, entry in journal.since(last):
+                    last = number
+                    yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
+                    if journal.count - number > KEPT:
+                        return  # rule 1
+                if over:
+                    return
+                if not await _comes(news, HEARTBEAT):
+                    yield ": still here\n\n"
+
+    async def log(
+        self, journal: Journal, rank: int, piece: Piece, after: Callable[[Piece, float], Coroutine[None, None, Piece]]
+    ) -> AsyncGenerator[str, None]:
+        """A rank's log from this piece on, through all rounds to come.
+
+        `after` has the next piece, for which its node waits so many seconds.
+        """
+        with self._news(journal, lambda entry: _starts(entry, rank)) as started:
+            while not self._over:
+                yield piece["text"]
+                started.clear()
+                try:
+                    piece = await _unless(started, after(piece, 0.0 if piece["text"] else WAIT))
+                except (Refused, NoAnswer):  # between two rounds, or there is too much to answer
+                    piece = piece | {"text": ""}
+                    await _comes(started, PAUSE)
+
+    @contextmanager
+    def _news(self, journal: Journal, matters: Callable[[Entry], bool]) -> Iterator[asyncio.Event]:
+        """Set by every entry that matters, and by the end."""
+        news = asyncio.Event()
+        unsubscribe = journal.subscribe(lambda entry: news.set() if matters(entry) else None)
+        self._listening.add(news)
+        try:
+            yield news
+        finally:
+            self._listening.discard(news)
+            unsubscribe()
+
+
+def _starts(entry: Entry, rank: int) -> bool:
+    """Whether a worker of this rank was started: it writes to another file, perhaps on another node."""
+    event = entry.event
+    return isinstance(event, WorkersStarted) and event.first_rank <= rank < event.first_rank + len(event.pids)
+
+
+async def _comes(news: asyncio.Event, patience: float) -> bool:
+    try:
+        async with asyncio.timeout(patience):
+            return await news.wait()
+    except TimeoutError:
+        return False
+
+
+async def _unless(news: asyncio.Event, asking: Coroutine[None, None, Piece]) -> Piece:
+    """The answer, unless there is news before it: nobody wants it then."""
+    asked, told = asyncio.create_task(asking), asyncio.create_task(news.wait())
+    try:
+        await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            raise NoAnswer("the workers were started anew")
+        return asked.result()
+    finally:
+        told.cancel()
+        asked.cancel()

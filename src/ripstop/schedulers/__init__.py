@@ -1,0 +1,1 @@
+"""ripstop under somebody else's scheduler."""

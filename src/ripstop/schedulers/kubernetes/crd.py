@@ -1,0 +1,202 @@
+"""The CustomResourceDefinition of ElasticJob, made from `spec.FIELDS`.  Pure.
+
+It keeps to what Kubernetes 1.20 understands.  Rules that concern two fields are added for clusters that can check them
+(1.25 and later); on older ones the operator shows them as a condition.
+"""
+
+from typing import Any
+
+from ripstop.schedulers.kubernetes.spec import FIELDS, GROUP, KIND, PLURAL, VERSION, Field
+
+TYPES = {int: "integer", bool: "boolean", str: "string"}
+COLUMNS = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Nodes", "integer", ".status.readyReplicas", 0),
+    ("Wanted", "integer", ".spec.replicas", 0),
+    ("Round", "integer", ".status.round", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Goodput", "string", ".status.goodput", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+RULES = (
+    ("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"),
+    (
+        "!has(self.replicas) || (self.replicas >= self.minReplicas && self.replicas <= self.maxReplicas)",
+        "replicas must be from minReplicas to maxReplicas",
+    ),
+)
+
+
+def definition(*, rules: bool = False) -> dict[str, Any]:
+    """The object to apply; `rules` adds what older clusters do not know."""
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _root(rules)},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, "priority": priority}
+            for name, kind, path, priority in COLUMNS
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["ej"],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def _root(rules: bool) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": "A distributed PyTorch job that ripstop keeps alive on a changing number of pods.",
+        "required": ["spec"],
+        "properties": {"spec": _spec(rules), "status": _status()},
+    }
+
+
+def _spec(rules: bool) -> dict[str, Any]:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "required": ["maxReplicas", "template"],
+        "properties": {
+            **{field.name: _field(field) for field in FIELDS},
+            "rendezvous": {
+                "type": "object",
+                "description": "Where the nodes meet.",
+                "properties": {
+                    "backend": {
+                        "type": "string",
+                        "enum": ["embedded", "etcd"],
+                        "default": "embedded",
+                        "description": "embedded: at the pod of slot 0.  etcd: at whichever node etcd elects.",
+                    },
+                    "endpoints": {
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "description": "Of etcd: host:port.",
+                    },
+                    "conf": {"type": "string", "description": "More of --rdzv-conf: key=value,key=value."},
+                },
+            },
+            "template": {
+                "type": "object",
+                "description": "The pod of every node.  Its first container runs `ripstop run`.",
+                "required": ["spec"],
+                "properties": {
+                    "metadata": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                    "spec": {
+                        "type": "object",
+                        "required": ["containers"],
+                        "x-kubernetes-preserve-unknown-fields": True,
+                        "properties": {
+                            "containers": {
+                                "type": "array",
+                                "minItems": 1,
+                                "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                            }
+                        },
+                    },
+                },
+            },
+        },
+    }
+    if rules:
+        schema["x-kubernetes-validations"] = [
+            *({"rule": rule, "message": message} for rule, message in RULES),
+            *(
+                {
+                    "rule": f"has(self.{field.name}) == has(oldSelf.{field.name}) && "
+                    f"(!has(self.{field.name}) || self.{field.name} == oldSelf.{field.name})",
+                    "message": f"{field.name} cannot be changed while the job exists; delete it and create it anew",
+                }
+                for field in FIELDS
+                if field.fixed
+            ),
+        ]
+    return schema
+
+
+def _field(field: Field) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": TYPES[field.type], "description": field.text}
+    if field.name == "nprocPerNode":
+        del schema["type"]
+        schema["x-kubernetes-int-or-string"] = True
+    if field.default is not None:
+        schema["default"] = field.default
+    if field.least is not None:
+        schema["minimum"] = field.least
+    if field.most is not None:
+        schema["maximum"] = field.most
+    return schema
+
+
+def _status() -> dict[str, Any]:
+    text, number, time = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
+
+    def said(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
+        return {**schema, "description": meaning}
+
+    condition = {
+        "type": "object",
+        "required": ["type", "status"],
+        "properties": {
+            "type": text,
+            "status": text,
+            "reason": text,
+            "message": text,
+            "lastTransitionTime": time,
+        },
+    }
+    loss = {
+        "type": "object",
+        "properties": {"slot": number, "uid": text, "reason": text, "times": number, "at": text},
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "phase": said(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
+            "conditions": said(
+                {"type": "array", "items": condition},
+                "Running, Recovering, Suspended, Succeeded, Failed; Invalid, Refused, CannotStart, Unschedulable.",
+            ),
+            "replicas": said(number, "Pods that are there."),
+            "readyReplicas": said(number, "Pods that train, or could at once."),
+            "selector": said(text, "By which autoscalers find the pods."),
+            "members": said({"type": "array", "items": text}, "Pods that run."),
+            "round": said(number, "The round that trains, as the job's coordinator says."),
+            "restarts": said(number, "Failures of workers that were healed, as it says."),
+            "goodput": said(text, "How much of its time the job trained, as it says."),
+            "lastFailure": said(text, "Why workers, or the job, failed last."),
+            "startTime": said(time, "When the job was accepted."),
+            "completionTime": said(time, "When it was over."),
+            "observedGeneration": said(number, "The version of the spec that this is about."),
+            "accepted": said(text, "The spec that the job was accepted with."),
+            "everRan": said({"type": "boolean"}, "Enough pods were ready once."),
+            "replaced": said(number, "Pods that were replaced."),
+            "losses": said(
+                {"type": "array", "items": loss}, "The last pod that each slot lost, for the next one's pause."
+            ),
+        },
+    }

@@ -1,0 +1,242 @@
+"""The operator: watches, reads a job that something happened to and its pods, has `reconcile` decide and `deeds` do it.
+
+kopf keeps the watches, and sees to it that they come back; it writes nothing into objects, since only raw events are
+asked of it.  Rules:
+
+1.  What is decided upon is read afresh; a watch only says when to look.  So a lost or late event costs time, not sense.
+2.  The status is written first, and only onto the object that was read: what a decision must remember is kept before
+    anything follows from it, and of two operators one looks again.
+3.  An operator may be killed anywhere, and a second one does no harm, since every deed can be done twice; so no leader
+    is elected.
+4.  A job's trouble is its own: it is tried again, ever more slowly, while others are served.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from ripstop.errors import RipstopError
+from ripstop.schedulers.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.schedulers.kubernetes.deeds import Deeds, Refused, operator_key
+from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner, run_id
+from ripstop.schedulers.kubernetes.observe import coordinator_address, node_of, seen_job, seen_pods, silent_since
+from ripstop.schedulers.kubernetes.reconcile import CreatePod, decide
+from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
+
+CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
+RESYNC = 600.0  # a job is looked at so often although nothing happened
+TELEMETRY = 10.0  # a running job is asked so often
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Name = tuple[str, str]  # namespace and name of a job
+Ask = Callable[[str, str, str], Json]  # round, restarts … of the job at this address, with this token and run id
+
+log = logging.getLogger("ripstop.operator")
+
+
+@dataclass(slots=True)
+class Tended:
+    """A job that is looked after, and what is known of it besides what the cluster knows."""
+
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    nodes: frozenset[str] = frozenset()
+    troubles: int = 0  # in a row
+    uid: str = ""  # of the job that the rest is about: there may be another of its name
+    furnished: bool = False  # its service, its secret and its budget are there
+    refused: str = ""
+    telemetry: Json = field(default_factory=dict)
+    asked: float = 0.0
+
+    def meet(self, uid: str) -> None:
+        """Forget what was about another job."""
+        if self.uid != uid:
+            self.uid, self.furnished, self.refused, self.telemetry, self.asked = uid, False, "", {}, 0.0
+
+
+class Operator:
+    """Looks after all jobs that it hears of."""
+
+    def __init__(self, cluster: Cluster, key: bytes, ask: Ask | None = None) -> None:
+        self._cluster = cluster
+        self._deeds = Deeds(cluster, key)
+        self._ask = ask
+        self._threads = ThreadPoolExecutor(THREADS, "ripstop-api")
+        self._tended: dict[Name, Tended] = {}
+        self._silent: dict[str, float] = {}  # nodes, and since when
+        self._gone: dict[str, float] = {}  # nodes that the cluster forgot, and pods of ours did not
+
+    # what happens -----------------------------------------------------------------------------------------------------
+
+    def job_changed(self, name: Name) -> None:
+        """Look at the job soon."""
+        tended = self._tended.get(name)
+        if tended is None:
+            tended = self._tended[name] = Tended()
+            tended.task = asyncio.create_task(self._tend(name, tended), name=f"job {'/'.join(name)}")
+        tended.woken.set()
+
+    def node_changed(self, item: Json, *, gone: bool) -> None:
+        """Look at the jobs on a node that fell silent, or came back."""
+        node = item["metadata"]["name"]
+        before = self._silences().get(node)
+        self._silent.pop(node, None)
+        self._gone = {name: since for name, since in self._gone.items() if self._on(name) and name != node}
+        since = silent_since(item)
+        if gone and self._on(node):
+            self._gone[node] = time.time()
+        elif since is not None and not gone:
+            self._silent[node] = since
+        if self._silences().get(node) != before:
+            log.info("node=%s silent=%s", node, node in self._silences())
+            for tended in self._on(node):
+                tended.woken.set()
+
+    def _on(self, node: str) -> list[Tended]:
+        return [tended for tended in self._tended.values() if node in tended.nodes]
+
+    def _silences(self) -> dict[str, float]:
+        return self._silent | self._gone
+
+    # one job ----------------------------------------------------------------------------------------------------------
+
+    async def _tend(self, name: Name, tended: Tended) -> None:
+        took = 0.0
+        while True:
+            await asyncio.sleep(CALM + took)  # large jobs are dear to read, and much happens to them
+            tended.woken.clear()
+            began = time.monotonic()
+            again = await self._look(name, tended)
+            took = min(time.monotonic() - began, LONGEST_PAUSE)
+            if again is None and not tended.woken.is_set():
+                del self._tended[name]
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(again):
+                    await tended.woken.wait()
+
+    async def _look(self, name: Name, tended: Tended) -> float | None:
+        """Look at a job once.  When to look again; None: it is gone."""
+        try:
+            again = await self._reconcile(name, tended)
+            trouble = tended.refused
+        except Conflict:
+            return 0.0  # somebody else wrote: look again
+        except RipstopError as error:
+            trouble = str(error)
+        except Exception:  # rule 4
+            log.exception("job=%s/%s", *name)
+            trouble = "see above"
+        if not trouble:
+            tended.troubles = 0
+            return again
+        tended.troubles += 1
+        pause: float = min(FIRST_PAUSE * 2 ** min(tended.troubles - 1, 10), LONGEST_PAUSE)
+        log.warning("job=%s/%s again in %.0f s: %s", *name, pause, trouble)
+        return pause
+
+    async def _reconcile(self, name: Name, tended: Tended) -> float | None:
+        try:
+            item = await self._call(self._cluster.get, jobs_path(*name))
+        except NotFound:
+            return None
+        pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
+        tended.nodes = frozenset(filter(None, map(node_of, pods)))
+        tended.meet(item["metadata"]["uid"])
+        job = seen_job(item, telemetry=tended.telemetry, refused=tended.refused)
+        decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
+        item = await self._call(self._deeds.write_status, item, decision.status)
+        furnish = not tended.furnished or any(isinstance(action, CreatePod) for action in decision.actions)
+        known = (tended.refused, tended.telemetry)
+        try:
+            await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
+            tended.furnished, tended.refused = True, ""
+        except Refused as error:
+            tended.refused = str(error)
+        running = decision.status.get("phase") == "Running"
+        if running and self._ask is not None and not job.spec.get("secretName"):
+            await self._listen(self._ask, tended, job.owner, coordinator_address(pods, job.owner))
+        if (tended.refused, tended.telemetry) != known:
+            tended.woken.set()  # for the status to say so
+        return min(decision.again or RESYNC, TELEMETRY if running and self._ask is not None else RESYNC)
+
+    async def _listen(self, ask: Ask, tended: Tended, owner: Owner, address: str) -> None:
+        """Hear how a running job is doing, if it can be reached."""
+        if not address or time.monotonic() - tended.asked < TELEMETRY:
+            return
+        tended.asked = time.monotonic()
+        try:
+            tended.telemetry = await self._call(ask, address, self._deeds.token(owner), run_id(owner))
+        except Exception as error:  # whatever it is: the job goes on without
+            log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, error)
+
+    async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
+
+
+def run_operator(
+    namespace: str | None = None, *, home: str = HOME, health: str | None = None, ask: Ask | None = None
+) -> None:
+    """Look after the ElasticJobs of a namespace, or of all, until SIGTERM.
+
+    `home` is the namespace of the operator's own key, `health` the HOST:PORT where `GET /healthz` is answered, `ask`
+    reads a job's API.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for noisy in ("kopf", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    cluster = Cluster()
+    operator = Operator(cluster, operator_key(cluster, home), ask)
+    if namespace is not None:
+        _defined(cluster, namespace)
+    asyncio.run(_watch(cluster, operator, namespace, health))
+
+
+def _defined(cluster: Cluster, namespace: str) -> None:
+    """Only who sees all of a cluster notices when the definition comes."""
+    try:
+        cluster.get(jobs_path(namespace), limit="1")
+    except NotFound as error:
+        raise RipstopError("this cluster knows no ElasticJobs; `ripstop kube install` defines them") from error
+
+
+async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, health: str | None) -> None:
+    import kopf
+
+    async def on_login(**_: Any) -> Any:
+        return kopf.ConnectionInfo(**await asyncio.to_thread(cluster.credentials))
+
+    async def on_job(namespace: str, name: str, **_: Any) -> None:
+        operator.job_changed((namespace, name))
+
+    async def on_pod(namespace: str, labels: Json, **_: Any) -> None:
+        operator.job_changed((namespace, labels[JOB]))
+
+    async def on_node(type: str | None, body: Json, **_: Any) -> None:
+        operator.node_changed(body, gone=type == "DELETED")
+
+    registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
+    kopf.on.login(registry=registry)(on_login)
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)
+    kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
+    kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
+    settings.watching.label_selectors["", "v1", "pods"] = JOB
+    settings.networking.request_timeout = READ
+    settings.posting.enabled = False  # we tell our own events
+    settings.scanning.disabled = namespace is not None  # it would want to see all namespaces
+    await kopf.operator(
+        registry=registry,
+        settings=settings,
+        standalone=True,
+        clusterwide=namespace is None,
+        namespaces=[namespace] if namespace is not None else [],
+        liveness_endpoint=f"http://{health}/healthz" if health else None,
+    )

@@ -1,0 +1,444 @@
+"""What to do about an ElasticJob: the job and its pods as they are go in, actions and a status come out.  Pure.
+
+`decide` remembers nothing: all that it must know later it writes into the status, so that an operator that was killed,
+or lost its watches, goes on from what the cluster says.  Rules:
+
+1.  A pod is a slot.  There is at most one of a name, and a new one is made when the old one is gone: so nothing is ever
+    doubled, and a replacement has its predecessor's name and rank.
+2.  Only what is gone is replaced.  A pod that runs is touched by a smaller `replicas`, by `suspend`, by the job's end,
+    and by nothing else.  Smaller means: the highest slots go.
+3.  How the job ended, its pods say (`Ending`): `ripstop run` leaves the job's outcome in its termination message.  A
+    pod that ended without one was lost, whatever took it, and is replaced.
+4.  A slot whose pods die quickly waits before the next: 1 s, doubling to `LONGEST_PAUSE`.  Exit code 2 is wrong input,
+    which no replacement mends: it ends the job.
+5.  A pod on a node that does not answer is lost after `SILENCE` seconds and deleted without its consent: should it
+    still train, its round is over for everybody else.
+6.  What cannot be right (`spec.read`, a fixed field changed), or the cluster refuses (a quota, a template that makes no
+    pod), is a condition, and changes nothing that runs.
+7.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
+    when its time to live has passed.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ripstop.schedulers.kubernetes.manifests import JOB, UID, Owner
+from ripstop.schedulers.kubernetes.spec import FIELDS, Json, Problem, Spec, changed, read
+
+YOUNG = 60.0  # seconds: a pod that lives shorter died quickly
+LONGEST_PAUSE = 300.0
+SILENCE = 20.0
+FAREWELL = 60.0
+MOST_TEXT = 1024  # characters of a message in the status
+BAD_START = (
+    "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
+    "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
+)  # fmt: skip
+
+
+# what is seen ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod of the job; times are seconds since the epoch."""
+
+    name: str
+    slot: int
+    uid: str
+    phase: str = "Pending"
+    created: float = 0.0
+    ready: bool = False
+    deleting: bool = False
+    exit_code: int | None = None
+    finished: float | None = None
+    message: str = ""  # the trainer's last word
+    reason: str = ""  # why the pod failed, as the cluster says: Evicted, OOMKilled …
+    waiting: str = ""  # why a container does not start
+    detail: str = ""  # and more of that
+    unschedulable: str = ""
+    disrupted: str = ""  # why the cluster is taking it away
+    silent: float | None = None  # since when its node does not answer
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The ElasticJob as it was read; `telemetry` is what its coordinator said last, if it did."""
+
+    owner: Owner
+    spec: Json
+    status: Json
+    created: float
+    generation: int = 1
+    deleting: bool = False
+    telemetry: Json = field(default_factory=dict)
+    refused: str = ""  # what the cluster did not let us make, and why
+
+
+# what to do -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """`force`: without waiting for its node."""
+
+    name: str
+    uid: str
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ensure:
+    """Make sure that these are there: service, secret, disruption-budget."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetReplicas:
+    """Write the default into the spec, for `kubectl scale` and autoscalers to find."""
+
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """An event that `kubectl describe` shows."""
+
+    reason: str
+    text: str
+    warning: bool = False
+
+
+Action = CreatePod | DeletePod | Ensure | SetReplicas | DeleteJob | Emit
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Actions in their order, the new status, the spec to make pods of, and when to look again without a change."""
+
+    actions: tuple[Action, ...]
+    status: dict[str, Any]
+    spec: Spec | None = None
+    again: float | None = None  # seconds from now
+
+
+def decide(job: Job, pods: Sequence[Pod], now: float) -> Decision:
+    """See the rules above."""
+    if job.deleting:
+        return Decision((), dict(job.status))
+    return _Deciding(job, pods, now).result()
+
+
+class _Deciding:
+    """One decision in the making."""
+
+    def __init__(self, job: Job, pods: Sequence[Pod], now: float) -> None:
+        self.job = job
+        self.pods = {pod.slot: pod for pod in pods}
+        self.now = now
+        self.status: dict[str, Any] = dict(job.status)
+        self.actions: list[Action] = []
+        self.again: list[float] = []
+
+    def result(self) -> Decision:
+        spec, problems = self._accepted()
+        if problems:
+            self._condition("Invalid", True, "Invalid", "; ".join(f"{p.where} {p.text}" for p in problems))
+        else:
+            self._condition("Invalid", False, "Valid", "")
+        if spec is None:
+            self.status["phase"] = "Invalid"
+            return self._done(None)
+        self._count(spec)
+        if self.status.get("completionTime"):
+            self._after_the_end(spec)
+        else:
+            self._live(spec)
+        return self._done(spec)
+
+    def _done(self, spec: Spec | None) -> Decision:
+        self.status["observedGeneration"] = self.job.generation
+        again = min((seconds for seconds in self.again if seconds > 0), default=None)
+        return Decision(tuple(self.actions), self.status, spec, again)
+
+    # the spec ---------------------------------------------------------------------------------------------------------
+
+    def _accepted(self) -> tuple[Spec | None, list[Problem]]:
+        """The spec to go by: once a job was accepted, its fixed fields stay, whatever is written over them (rule 6)."""
+        before = _parsed(self.status.get("accepted", ""))
+        if before is None:
+            latest = read(self.job.owner.name, self.job.spec)
+            if isinstance(latest, Spec):
+                self.status["accepted"] = json.dumps(dict(self.job.spec), sort_keys=True)
+                return latest, []
+            return None, latest
+        problems = changed(before, self.job.spec)
+        free = {f.name: self.job.spec[f.name] for f in FIELDS if not f.fixed and f.name in self.job.spec}
+        mixed = read(self.job.owner.name, {**{k: v for k, v in before.items() if k not in _FREE}, **free})
+        if isinstance(mixed, Spec):
+            return mixed, problems
+        first = read(self.job.owner.name, before)
+        if not isinstance(first, Spec):  # another version of us accepted it
+            return None, first
+        keep = len([pod for pod in self.pods.values() if not pod.over])
+        size = min(max(keep, first.min_replicas), first.max_replicas)
+        return replace(first, replicas=size), [*problems, *mixed]
+
+    # a job that is not over -------------------------------------------------------------------------------------------
+
+    def _live(self, spec: Spec) -> None:
+        if spec.suspend:
+            self.status.pop("startTime", None)  # the deadline is about time in which it runs
+        else:
+            self.status.setdefault("startTime", _iso(self.now))
+        if self._ended(spec):
+            return
+        if self.job.spec.get("replicas") is None:
+            self.actions.append(SetReplicas(spec.replicas))
+        self.actions += [Ensure("service")]
+        if not spec.secret_name:
+            self.actions.append(Ensure("secret"))
+        if spec.disruption_budget:
+            self.actions.append(Ensure("disruption-budget"))
+        for slot in sorted(self.pods, reverse=True):
+            if slot >= spec.pods:
+                self._remove(self.pods[slot], "Suspended" if spec.suspend else "ScaledDown")
+        for slot in range(spec.pods):
+            self._keep(slot)
+        self._phase(spec)
+
+    def _ended(self, spec: Spec) -> bool:
+        start = self.status.get("startTime")
+        if spec.active_deadline is not None and start is not None:
+            left = seconds(start) + spec.active_deadline - self.now
+            if left <= 0:
+                self._end("Failed", "DeadlineExceeded", f"the job ran for {spec.active_deadline} s, as it may")
+                for pod in self.pods.values():
+                    self._remove(pod, "DeadlineExceeded")
+                return True
+            self.again.append(left)
+        endings = [ending for pod in self.pods.values() if (ending := _ending(pod)) is not None]
+        if endings:  # a latecomer is turned away, as if by mistake: what the job itself said counts more
+            self._end(*min(endings, key=lambda ending: ending[1] == "WrongInput"))
+        return bool(endings)
+
+    def _end(self, phase: str, reason: str, text: str) -> None:
+        self.status |= {"phase": phase, "completionTime": _iso(self.now)}
+        if phase == "Failed":
+            self.status["lastFailure"] = text[:MOST_TEXT]
+        self._condition("Running", False, reason, text)
+        self._condition("Recovering", False, reason, text)
+        self._condition(phase, True, reason, text)
+        self.actions.append(Emit(reason, text, warning=phase == "Failed"))
+        self.again.append(FAREWELL)
+
+    def _keep(self, slot: int) -> None:
+        """See to it that the slot has a pod."""
+        pod = self.pods.get(slot)
+        if pod is None:
+            wait = self._pause(slot)
+            if wait > 0:
+                self.again.append(wait)
+            else:
+                self.actions.append(CreatePod(slot))
+            return
+        if pod.silent is not None and (pod.deleting or self.now - pod.silent >= SILENCE):
+            self._lose(pod, "NodeLost", f"its node has not answered for {self.now - pod.silent:.0f} s", force=True)
+        elif pod.over and not pod.deleting:
+            self._lose(pod, *_loss(pod))
+        elif pod.silent is not None:
+            self.again.append(pod.silent + SILENCE - self.now)
+
+    def _lose(self, pod: Pod, reason: str, text: str, *, force: bool = False) -> None:
+        self.actions.append(DeletePod(pod.name, pod.uid, force))
+        if self._note_loss(pod, reason):
+            self.actions.append(Emit(reason, f"pod {pod.name}: {text}; it is replaced", warning=True))
+
+    def _remove(self, pod: Pod, reason: str) -> None:
+        if not pod.deleting or pod.silent is not None:
+            self.actions.append(DeletePod(pod.name, pod.uid, force=pod.silent is not None))
+        if not pod.deleting and not pod.over:
+            self.actions.append(Emit(reason, f"pod {pod.name} is told to leave"))
+
+    def _note_loss(self, pod: Pod, reason: str) -> bool:
+        """Remember the loss for rule 4; false when it was known."""
+        losses = {loss["slot"]: loss for loss in self.status.get("losses", ())}
+        before = losses.get(pod.slot)
+        if before is not None and before["uid"] == pod.uid:
+            return False
+        ended = pod.finished if pod.finished is not None else self.now
+        quick = ended - pod.created < YOUNG and reason not in ("Evicted", "Preempted", "NodeLost")
+        times = (before["times"] + 1 if before else 1) if quick else 0
+        losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": _iso(self.now)}
+        self.status["losses"] = sorted(losses.values(), key=lambda loss: loss["slot"])
+        self.status["replaced"] = self.status.get("replaced", 0) + 1
+        return True
+
+    def _pause(self, slot: int) -> float:
+        for loss in self.status.get("losses", ()):
+            if loss["slot"] == slot and loss["times"] > 1:
+                pause: float = min(2.0 ** (loss["times"] - 2), LONGEST_PAUSE)
+                return seconds(loss["at"]) + pause - self.now
+        return 0.0
+
+    # the status -------------------------------------------------------------------------------------------------------
+
+    def _count(self, spec: Spec) -> None:
+        live = [pod for pod in self.pods.values() if not pod.over and not pod.deleting]
+        self.status |= {
+            "replicas": len(live),
+            "readyReplicas": sum(pod.ready for pod in live),
+            "selector": f"{JOB}={self.job.owner.name},{UID}={self.job.owner.uid}",
+            "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if pod.phase == "Running"],
+        }
+        for name in ("round", "restarts", "goodput", "lastFailure"):
+            if name in self.job.telemetry:
+                self.status[name] = self.job.telemetry[name]
+        bad = next((pod for pod in live if pod.waiting in BAD_START), None)
+        self._condition("CannotStart", bad is not None, bad.waiting if bad else "Started", _cannot_start(bad))
+        self._refused()
+        stuck = next((pod for pod in live if pod.unschedulable), None)
+        text = f"pod {stuck.name}: {stuck.unschedulable}" if stuck else ""
+        self._condition("Unschedulable", stuck is not None, "Unschedulable" if stuck else "Scheduled", text)
+
+    def _refused(self) -> None:
+        text = self.job.refused[:MOST_TEXT]
+        before = next((c for c in self.status.get("conditions", ()) if c["type"] == "Refused"), None)
+        if text and (before is None or before["message"] != text):
+            self.actions.append(Emit("Refused", text, warning=True))
+        self._condition("Refused", bool(text), "Refused" if text else "Made", text)
+
+    def _phase(self, spec: Spec) -> None:
+        ready = self.status["readyReplicas"]
+        if spec.suspend:
+            phase, text = "Suspended", "spec.suspend is true"
+        elif ready >= spec.min_replicas:
+            phase, text = "Running", f"{ready} nodes"
+        elif self.status.get("everRan"):
+            phase, text = "Recovering", f"{ready} of at least {spec.min_replicas} nodes are ready"
+        else:
+            phase, text = "Pending", f"{ready} of at least {spec.min_replicas} nodes are ready"
+        if phase == "Running":
+            self.status["everRan"] = True
+        if phase != self.status.get("phase") and phase != "Pending":
+            self.actions.append(Emit(phase, text))
+        self.status["phase"] = phase
+        for name in ("Running", "Recovering", "Suspended"):
+            self._condition(name, phase == name, phase, text)
+
+    def _condition(self, kind: str, truth: bool, reason: str, text: str) -> None:
+        """Set a condition; the time is that of its last change of truth."""
+        value = "True" if truth else "False"
+        conditions = {condition["type"]: condition for condition in self.status.get("conditions", ())}
+        before = conditions.get(kind)
+        if before is None and not truth and kind not in ("Running",):
+            return  # what never was true is not worth a line
+        since = before["lastTransitionTime"] if before and before["status"] == value else _iso(self.now)
+        conditions[kind] = {
+            "type": kind, "status": value, "reason": reason, "message": text[:MOST_TEXT], "lastTransitionTime": since,
+        }  # fmt: skip
+        self.status["conditions"] = list(conditions.values())
+
+    # a job that is over -----------------------------------------------------------------------------------------------
+
+    def _after_the_end(self, spec: Spec) -> None:
+        ended = seconds(self.status["completionTime"])
+        for pod in self.pods.values():
+            if not pod.over and not pod.deleting and self.now >= ended + FAREWELL:
+                self.actions.append(DeletePod(pod.name, pod.uid, force=pod.silent is not None))
+        self.again.append(ended + FAREWELL - self.now)
+        if spec.ttl is not None:
+            if self.now >= ended + spec.ttl:
+                self.actions.append(DeleteJob())
+            else:
+                self.again.append(ended + spec.ttl - self.now)
+
+
+_FREE = frozenset(field.name for field in FIELDS if not field.fixed)
+
+
+def _ending(pod: Pod) -> tuple[str, str, str] | None:
+    """How the job ended, if this pod knows: phase, reason, text."""
+    if not pod.over:
+        return None
+    said = _parsed(pod.message)
+    if said is not None:
+        match said.get("outcome"):
+            case "succeeded":
+                return "Succeeded", "Succeeded", "all workers exited 0"
+            case "failed":
+                return "Failed", "Failed", _word(pod)
+            case "stopped" if not pod.deleting:
+                return "Failed", "Stopped", _word(pod)
+    if pod.deleting:
+        return None  # it was told to go: what it says of its own end is not about the job's
+    if pod.exit_code == 2:
+        return "Failed", "WrongInput", f"pod {pod.name}: {_word(pod)}"
+    if pod.exit_code == 0 and pod.phase == "Succeeded" and said is None:
+        return "Succeeded", "Succeeded", f"pod {pod.name} exited 0"
+    return None
+
+
+def _loss(pod: Pod) -> tuple[str, str]:
+    """Why a pod that knows nothing of the job's end is gone: reason, text."""
+    if pod.reason == "Evicted":
+        return "Evicted", pod.detail or "it was evicted"
+    if pod.disrupted:
+        return "Preempted", pod.disrupted
+    if pod.reason == "OOMKilled":
+        return "OOMKilled", "its memory limit was reached; raise resources.limits.memory"
+    if pod.exit_code is not None and pod.exit_code >= 128:
+        return "Killed", f"signal {pod.exit_code - 128} ended it"
+    if pod.exit_code is not None:
+        return "PodFailed", f"it exited with code {pod.exit_code}: {_word(pod)[-300:]}"
+    return pod.reason or "PodFailed", pod.detail or "the cluster says no more"
+
+
+def _cannot_start(pod: Pod | None) -> str:
+    if pod is None:
+        return ""
+    return f"pod {pod.name}: {pod.detail or pod.waiting}; correct the image, or the template of a new job"
+
+
+def _word(pod: Pod) -> str:
+    """What the pod said at its end, for a person: the reason and the culprit of an agent's last word, or its log's."""
+    said = _parsed(pod.message)
+    if said is None:
+        return pod.message.strip() or "see its log"
+    return "; ".join(str(said[key]) for key in ("why", "culprit") if said.get(key))
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """The JSON object that it is, or nothing."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _iso(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(text: str) -> float:
+    """Since the epoch, of a time as the cluster writes it."""
+    return datetime.fromisoformat(text).timestamp()

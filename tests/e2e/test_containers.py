@@ -1,0 +1,138 @@
+"""What an agent in a container leaves behind, answers and waits for; and other people's conventions."""
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Job, free_port, wait_until
+
+WAIT = "import time\nprint('here', flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def script(job: Job, text: str) -> str:
+    path = job.folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def word(job: Job) -> dict[str, object]:
+    found: dict[str, object] = json.loads((job.folder / "termination-log").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "outcome"), [("", 0, "succeeded"), ("raise RuntimeError('no data')", 1, "failed")]
+)
+def test_how_the_job_ended_is_in_the_termination_log(job: Job, text: str, code: int, outcome: str) -> None:
+    env = {"RIPSTOP_TERMINATION_LOG": str(job.folder / "termination-log")}
+    assert job.run("--standalone", script(job, text), env=env).wait() == code
+    found = word(job)
+    assert (found["outcome"], found["rounds"], found["restarts"]) == (outcome, 1, 0)
+    assert ("no data" in str(found.get("culprit"))) == bool(code)
+
+
+def test_an_agent_that_is_told_to_go_says_that_it_left(job: Job) -> None:
+    env = {"RIPSTOP_TERMINATION_LOG": str(job.folder / "termination-log")}
+    agent = job.run("--standalone", script(job, WAIT), env=env)
+    wait_until(lambda: True if "here" in agent.out else None)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert word(job) == {"outcome": "left", "why": "SIGTERM"}
+
+
+def test_a_termination_log_that_cannot_be_written_changes_nothing(job: Job) -> None:
+    env = {"RIPSTOP_TERMINATION_LOG": "/no/such/folder/file"}
+    agent = job.run("--standalone", script(job, ""), env=env)
+    assert agent.wait() == 0
+    assert "RIPSTOP_TERMINATION_LOG=/no/such/folder/file: cannot be written" in agent.err
+
+
+def probe(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode().strip()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode().strip()
+    except OSError:
+        return 0, ""
+
+
+def test_probes_are_answered_and_a_node_without_a_coordinator_is_not_ready(job: Job) -> None:
+    port = free_port()
+    waiting = job.node("--rdzv-conf=is_host=0", f"--probe-port={port}", script=Path(script(job, WAIT)))
+    wait_until(lambda: True if probe(port, "/livez") == (200, "ok") else None)
+    wait_until(lambda: True if probe(port, "/readyz")[1].startswith("it has no coordinator") else None)
+    first = job.node("--rdzv-conf=is_host=1", script=Path(script(job, WAIT)))
+    wait_until(lambda: True if probe(port, "/readyz") == (200, "ok") else None)
+    for agent in (waiting, first):
+        agent.signal(signal.SIGTERM)
+        assert agent.wait() == 143
+
+
+def test_a_probe_port_that_is_taken_is_refused_before_anything_starts(job: Job) -> None:
+    first = job.run("--standalone", "--local-addr=127.0.0.1", f"--probe-port={job.port}", script(job, WAIT))
+    wait_until(lambda: True if "here" in first.out else None)
+    second = job.run("--standalone", "--local-addr=127.0.0.1", f"--probe-port={job.port}", script(job, WAIT))
+    assert second.wait() == 2
+    assert "choose a port that is free" in second.err
+    assert "here" not in second.out
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143
+
+
+def test_a_lingering_agent_stays_when_the_job_is_over_and_keeps_its_exit_code(job: Job) -> None:
+    agent = job.run("--standalone", "--linger", script(job, "raise SystemExit(3)"))
+    agent.says("the job is over; staying until a signal comes")
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 1
+
+
+def test_an_agent_that_found_no_coordinator_does_not_linger(job: Job) -> None:
+    agent = job.node("--linger", "--rdzv-conf=is_host=0,join_timeout=0.5", script=Path(script(job, "")))
+    assert agent.wait() == 1
+
+
+# other people's conventions -------------------------------------------------------------------------------------------
+
+
+def conventions(kind: str, port: int, index: int) -> dict[str, str]:
+    if kind == "PyTorchJob with an elasticPolicy":
+        return {
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_NNODES": "1:2",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MAX_RESTARTS": "3",
+            "PET_RDZV_CONF": "last_call_timeout=60",
+            "PYTHONUNBUFFERED": "1",
+        }
+    return {  # PyTorchJob without one, and TrainJob
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(index),
+        "PET_NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(index),
+    }
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob with an elasticPolicy", "TrainJob"])
+def test_a_pod_of_kubeflows_needs_no_flag(job: Job, kind: str) -> None:
+    told = script(job, "import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    agents = [job.run(told, env=conventions(kind, job.port, index)) for index in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert {agent.out for agent in agents} == {"0 of 2\n", "1 of 2\n"}

@@ -1,0 +1,38 @@
+"""An operator that kills itself, as kill -9 would, right after its Nth change to the cluster.
+
+operate.py NAMESPACE HOME N; NAMESPACE "" is all of them, N 0 is an ordinary operator.  Jobs at `TALKATIVE` say how they
+are doing.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from ripstop.schedulers.kubernetes.client import Cluster
+from ripstop.schedulers.kubernetes.operator import run_operator
+from tests.schedulers.kube.lab import SAYS, TALKATIVE
+
+namespace, home, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+request = Cluster.request
+changes = 0
+
+
+def counting(self: Cluster, method: str, *words: Any, **options: Any) -> dict[str, Any]:
+    global changes
+    answer = request(self, method, *words, **options)
+    changes += method != "GET"
+    if changes == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer
+
+
+def ask(address: str, token: str, run_id: str) -> dict[str, Any]:
+    if address != TALKATIVE or len(token) != 64 or not run_id.startswith("train-"):
+        raise ConnectionRefusedError(address)
+    return SAYS
+
+
+if last:
+    Cluster.request = counting  # type: ignore[method-assign]
+run_operator(namespace or None, home=home, ask=ask)

@@ -1,0 +1,55 @@
+"""What `ripstop run` leaves at its end is what the operator reads."""
+
+from typing import Any
+
+import pytest
+
+from ripstop.observe.failure import Failure, Report
+from ripstop.observe.last_word import last_word
+from ripstop.round import Outcome
+from ripstop.schedulers.kubernetes.manifests import Owner
+from ripstop.schedulers.kubernetes.reconcile import CreatePod, Decision, DeletePod, Emit, Job, Pod, decide
+
+NOW = 1_800_000_000.0
+SPEC = {
+    "maxReplicas": 2,
+    "replicas": 2,
+    "template": {"spec": {"containers": [{"name": "main", "image": "x:1"}]}},
+}
+CULPRIT = Failure(3, 1, 2, "host-b", 5.0, exitcode=7, message="no such file")
+
+
+def after(word: str, code: int) -> Decision:
+    """What is decided when the pod of slot 1 has ended with this word."""
+    running = Pod("train-0", 0, "uid-0", "Running", NOW, ready=True)
+    phase = "Succeeded" if code == 0 else "Failed"
+    over = Pod("train-1", 1, "uid-1", phase, NOW - 100, exit_code=code, finished=NOW, message=word)
+    return decide(Job(Owner("train", "ml", "u-1"), SPEC, {}, created=NOW), [running, over], NOW)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failures", "phase", "text"),
+    [
+        (Outcome.SUCCEEDED, (), "Succeeded", None),
+        (Outcome.FAILED, (), "Failed", "the budget is spent"),
+        (
+            Outcome.FAILED,
+            (CULPRIT,),
+            "Failed",
+            "the budget is spent; rank 3 on host-b exited with code 7: no such file",
+        ),
+    ],
+)
+def test_the_jobs_end_is_the_elastic_jobs(outcome: Outcome, failures: Any, phase: str, text: str | None) -> None:
+    report = Report("job", outcome, "the budget is spent", 4, 3, failures)
+    decision = after(last_word("", report), int(outcome is Outcome.FAILED))
+    assert (decision.status["phase"], decision.status.get("lastFailure")) == (phase, text)
+
+
+@pytest.mark.parametrize(("why", "code"), [("SIGTERM", 143), ("no coordinator for 600 s", 1), ("sent away", 0)])
+def test_an_agent_that_left_is_replaced_and_ends_nothing(why: str, code: int) -> None:
+    decision = after(last_word(why, None), code)
+    assert "completionTime" not in decision.status
+    assert any(isinstance(action, DeletePod | CreatePod) for action in decision.actions)
+    said = "".join(action.text for action in decision.actions if isinstance(action, Emit))
+    assert "{" not in said, "a person reads it"

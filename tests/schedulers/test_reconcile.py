@@ -1,0 +1,394 @@
+"""Every decision about an ElasticJob: the job and its pods go in, what to do comes out."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ripstop.schedulers.kubernetes.manifests import Owner
+from ripstop.schedulers.kubernetes.reconcile import (
+    FAREWELL,
+    SILENCE,
+    Action,
+    CreatePod,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    Emit,
+    Ensure,
+    Job,
+    Pod,
+    SetReplicas,
+    decide,
+)
+
+OWNER = Owner("train", "ml", "u-1")
+TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "x:1"}]}}
+NOW = 1_800_000_000.0
+
+
+def a_job(status: dict[str, Any] | None = None, **spec: Any) -> Job:
+    return Job(OWNER, {"maxReplicas": 4, "replicas": 2, "template": TEMPLATE} | spec, status or {}, created=NOW)
+
+
+def running(slot: int, **more: Any) -> Pod:
+    return replace(Pod(f"train-{slot}", slot, f"uid-{slot}", "Running", NOW, ready=True), **more)
+
+
+def lost(slot: int, **more: Any) -> Pod:
+    return running(slot, phase="Failed", ready=False, exit_code=137, finished=NOW + 100, **more)
+
+
+def said(slot: int, outcome: str, code: int = 0) -> Pod:
+    word = json.dumps({"outcome": outcome, "why": "because"})
+    phase = "Succeeded" if code == 0 else "Failed"
+    return running(slot, phase=phase, ready=False, exit_code=code, finished=NOW, message=word)
+
+
+def deeds(decision: Decision) -> list[Action]:
+    """What is done, without what is only made sure of or said."""
+    return [action for action in decision.actions if not isinstance(action, Ensure | Emit)]
+
+
+def emitted(decision: Decision) -> list[str]:
+    return [action.reason for action in decision.actions if isinstance(action, Emit)]
+
+
+def condition(decision: Decision, kind: str) -> Any:
+    return next((c for c in decision.status["conditions"] if c["type"] == kind), None)
+
+
+def after(job: Job, decision: Decision) -> Job:
+    return replace(job, status=json.loads(json.dumps(decision.status)))
+
+
+def settled(job: Job, *pods: Pod, now: float = NOW) -> Job:
+    """The job with the status of a decision that was carried out."""
+    return after(job, decide(job, pods, now))
+
+
+# pods -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_job_gets_its_service_secret_and_pods() -> None:
+    decision = decide(a_job(), [], NOW)
+    assert decision.actions == (Ensure("service"), Ensure("secret"), CreatePod(0), CreatePod(1))
+    assert decision.status["phase"] == "Pending"
+
+
+def test_a_secret_that_the_job_names_is_not_made() -> None:
+    assert Ensure("secret") not in decide(a_job(secretName="mine"), [], NOW).actions
+
+
+def test_replicas_that_are_not_given_are_written_into_the_spec() -> None:
+    job = a_job()
+    del job.spec["replicas"]  # type: ignore[attr-defined]
+    assert deeds(decide(job, [], NOW)) == [SetReplicas(4), *(CreatePod(slot) for slot in range(4))]
+
+
+def test_spares_are_pods_beyond_the_replicas() -> None:
+    assert deeds(decide(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
+
+
+def test_what_runs_is_left_alone() -> None:
+    decision = decide(a_job(), [running(0), running(1)], NOW)
+    assert deeds(decision) == []
+    assert decision.status["phase"] == "Running"
+    assert decision.status["members"] == ["train-0", "train-1"]
+
+
+def test_scaling_up_makes_the_missing_slots() -> None:
+    assert deeds(decide(a_job(replicas=3), [running(0), running(1)], NOW)) == [CreatePod(2)]
+
+
+def test_scaling_down_takes_the_highest_slots() -> None:
+    decision = decide(a_job(replicas=1), [running(0), running(1), running(2)], NOW)
+    assert deeds(decision) == [DeletePod("train-2", "uid-2"), DeletePod("train-1", "uid-1")]
+    assert emitted(decision)[:2] == ["ScaledDown", "ScaledDown"]
+
+
+def test_a_pod_that_is_leaving_is_told_once() -> None:
+    assert deeds(decide(a_job(replicas=1), [running(0), running(1, deleting=True)], NOW)) == []
+
+
+def test_a_lost_pod_is_deleted_first_and_replaced_when_it_is_gone() -> None:
+    job = settled(a_job(), running(0), running(1))
+    decision = decide(job, [running(0), lost(1)], NOW + 100)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1")]
+    assert emitted(decision) == ["Killed"]
+    assert deeds(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
+
+
+def test_a_loss_is_told_once() -> None:
+    job = settled(a_job(), running(0), lost(1), now=NOW + 100)
+    assert emitted(decide(job, [running(0), lost(1)], NOW + 101)) == []
+    assert job.status["replaced"] == 1
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (lost(1, reason="Evicted", detail="low on disk"), "Evicted"),
+        (lost(1, disrupted="preempted by another"), "Preempted"),
+        (lost(1, reason="OOMKilled"), "OOMKilled"),
+        (lost(1), "Killed"),
+        (replace(lost(1), exit_code=1, message="no coordinator"), "PodFailed"),
+        (replace(lost(1), exit_code=None, reason="UnexpectedAdmissionError"), "UnexpectedAdmissionError"),
+    ],
+)
+def test_a_loss_has_its_reason(pod: Pod, reason: str) -> None:
+    assert emitted(decide(settled(a_job(), running(0)), [running(0), pod], NOW)) == [reason]
+
+
+def test_a_slot_whose_pods_die_quickly_waits() -> None:
+    job, now = a_job(), NOW
+    waits = []
+    for n in range(6):
+        dead = replace(lost(1), uid=f"try-{n}", created=now, finished=now + 1)
+        job = settled(job, running(0), dead, now=now + 1)
+        decision = decide(job, [running(0)], now + 1)
+        waits.append(decision.again if not deeds(decision) else 0)
+        now += 1000
+    assert waits == [0, 1, 2, 4, 8, 16]
+
+
+def test_an_evicted_pod_is_replaced_at_once_however_often() -> None:
+    job = a_job()
+    for n in range(4):
+        dead = replace(lost(1, reason="Evicted"), uid=f"try-{n}", finished=NOW + 1)
+        job = settled(job, running(0), dead)
+    assert deeds(decide(job, [running(0)], NOW)) == [CreatePod(1)]
+
+
+def test_a_pod_whose_node_does_not_answer_is_given_up_after_a_while() -> None:
+    job = settled(a_job(), running(0), running(1))
+    silent = running(1, silent=NOW)
+    early = decide(job, [running(0), silent], NOW + 5)
+    assert (deeds(early), early.again) == ([], SILENCE - 5)
+    late = decide(job, [running(0), silent], NOW + SILENCE)
+    assert deeds(late) == [DeletePod("train-1", "uid-1", force=True)]
+    assert "NodeLost" in emitted(late)
+
+
+def test_a_pod_that_is_being_deleted_on_a_dead_node_is_forced_at_once() -> None:
+    stuck = running(1, silent=NOW, deleting=True)
+    assert deeds(decide(a_job(), [running(0), stuck], NOW)) == [DeletePod("train-1", "uid-1", force=True)]
+
+
+def test_a_disruption_budget_is_made_when_it_is_wanted() -> None:
+    assert Ensure("disruption-budget") in decide(a_job(disruptionBudget=True), [], NOW).actions
+
+
+# phases and conditions ------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_ran_and_has_too_few_nodes_is_recovering() -> None:
+    job = settled(a_job(minReplicas=2), running(0), running(1))
+    assert job.status["phase"] == "Running"
+    decision = decide(job, [running(0), running(1, ready=False)], NOW)
+    assert decision.status["phase"] == "Recovering"
+    assert condition(decision, "Running")["status"] == "False"
+
+
+def test_a_suspended_job_has_no_pods_and_comes_back() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job.spec["suspend"] = True  # type: ignore[index]
+    decision = decide(job, [running(0), running(1)], NOW)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
+    assert decision.status["phase"] == "Suspended"
+    job = after(job, decision)
+    job.spec["suspend"] = False  # type: ignore[index]
+    assert deeds(decide(job, [], NOW)) == [CreatePod(0), CreatePod(1)]
+
+
+def test_an_image_that_does_not_exist_is_a_condition_and_no_loop() -> None:
+    bad = running(0, phase="Pending", ready=False, waiting="ImagePullBackOff", detail="no such image x:1")
+    decision = decide(a_job(replicas=1), [bad], NOW)
+    assert deeds(decision) == []
+    assert "no such image" in condition(decision, "CannotStart")["message"]
+
+
+def test_a_pod_that_fits_nowhere_is_a_condition() -> None:
+    decision = decide(a_job(replicas=1), [running(0, phase="Pending", ready=False, unschedulable="no GPU")], NOW)
+    assert condition(decision, "Unschedulable")["message"] == "pod train-0: no GPU"
+
+
+def test_a_condition_keeps_the_time_of_its_last_change() -> None:
+    job = settled(a_job(), running(0), running(1))
+    since = condition(decide(job, [running(0), running(1)], NOW + 50), "Running")["lastTransitionTime"]
+    assert since == condition(decide(job, [running(0)], NOW), "Running")["lastTransitionTime"]
+
+
+def test_a_decision_on_a_settled_job_changes_nothing() -> None:
+    job = settled(a_job(), running(0), running(1))
+    again = decide(job, [running(0), running(1)], NOW + 10)
+    assert again.status == job.status
+    assert all(isinstance(action, Ensure) for action in again.actions)
+
+
+# what cannot be right -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ({"minReplicas": 5}, "above maxReplicas (4)"),
+        ({"replicas": 9}, "from minReplicas (1) to maxReplicas (4)"),
+        ({"replicas": 0}, "from 1 to 10000"),
+        ({"maxReplicas": None}, "is needed"),
+        ({"maxReplicas": "four"}, "a whole number"),
+        ({"maxRestart": 3}, "no field"),
+        ({"template": {"spec": {"containers": []}}}, "needs a container"),
+        ({"rendezvous": {"backend": "etcd"}}, "endpoints"),
+        ({"rendezvous": {"backend": "zk"}}, "embedded or etcd"),
+    ],
+)
+def test_a_spec_that_cannot_be_right_is_a_condition_and_starts_nothing(spec: dict[str, Any], word: str) -> None:
+    decision = decide(a_job(**spec), [], NOW)
+    assert decision.actions == ()
+    assert decision.status["phase"] == "Invalid"
+    assert word in condition(decision, "Invalid")["message"]
+
+
+def test_a_name_too_long_for_a_host_is_a_condition() -> None:
+    job = replace(a_job(), owner=Owner("x" * 60, "ml", "u"))
+    assert "allow 52" in condition(decide(job, [], NOW), "Invalid")["message"]
+
+
+def test_a_fixed_field_that_is_changed_has_no_effect_but_a_condition() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job.spec.update(maxRestarts=9, replicas=3)  # type: ignore[attr-defined]
+    decision = decide(job, [running(0), running(1)], NOW)
+    assert "spec.maxRestarts cannot be changed" in condition(decision, "Invalid")["message"]
+    assert deeds(decision) == [CreatePod(2)]
+    assert decision.spec is not None and decision.spec.max_restarts == 3
+
+
+def test_a_size_out_of_range_leaves_the_running_job_as_it_is() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job.spec["replicas"] = 50  # type: ignore[index]
+    decision = decide(job, [running(0), running(1)], NOW)
+    assert deeds(decision) == []
+    assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
+    job = after(job, decision)
+    job.spec["replicas"] = 3  # type: ignore[index]
+    mended = decide(job, [running(0), running(1)], NOW)
+    assert deeds(mended) == [CreatePod(2)]
+    assert condition(mended, "Invalid")["status"] == "False"
+
+
+# the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_succeeds_when_a_pod_says_so() -> None:
+    decision = decide(a_job(), [said(0, "succeeded"), running(1)], NOW)
+    assert (deeds(decision), emitted(decision)) == ([], ["Succeeded"])
+    assert decision.status["phase"] == "Succeeded"
+
+
+def test_a_job_fails_with_the_report_of_its_pods() -> None:
+    decision = decide(a_job(), [said(0, "failed", 1), said(1, "failed", 1)], NOW)
+    assert (decision.status["phase"], decision.status["lastFailure"]) == ("Failed", "because")
+
+
+def test_wrong_input_ends_the_job_at_once() -> None:
+    pod = running(0, phase="Failed", ready=False, exit_code=2, message="--nproc-per-node=x: no number")
+    decision = decide(a_job(), [pod], NOW)
+    assert (decision.status["phase"], emitted(decision)) == ("Failed", ["WrongInput"])
+
+
+def test_a_job_that_is_over_stays_over() -> None:
+    job = settled(a_job(), said(0, "succeeded"), running(1))
+    assert deeds(decide(job, [running(1)], NOW + 1)) == []
+    assert deeds(decide(job, [running(1)], NOW + FAREWELL)) == [DeletePod("train-1", "uid-1")]
+
+
+def test_a_job_is_deleted_when_its_time_to_live_is_over() -> None:
+    job = settled(a_job(ttlSecondsAfterFinished=100), said(0, "succeeded"))
+    assert decide(job, [], NOW + 70).again == 30
+    assert deeds(decide(job, [], NOW + 100)) == [DeleteJob()]
+
+
+def test_a_job_past_its_deadline_fails_and_its_pods_go() -> None:
+    job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
+    decision = decide(job, [running(0), running(1)], NOW + 100)
+    assert decision.status["phase"] == "Failed"
+    assert deeds(decision) == [DeletePod("train-0", "uid-0"), DeletePod("train-1", "uid-1")]
+
+
+def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
+    assert decide(replace(a_job(), deleting=True), [], NOW).actions == ()
+
+
+def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -> None:
+    latecomer = running(0, phase="Failed", ready=False, exit_code=2, message="the job is over")
+    decision = decide(a_job({"startTime": "2027-01-15T08:00:00Z"}), [latecomer, said(1, "succeeded")], NOW)
+    assert decision.status["phase"] == "Succeeded"
+
+
+# the cluster's no, and what changes while a job lives -----------------------------------------------------------------
+
+
+def test_what_the_cluster_refuses_is_a_condition_told_once_and_tried_again() -> None:
+    job = replace(a_job(), refused="Pod train-0 cannot be made: exceeded quota")
+    decision = decide(job, [], NOW)
+    assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be made: exceeded quota"
+    assert (emitted(decision), deeds(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
+    again = decide(after(job, decision), [], NOW + 1)
+    assert emitted(again) == []
+    made = decide(replace(after(job, decision), refused=""), [running(0), running(1)], NOW + 2)
+    assert condition(made, "Refused")["status"] == "False"
+
+
+def test_replicas_are_written_until_they_are_there() -> None:
+    job = settled(a_job())
+    del job.spec["replicas"]  # type: ignore[attr-defined]
+    assert SetReplicas(4) in decide(job, [], NOW).actions
+
+
+def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
+    job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
+    job.spec["suspend"] = True  # type: ignore[index]
+    job = settled(job, now=NOW + 50)
+    assert "startTime" not in job.status
+    job.spec["suspend"] = False  # type: ignore[index]
+    resumed = decide(job, [], NOW + 1000)
+    assert (resumed.status["phase"], resumed.again) == ("Recovering", 100)
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [said(1, "stopped", 143), replace(said(1, ""), message=""), replace(said(1, "", 2), message="usage")],
+)
+def test_what_a_pod_that_was_told_to_leave_says_of_its_end_is_not_the_jobs(pod: Pod) -> None:
+    decision = decide(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
+    assert decision.status["phase"] == "Running"
+
+
+def test_a_job_that_ends_while_a_pod_is_leaving_has_ended() -> None:
+    leaving = replace(said(1, "succeeded"), deleting=True)
+    assert decide(settled(a_job(), running(0)), [running(0), leaving], NOW).status["phase"] == "Succeeded"
+
+
+def test_what_was_accepted_and_cannot_be_read_is_accepted_anew() -> None:
+    decision = decide(a_job({"accepted": "{"}), [running(0), running(1)], NOW)
+    assert decision.status["phase"] == "Running"
+    assert json.loads(decision.status["accepted"])["maxReplicas"] == 4
+
+
+def test_what_another_version_accepted_is_a_condition() -> None:
+    decision = decide(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
+    assert (deeds(decision), decision.status["phase"]) == ([], "Invalid")
+
+
+@pytest.mark.parametrize("name", ["7up", "a.b", "-a", "A"])
+def test_a_name_that_no_service_can_have_is_a_condition(name: str) -> None:
+    job = replace(a_job(), owner=Owner(name, "ml", "u"))
+    assert "names a service" in condition(decide(job, [], NOW), "Invalid")["message"]
+
+
+def test_a_default_that_is_written_out_changes_nothing() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job.spec["maxRestarts"] = 3  # type: ignore[index]
+    assert condition(decide(job, [running(0), running(1)], NOW), "Invalid") is None
