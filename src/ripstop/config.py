@@ -121,7 +121,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class HealthLimits:
     """When this node is good enough for the job; looked at before it joins, and then every `interval` seconds.
 
     `command` is the user's own check, which may take as long as `interval`; none when empty.  0 bytes of disk, 0
@@ -135,7 +135,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantine:
+class QuarantineLimits:
     """A node at fault `failures` times in `window` seconds is out of the job for `cooldown`; 0 failures: never."""
 
     failures: int = 3
@@ -234,8 +234,8 @@ class RunConfig:
     store_port: int = 0  # 0: a new free port every round
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
-    health: Health = field(default_factory=Health)
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    health: HealthLimits = field(default_factory=HealthLimits)
+    quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     hang_timeout: float = 0.0  # seconds without progress after which a worker is taken to hang; 0: never
     start: Start = Start.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: what the script imports
@@ -265,7 +265,7 @@ class CoordinatorConfig:
     rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     log_dir: Path | None = None  # for the job's events; None: they are not written
     token: str = field(default="", repr=False)
     tls: Tls | None = None
@@ -479,25 +479,25 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
     return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
 
 
-def limits(name: str, conf: Mapping[str, str]) -> Health:
+def health_limits(name: str, conf: Mapping[str, str]) -> HealthLimits:
     """What `--rdzv-conf` says of a good node; the user's own check is added by who reads the flags."""
-    default = Health()
+    default = HealthLimits()
     disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
-    return Health(
+    return HealthLimits(
         min_disk=default.min_disk if disk is None else size(f"{name} min_disk", disk),
         max_skew=default.max_skew if skew is None else duration(f"{name} max_clock_skew", skew),
     )
 
 
-def quarantine(name: str, conf: Mapping[str, str]) -> Quarantine:
+def quarantine(name: str, conf: Mapping[str, str]) -> QuarantineLimits:
     """What `--rdzv-conf` says of nodes whose failures repeat."""
-    default = Quarantine()
+    default = QuarantineLimits()
 
     def seconds(key: str, otherwise: float) -> float:
         return duration(f"{name} {key}", conf[key], positive=True) if key in conf else otherwise
 
     failures = conf.get("quarantine_failures", str(default.failures))
-    return Quarantine(
+    return QuarantineLimits(
         failures=whole(f"{name} quarantine_failures", failures, least=0, most=1_000_000),
         window=seconds("quarantine_window", default.window),
         cooldown=seconds("quarantine_cooldown", default.cooldown),

@@ -27,7 +27,7 @@ from ripstop.config import (
     Function,
     Logs,
     Module,
-    Quarantine,
+    QuarantineLimits,
     RunConfig,
     Script,
 )
@@ -274,7 +274,7 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
-        quarantine=Quarantine(failures=0) if alone else config.quarantine,
+        quarantine=QuarantineLimits(failures=0) if alone else config.quarantine,
     )
 
 

@@ -20,7 +20,7 @@ from ripstop.agent.checkup import Checkup
 from ripstop.agent.gpu_health import read
 from ripstop.agent.health import Facts, Gpu, Ran
 from ripstop.agent.health_command import HealthCommand, die_with
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 
 DEADLINE = 20.0
 
@@ -39,7 +39,7 @@ def ran(*command: str, patience: float = DEADLINE, **environ: str) -> Ran:
     return found
 
 
-def looked(limits: Health, logs: Path, **environ: str) -> Facts:
+def looked(limits: HealthLimits, logs: Path, **environ: str) -> Facts:
     found: Facts = within_time(lambda: Checkup(limits, str(logs), environ).look(None))
     return found
 
@@ -127,7 +127,7 @@ def test_an_agent_without_a_descriptor_left_goes_by_what_it_saw_before(tmp_path:
     """Neither the command nor the agent can help it."""
 
     async def scenario() -> tuple[Facts, Facts, Facts]:
-        check = Checkup(Health(command=("sh", "-c", "echo sick; exit 3"), min_disk=1), str(tmp_path), {})
+        check = Checkup(HealthLimits(command=("sh", "-c", "echo sick; exit 3"), min_disk=1), str(tmp_path), {})
         first, hoard = await check.look(None), []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
@@ -154,7 +154,7 @@ def test_without_a_thread_left_what_was_seen_before_stands(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     async def scenario() -> tuple[Facts, Facts, Facts]:
-        check = Checkup(Health(command=("true",), min_disk=1), "/tmp", {"CUDA_VISIBLE_DEVICES": ""})
+        check = Checkup(HealthLimits(command=("true",), min_disk=1), "/tmp", {"CUDA_VISIBLE_DEVICES": ""})
         first = await check.look(None)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuses)
@@ -178,7 +178,7 @@ def _all_gone(pids: Path) -> None:
 
 
 def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Path) -> None:
-    facts = looked(Health(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
+    facts = looked(HealthLimits(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
     (disk,) = facts.disks  # one file system, one look
     assert (disk.path, disk.use) == (str(tmp_path), "logs")
     room = os.statvfs(tmp_path)
@@ -186,7 +186,7 @@ def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Pa
 
 
 def test_no_limit_is_no_look(tmp_path: Path) -> None:
-    assert looked(Health(min_disk=0), tmp_path).disks == ()
+    assert looked(HealthLimits(min_disk=0), tmp_path).disks == ()
 
 
 def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypa
     monkeypatch.setattr(checkup, "read_disks", hangs)
 
     async def scenario() -> tuple[Facts, Facts, int, Facts]:
-        look = Checkup(Health(), "/", {"CUDA_VISIBLE_DEVICES": ""}).look
+        look = Checkup(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}).look
         first, second = await look(None), await look(None)
         before = len(calls)
         hang.set()
@@ -286,7 +286,7 @@ def test_gpus_are_known_from_the_first_look_that_finds_them(monkeypatch: pytest.
     monkeypatch.setattr(checkup, "read_gpus", busy)
 
     async def scenario() -> list[tuple[str, ...]]:
-        check = Checkup(Health(min_disk=0), "/", {})
+        check = Checkup(HealthLimits(min_disk=0), "/", {})
         return [(await check.look(None)).known for _ in range(3)]
 
     assert within_time(scenario) == [(), ("GPU-0", "GPU-1"), ("GPU-0", "GPU-1")]
@@ -298,7 +298,7 @@ def test_only_gpus_that_workers_see_are_looked_at() -> None:
 
 
 def test_a_node_for_which_no_gpu_is_visible_has_none(tmp_path: Path) -> None:
-    assert looked(Health(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
+    assert looked(HealthLimits(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
 
 
 def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
@@ -310,6 +310,6 @@ def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
         pytest.skip(str(error))
     count = pynvml.nvmlDeviceGetCount()
     pynvml.nvmlShutdown()
-    facts = looked(Health(), tmp_path)
+    facts = looked(HealthLimits(), tmp_path)
     assert len(facts.gpus) == len(facts.known) == count
     assert facts.gpus == tuple(Gpu(index, uuid) for index, uuid in enumerate(facts.known))

@@ -12,7 +12,7 @@ import pytest
 from ripstop.agent import answers
 from ripstop.agent.driver import QUESTIONS, Driver
 from ripstop.agent.machine import LookAtWorkers
-from ripstop.config import Health, Logs, RunConfig, Script
+from ripstop.config import HealthLimits, Logs, RunConfig, Script
 from ripstop.rendezvous.codec import encode
 from ripstop.rendezvous.link import Listener
 from ripstop.rendezvous.messages import Answer, Ask, FromAgent, Inspected
@@ -63,12 +63,14 @@ class NoWorkers:
 
 
 def with_agent(
-    folder: Path, scenario: Callable[[Driver, Coordinator], Coroutine[Any, Any, None]], health: Health | None = None
+    folder: Path,
+    scenario: Callable[[Driver, Coordinator], Coroutine[Any, Any, None]],
+    health: HealthLimits | None = None,
 ) -> None:
     """An agent, until the scenario is over; whatever ends it before is raised."""
 
     async def run() -> None:
-        config = RunConfig(Script("none.py"), "test", health=health or Health(), signals=())
+        config = RunConfig(Script("none.py"), "test", health=health or HealthLimits(), signals=())
         coordinator = Coordinator()
         directory = LogDirectory(Logs(folder / "logs"), "test")
         environ = {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
@@ -107,7 +109,7 @@ def test_a_look_at_its_health_that_breaks_does_not_end_an_agent(
         await enough.wait()
 
     with caplog.at_level(logging.WARNING):
-        with_agent(tmp_path, scenario, Health(interval=0.01))
+        with_agent(tmp_path, scenario, HealthLimits(interval=0.01))
     assert len([line for line in caplog.messages if "Too many open files" in line]) == 1
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from ripstop.agent.health import Disk, Facts, Gpu, Problem, Ran, problems
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 
-LIMITS = Health(command=("check.sh",), interval=30.0, min_disk=1 << 30, max_skew=60.0)
+LIMITS = HealthLimits(command=("check.sh",), interval=30.0, min_disk=1 << 30, max_skew=60.0)
 
 
-def words(facts: Facts, limits: Health = LIMITS, *, joining: bool = True) -> list[str]:
+def words(facts: Facts, limits: HealthLimits = LIMITS, *, joining: bool = True) -> list[str]:
     return [problem.words for problem in problems(facts, limits, joining=joining)]
 
 
@@ -73,7 +73,7 @@ def test_clocks_count_only_for_who_joins() -> None:
 
 
 def test_limits_of_zero_are_no_limits() -> None:
-    off = Health(min_disk=0, max_skew=0.0)
+    off = HealthLimits(min_disk=0, max_skew=0.0)
     assert words(Facts(disks=(Disk("/logs", "logs", 0),), skew=1e6), off) == []
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ripstop.cli.coordinator import configure
-from ripstop.config import Budget, CoordinatorConfig, Quarantine, Timing
+from ripstop.config import Budget, CoordinatorConfig, QuarantineLimits, Timing
 from ripstop.round import Address, RankBy
 
 
@@ -48,5 +48,5 @@ def test_quarantine_is_the_coordinators_and_health_is_the_nodes() -> None:
         ["--rdzv-endpoint=head", "--rdzv-conf=quarantine_failures=9,min_disk=1G"], {"RIPSTOP_TOKEN": "s"}
     )
     assert config is not None
-    assert config.quarantine == Quarantine(failures=9)
+    assert config.quarantine == QuarantineLimits(failures=9)
     assert config.notes == ("--rdzv-conf min_disk has no effect here: it is about nodes",)

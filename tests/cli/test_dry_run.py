@@ -9,9 +9,9 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.dry_run import describe
-from ripstop.config import Binding, Budget, Health, Logs, Quarantine, RunConfig, Script, Timing
+from ripstop.config import Binding, Budget, HealthLimits, Logs, QuarantineLimits, RunConfig, Script, Timing
 
-PARTS = {"budget": Budget, "health": Health, "quarantine": Quarantine, "timing": Timing, "logs": Logs}
+PARTS = {"budget": Budget, "health": HealthLimits, "quarantine": QuarantineLimits, "timing": Timing, "logs": Logs}
 
 
 @pytest.fixture(autouse=True)

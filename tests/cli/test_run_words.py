@@ -14,9 +14,9 @@ from ripstop.config import (
     Budget,
     Command,
     Etcd,
-    Health,
+    HealthLimits,
     Module,
-    Quarantine,
+    QuarantineLimits,
     RunConfig,
     Script,
     Start,
@@ -49,7 +49,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
 
 def test_a_script_alone_is_one_worker_on_one_node_that_is_never_restarted(read: Read) -> None:
     config = read("train.py")
-    alone = Health(min_disk=0)
+    alone = HealthLimits(min_disk=0)
     assert config == RunConfig(entry=Script("train.py"), run_id=config.run_id, health=alone, token=config.token)
     assert config.backend is Backend.LOCAL
     assert config.budget.max_restarts == 0
@@ -98,18 +98,18 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--rdzv-conf=lease=1.5,coordinator_timeout=2m", "timing", Timing(lease=1.5, coordinator=120.0)),
         ("--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=4", "timing", Timing(lease=8.0)),
         ("--rdzv-conf=keep_alive_interval=2", "timing", Timing(lease=6.0)),
-        (C10D, "health", Health((), 30.0, 32 << 20, 60.0)),
-        ("", "health", Health(min_disk=0)),
-        (f"{C10D} --health-check=true --health-interval=1m", "health", Health(("true",), interval=60.0)),
-        ("--rdzv-conf=min_disk=1.5GiB,max_clock_skew=0", "health", Health(min_disk=3 << 29, max_skew=0.0)),
-        ("--rdzv-conf=min_disk=512M", "health", Health(min_disk=512 << 20)),
-        ("--rdzv-conf=min_disk=0", "health", Health(min_disk=0)),
-        ("", "quarantine", Quarantine(3, 600.0, 600.0)),
-        ("--rdzv-conf=quarantine_failures=0", "quarantine", Quarantine(failures=0)),
+        (C10D, "health", HealthLimits((), 30.0, 32 << 20, 60.0)),
+        ("", "health", HealthLimits(min_disk=0)),
+        (f"{C10D} --health-check=true --health-interval=1m", "health", HealthLimits(("true",), interval=60.0)),
+        ("--rdzv-conf=min_disk=1.5GiB,max_clock_skew=0", "health", HealthLimits(min_disk=3 << 29, max_skew=0.0)),
+        ("--rdzv-conf=min_disk=512M", "health", HealthLimits(min_disk=512 << 20)),
+        ("--rdzv-conf=min_disk=0", "health", HealthLimits(min_disk=0)),
+        ("", "quarantine", QuarantineLimits(3, 600.0, 600.0)),
+        ("--rdzv-conf=quarantine_failures=0", "quarantine", QuarantineLimits(failures=0)),
         (
             "--rdzv-conf=quarantine_failures=5,quarantine_window=1h,quarantine_cooldown=2h",
             "quarantine",
-            Quarantine(5, 3600.0, 7200.0),
+            QuarantineLimits(5, 3600.0, 7200.0),
         ),
         ("--start-method=exec", "start", Start.EXEC),
         ("--start-method=spawn", "start", Start.EXEC),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ripstop.config import Budget, Quarantine, Timing
+from ripstop.config import Budget, QuarantineLimits, Timing
 from ripstop.observe.events import (
     BudgetCharged,
     Ending,
@@ -971,7 +971,7 @@ def test_the_beats_of_many_unhealthy_nodes_cost_little(low: int) -> None:
     """Those that may go cannot, for no port is offered; those that the job needs stay."""
     names = [f"n{i}" for i in range(600)]
     healthy = names[300:] if low == 1 else []
-    job = Job(Settings("big", low, 600, TIMING, Budget(9, backoff=0.0), quarantine=Quarantine(failures=0)))
+    job = Job(Settings("big", low, 600, TIMING, Budget(9, backoff=0.0), quarantine=QuarantineLimits(failures=0)))
     for i, name in enumerate(names):
         job.on(Heard(name, Join(Node(name, "h", 8), low, 600, ready=Ready(i + 1, 0))), i / 600)
     for name in names[: -len(healthy) or None]:
@@ -1215,7 +1215,7 @@ def test_flapping_health_is_a_fault_too() -> None:
 
 
 def test_quarantine_can_be_turned_off() -> None:
-    job = Job(Settings("job7", 1, 2, TIMING, Budget(99, backoff=0.0), quarantine=Quarantine(failures=0)))
+    job = Job(Settings("job7", 1, 2, TIMING, Budget(99, backoff=0.0), quarantine=QuarantineLimits(failures=0)))
     for name in "ab":
         job.on(Heard(name, join(job, name)), 0.0)
     job.on(Tick(), 2.0)

@@ -4,7 +4,7 @@ from ripstop import config
 from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.round import Node
 
-LIMITS = config.Quarantine(failures=2, window=100.0, cooldown=50.0)
+LIMITS = config.QuarantineLimits(failures=2, window=100.0, cooldown=50.0)
 
 
 def node(name: str, host: str = "") -> Node:
@@ -56,6 +56,6 @@ def test_on_a_host_of_several_agents_nobody_inherits_anything() -> None:
 
 
 def test_no_failures_means_never() -> None:
-    quarantine = Quarantine(config.Quarantine(failures=0))
+    quarantine = Quarantine(config.QuarantineLimits(failures=0))
     assert all(quarantine.fault(node("a"), "crash", float(now)) == "" for now in range(50))
     assert quarantine.deadline() is None

@@ -23,7 +23,7 @@ from typing import Any
 
 from ripstop.agent import machine as agent
 from ripstop.agent.health import Problem
-from ripstop.config import Budget, Quarantine, Timing
+from ripstop.config import Budget, QuarantineLimits, Timing
 from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
@@ -149,7 +149,7 @@ class World:
         self.has_own = random.random() < 0.3
         self.finishing = random.random() < 0.4  # workers exit 0 some time after the last fault
         self.slow = random.random() < 0.2
-        self.quarantine = Quarantine(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
+        self.quarantine = QuarantineLimits(random.choice((0, 2, 3)), window=10.0, cooldown=5.0)
         # the coordinator's process
         self.life = 0
         self.job: Job | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ripstop.agent.health import Disk, Facts, Gpu, Ran
 from ripstop.agent.health_command import HealthCommand
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 from ripstop.workers.look import Look
 
 log = logging.getLogger("ripstop.agent")
@@ -24,7 +24,7 @@ PATIENCE = 30.0  # seconds for a look at disks or GPUs: a driver that keeps noth
 class Checkup:
     """One node's looks at itself; made and used in its event loop."""
 
-    def __init__(self, limits: Health, logs: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, limits: HealthLimits, logs: str, environ: Mapping[str, str]) -> None:
         self._limits = limits
         self._command = HealthCommand(limits.command, environ)
         self._ran: Ran | None = None  # how the user's check ended last

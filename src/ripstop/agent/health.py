@@ -6,7 +6,7 @@ a node has not been in the job: two that disagree are no reason to disturb its t
 
 from dataclasses import dataclass
 
-from ripstop.config import Health
+from ripstop.config import HealthLimits
 from ripstop.observe.text import amount
 
 LONGEST = 300  # characters of a user's words
@@ -59,7 +59,7 @@ class Problem:
     words: str
 
 
-def problems(facts: Facts, limits: Health, *, joining: bool) -> tuple[Problem, ...]:
+def problems(facts: Facts, limits: HealthLimits, *, joining: bool) -> tuple[Problem, ...]:
     """All that is wrong with this node."""
     found = [_full(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
     found += [_silent(look) for look in facts.silent]
@@ -108,7 +108,7 @@ def _off(skew: float, most: float) -> Problem:
     )
 
 
-def _objection(ran: Ran, limits: Health) -> Problem:
+def _objection(ran: Ran, limits: HealthLimits) -> Problem:
     name = limits.command[0]
     if ran.error:
         return Problem("command", f"--health-check {name} cannot be started: {ran.error}")

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ripstop.cli.flags import Given
-from ripstop.config import Health, duration, limits
+from ripstop.config import HealthLimits, duration, health_limits
 from ripstop.errors import UsageError
 
 
-def health(given: Given, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> Health:
+def health(given: Given, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> HealthLimits:
     """The user's own check must be there before anything is started.
 
     A node that is alone has nobody to give its place to: what it needs of its disk is its workers' affair.
     """
-    found = limits(conf_name, conf)
+    found = health_limits(conf_name, conf)
     if alone and "min_disk" not in conf:
         found = replace(found, min_disk=0)
     if "--health-interval" in given:

@@ -105,7 +105,7 @@ class Settings:
     fixed_ranks: bool = False
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
-    quarantine: config.Quarantine = field(default_factory=config.Quarantine)
+    quarantine: config.QuarantineLimits = field(default_factory=config.QuarantineLimits)
 
 
 # state ----------------------------------------------------------------------------------------------------------------

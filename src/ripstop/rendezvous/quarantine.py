@@ -27,7 +27,7 @@ class Record:
 class Quarantine:
     """The records of one job; a coordinator that is started again knows none of them."""
 
-    def __init__(self, limits: config.Quarantine) -> None:
+    def __init__(self, limits: config.QuarantineLimits) -> None:
         self._limits = limits
         self._records: dict[str, Record] = {}
         self._soonest: float | None = None  # when the next one is to be released
