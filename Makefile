@@ -29,7 +29,7 @@ demo: $(RUN)  ## two workers train, one is killed, the job goes on and finishes
 
 .PHONY: test
 test: $(TEST) tools  ## the tests, without the long ones
-	python -m pytest -m "not long"
+	python -m pytest -n 2 --dist=loadfile -m "not long"
 
 .PHONY: test-all
 test-all: $(TEST) tools  ## the tests, all of them

@@ -11,7 +11,7 @@ from ripstop.round import Address
 from tests.simulation.blob_world import World
 from tests.simulation.rules import Violation
 
-SCHEDULES = int(os.environ.get("RIPSTOP_SCHEDULES", "21000")) // 105  # each is as long as a hundred of the others
+SCHEDULES = max(200, int(os.environ.get("RIPSTOP_SCHEDULES", "21000")) // 105)  # each as long as a hundred others
 LONG = 10_000
 MOST = 300  # schedules until a mutant is noticed
 
