@@ -39,6 +39,8 @@ test-all: $(TEST) tools  ## the tests, all of them
 test-kube: $(KUBE)  ## the tests against a Kubernetes API server, which KUBECONFIG names
 	@test -n "$${KUBECONFIG-}" || { \
 		echo "KUBECONFIG names no cluster; one for tests: kind create cluster, then export KUBECONFIG=~/.kube/config"; exit 2; }
+	@test -n "$${RIPSTOP_TEST_NODES-}" || \
+		echo "RIPSTOP_TEST_NODES names no command to cut nodes off: tests/schedulers/kube/test_nodes.py is left out"
 	python -m pytest tests/schedulers
 
 .PHONY: check

@@ -9,7 +9,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.kube import COMMANDS
-from ripstop.cli.kube_cluster import describe
+from ripstop.cli.kube_cluster import describe, how_ripstop_is_called
 from ripstop.cli.kube_job import objects, words
 from ripstop.schedulers.kubernetes.manifests import Owner, pod
 from ripstop.schedulers.kubernetes.spec import Spec, read
@@ -286,3 +286,19 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
         "WHEN                  WHAT     HOW OFTEN  WHY",
         "2026-01-01T00:00:01Z  Running  1          1 nodes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "called"),
+    [
+        (["ripstop", "run", "train.py"], [], ["ripstop"]),
+        (["/opt/venv/bin/ripstop"], ["run", "train.py"], ["/opt/venv/bin/ripstop"]),
+        (["python3", "-m", "ripstop"], ["run", "train.py"], ["python3", "-m", "ripstop"]),
+        (["sh", "-c", "ripstop run train.py"], [], ["ripstop"]),
+        (["train.sh", "run"], [], ["ripstop"]),
+        ([], ["run"], ["ripstop"]),
+    ],
+)
+def test_stacks_calls_ripstop_as_the_pod_does(command: list[str], arguments: list[str], called: list[str]) -> None:
+    container = {"name": "main", "command": command, "args": arguments}
+    assert how_ripstop_is_called({"spec": {"containers": [container]}}) == called

@@ -22,7 +22,8 @@ def tables() -> str:
     lines += [_row(path, field, spec["required"]) for path, field in _fields("", spec["properties"])]
     lines += ["", "| field of `status` | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | {_type(field)} | {field.get('description', '')} |" for name, field in _known(status)]
-    lines += ["", f"`kubectl get elasticjobs` shows {', '.join(f'`{column[0]}`' for column in COLUMNS)}."]
+    shown = [f"`{name}`" + (" (with `-o wide`)" if wide else "") for name, _, _, wide in COLUMNS]
+    lines += ["", f"`kubectl get elasticjobs` shows {', '.join(shown)}."]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -176,6 +176,13 @@ def test_by_slot_ranks_follow_the_numbers_and_who_has_none_comes_last() -> None:
     assert seated == ["zero", "two", "ten", "x"]
 
 
+def test_nodes_have_their_old_ranks_again_when_the_one_between_them_is_replaced() -> None:
+    zero, one, two, other = (node(name, number=n) for name, n in (("zero", 0), ("one", 1), ("two", 2), ("other", 1)))
+    assert names((zero, 0), (one, 1), (two, 2), by=RankBy.SLOT) == ["zero", "one", "two"]
+    assert names((zero, 0), (two, 2), by=RankBy.SLOT) == ["zero", "two"]
+    assert names((zero, 0), (two, 1), (other, None), by=RankBy.SLOT) == ["zero", "other", "two"]
+
+
 def test_by_label_nodes_of_a_rack_stand_together_in_the_order_of_coming() -> None:
     labels = {"a": "rack10", "b": "rack9", "c": "rack10", "d": "rack9"}
     seated = newcomers(*(node(name, label=label) for name, label in labels.items()), by=RankBy.LABEL)

@@ -176,6 +176,12 @@ def test_a_pod_that_is_being_deleted_on_a_dead_node_is_forced_at_once() -> None:
     assert deeds(decide(a_job(), [running(0), stuck], NOW)) == [DeletePod("train-1", "uid-1", force=True)]
 
 
+def test_a_pod_that_was_told_to_leave_and_has_ended_is_not_waited_for() -> None:
+    ended = running(1, deleting=True, phase="Failed", ready=False, exit_code=143)
+    decision = decide(settled(a_job(), running(0), running(1)), [running(0), ended], NOW)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1", force=True)]
+
+
 def test_a_disruption_budget_is_made_when_it_is_wanted() -> None:
     assert Ensure("disruption-budget") in decide(a_job(disruptionBudget=True), [], NOW).actions
 

@@ -12,7 +12,7 @@ from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
 from ripstop.rendezvous.policy import Cause
-from ripstop.round import Address, Place
+from ripstop.round import Address, Place, RankBy
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -180,7 +180,8 @@ class Rules:
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():
             rank = self.ranks.get(name, place.group_rank)
-            moved = rank != place.group_rank and rank < place.group_size
+            home = self.world.rank_by is RankBy.SLOT and job.members[name].node.number == place.group_rank
+            moved = rank != place.group_rank and rank < place.group_size and not home
             demand(not moved, f"{name} had rank {rank} and has {place.group_rank} of {place.group_size}")
 
     # the end ----------------------------------------------------------------------------------------------------------

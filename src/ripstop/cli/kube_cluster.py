@@ -272,12 +272,20 @@ def stacks(given: Given, name: str, ranks: Sequence[str]) -> int:
     if not running:
         raise RipstopError(f"no pod of {here}/{name} is running; `ripstop kube status {name}` says why")
     pod = running[0]
-    command = ["ripstop", "stacks", *ranks]
+    command = [*how_ripstop_is_called(pod), "stacks", *ranks]
     streams = Streams(given.text("--context", "") or None)
     code, out, err = streams.execute(here, pod["metadata"]["name"], _trainer(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
+
+
+def how_ripstop_is_called(pod: Json) -> list[str]:
+    """In a pod: as its own command does up to `run`, since it need not be on PATH."""
+    trainer = pod["spec"]["containers"][0]
+    words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
+    end = words.index("run") if "run" in words else 0
+    return words[:end] if end and Path(words[end - 1]).name == "ripstop" else ["ripstop"]
 
 
 # the operator ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ Rules: (1) group ranks are exactly 0 … n-1, and so are global ranks and the ra
 its group rank where the new size allows it, and who stands in for a lost node (the same number, `RankBy.SLOT`) counts
 as that survivor; (3) who wishes for a rank that is free then gets it; (4) what is still vacant goes first to survivors
 whose rank no longer exists, then to newcomers, sorted by what the job's ranks go by (`RankBy`), those that are alike in
-the order given.
+the order given; (5) nodes whose numbers are exactly 0 … n-1 have them for ranks (`RankBy.SLOT`), so that a job that did
+without one for a while has its old ranks again when that is replaced.
 
-So `RankBy` decides for everybody in a first round, and later for newcomers only: a rank that was given is worth more to
-a running job than a tidy order.
+So `RankBy` decides for everybody in a first round, and later, but for (5), for newcomers only: a rank that was given is
+worth more to a running job than a tidy order.
 """
 
 import re
@@ -23,6 +24,8 @@ Candidate = tuple[Node, int | None]  # a node, and its group rank of before; Non
 
 def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Node]:
     """The nodes in the order of their new group ranks."""
+    if by is RankBy.SLOT and (numbered := _numbered([node for node, _ in candidates])):
+        return numbered
     seats: list[Node | None] = [None] * len(candidates)
     survivors: list[tuple[int, Node]] = []  # whose rank is gone
     newcomers: list[Node] = []
@@ -42,6 +45,12 @@ def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Nod
             waiting.append(node)
     rest = iter(waiting)
     return [seat if seat is not None else next(rest) for seat in seats]
+
+
+def _numbered(nodes: Sequence[Node]) -> list[Node] | None:
+    """The nodes by their numbers, if those are ranks; see (5)."""
+    found = sorted(nodes, key=_by_number)
+    return found if [node.number for node in found] == list(range(len(found))) else None
 
 
 def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int, str]]:

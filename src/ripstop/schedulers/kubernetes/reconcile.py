@@ -262,7 +262,9 @@ class _Deciding:
             return
         if pod.silent is not None and (pod.deleting or self.now - pod.silent >= SILENCE):
             self._lose(pod, "NodeLost", f"its node has not answered for {self.now - pod.silent:.0f} s", force=True)
-        elif pod.over and not pod.deleting:
+        elif pod.over and pod.deleting:  # nothing runs in it any more, and its kubelet takes seconds to clear it away
+            self.actions.append(DeletePod(pod.name, pod.uid, force=True))
+        elif pod.over:
             self._lose(pod, *_loss(pod))
         elif pod.silent is not None:
             self.again.append(pod.silent + SILENCE - self.now)
