@@ -77,6 +77,6 @@ def test_the_worker_has_not_noticed(job: Job) -> None:
 def test_restarts_are_answered_as_described_and_the_job_goes_on(described: Any, job: Job) -> None:
     fuzz(described, RESTART, 3)
     (agent,) = job.agents
-    agent.says("round=2 ranks=0-0")
+    agent.says("pause_ms=")  # quick restarts may pass over a round
     assert agent.process.poll() is None
     assert "Traceback" not in agent.err, job.story()
