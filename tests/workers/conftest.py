@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.config import Entry, Script, Start
+from ripstop.workers import linux
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.process import Children
 from ripstop.workers.spawner import Birth, Spawner, Warm
@@ -95,6 +96,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
+    linux.become_subreaper()  # as an agent is: workers are its own children
     before = set(_children())
     yield Stage(tmp_path)
     left = [pid for pid in _children() if pid not in before]

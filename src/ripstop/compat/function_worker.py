@@ -5,6 +5,7 @@ the function with its exceptions recorded, sends the pickled return value, and s
 it hosts for its peers lives as long as the slowest of them.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -45,6 +46,7 @@ class Task:
 
 def work(task: Task, connection: Connection) -> None:
     """The target of the process."""
+    gc.freeze()  # after a fork: the parent's garbage may want threads that are not here to be taken apart
     _stand_alone(task)
     os.environ.update({name: str(value) for name, value in task.env.items()})
     try:
