@@ -134,7 +134,8 @@ class TailLog:
 
     def stop(self) -> None:
         if self._thread is not None and self._bell is not None:
-            os.write(self._bell, b"!")  # not its closing, for a forked child may have a copy
+            with suppress(BrokenPipeError):  # it has stopped by itself
+                os.write(self._bell, b"!")  # not its closing, for a forked child may have a copy
             os.close(self._bell)
             self._bell = None
             self._thread.join()
