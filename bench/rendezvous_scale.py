@@ -30,8 +30,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
+
+from ripstop import round
+from ripstop.rendezvous.messages import Join, Ready
 
 TOKEN = "bench"
 JOB = "scale"
@@ -125,14 +129,11 @@ class Node(asyncio.Protocol):
                 proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
                 self.say("Hello", run_id=JOB, node=self.name, nonce="00", proof=proof)
             case "Welcome":
-                where = {"wish": None, "number": None, "label": ""}
-                node = {"id": self.name, "host": "127.0.0.1", "slots": 8, "role": "default", **where}
-                ready = {"store_port": self.port, "after": 0}
-                nothing = {"newest": 0, "restarts": 0, "held": None, "status": "idle", "failures": [], "closing": None}
-                sizes = {"min_nodes": self.fleet.least, "max_nodes": self.fleet.size, "rank_by": "join"}
+                node = round.Node(self.name, "127.0.0.1", slots=8)
+                join = Join(node, self.fleet.least, self.fleet.size, ready=Ready(self.port, after=0))
                 self.welcome = True
                 self.fleet.gate.release()
-                self.say("Join", node=node, ready=ready, **sizes, **nothing)
+                self.say("Join", **asdict(join))
                 self.beat()
             case "Assign":
                 place = message["place"]
