@@ -106,7 +106,7 @@ def test_nohup_is_respected(job: Job) -> None:
     wait_until(lambda: True if "up" in agent.out else None, why=job.story)
     agent.signal(signal.SIGHUP)
     go(job)
-    assert agent.wait() == 0
+    assert agent.wait() == 0, job.story()
 
 
 def test_a_zygote_that_is_killed_is_missed_by_nobody(job: Job) -> None:
