@@ -24,6 +24,7 @@ from typing import Any
 
 from ripstop.errors import ProtocolError
 from ripstop.rendezvous import ranks
+from ripstop.rendezvous.envelope import opened
 from ripstop.round import Address, Node
 
 VERSION = 1
@@ -294,21 +295,11 @@ def encode(state: State) -> bytes:
 
 def decode(blob: bytes, run_id: str) -> State:
     """What `encode` wrote; anything else is another's, and a `ProtocolError` (rule 7)."""
+    value = opened(blob, run_id, version=VERSION, most=MAX_STATE)
     try:
-        value: Any = json.loads(blob) if len(blob) <= MAX_STATE else None
-    except (ValueError, RecursionError):
-        value = None
-    match value:
-        case {"ripstop": int(version)} if version != VERSION:
-            raise ProtocolError(f"it was written by another version of ripstop ({version}, this one writes {VERSION})")
-        case {"ripstop": int(), "run_id": str(other)} if other != run_id:
-            raise ProtocolError(f"it was written for job {other[:80]!r}, not for {run_id!r}")
-        case {"ripstop": int(), "run_id": str()}:
-            try:
-                return _state(value)
-            except (AttributeError, KeyError, TypeError, ValueError):
-                raise ProtocolError(f"it is damaged: found {blob[:80]!r}") from None
-    raise ProtocolError(f"it was not written by ripstop: found {blob[:80]!r}")
+        return _state(value)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ProtocolError(f"it is damaged: found {blob[:80]!r}") from None
 
 
 def _state(value: dict[str, Any]) -> State:

@@ -14,7 +14,7 @@ coordinator's state is soft (rule 8 of `machine.py`), so that key is all that et
 import json
 from dataclasses import dataclass
 
-from ripstop.errors import ProtocolError
+from ripstop.rendezvous.envelope import foreign, opened
 from ripstop.round import Address
 
 VERSION = 1
@@ -170,16 +170,7 @@ def write_seat(run_id: str, address: Address, node: str) -> str:
 
 def read_seat(text: str, run_id: str, revision: int) -> Seat:
     """What `write_seat` wrote; anything else is another's, and a `ProtocolError` (rule 4)."""
-    seen = f"found {text[:80]!r}"
-    try:
-        value = json.loads(text) if len(text) <= MAX_VALUE else None
-    except (ValueError, RecursionError):
-        value = None
-    match value:
-        case {"ripstop": int(version)} if version != VERSION:
-            raise ProtocolError(f"it was written by another version of ripstop ({version}, this one writes {VERSION})")
-        case {"ripstop": int(), "run_id": str(other)} if other != run_id:
-            raise ProtocolError(f"it was written for job {other[:80]!r}, not for {run_id!r}")
-        case {"ripstop": int(), "host": str(host), "port": int(port), "node": str(node)} if host and 0 < port < 65536:
+    match opened(text, run_id, version=VERSION, most=MAX_VALUE):
+        case {"host": str(host), "port": int(port), "node": str(node)} if host and 0 < port < 65536:
             return Seat(Address(host, port), node, revision)
-    raise ProtocolError(f"it was not written by ripstop: {seen}")
+    raise foreign(text)
