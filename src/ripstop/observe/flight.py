@@ -11,11 +11,11 @@ is theirs alone; (6) what makes no sense is passed over, and of a rank that did 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ripstop.observe.failure import Standing
 from ripstop.observe.text import clean, named
+from ripstop.values import dataclass
 
 MOST_GROUPS = 8  # of one rank that travel; no more are heard of another machine's (`rendezvous/bounds.py`)
 SHOWN = 20  # entries, for people

@@ -10,10 +10,10 @@ before all; then those of whom torch's flight recorder says it (`flight.py`), bu
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ripstop.observe.failure import Failure, Hang, Standing
 from ripstop.observe.text import named
+from ripstop.values import dataclass
 
 MOST_FRAMES = 200
 # compiled at their first use: most jobs never need them

@@ -1,10 +1,9 @@
 """What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
 
-from dataclasses import dataclass
-
 from ripstop.observe import events as observe
 from ripstop.observe.failure import Report
 from ripstop.rendezvous.messages import FromAgent, FromCoordinator
+from ripstop.values import dataclass
 
 # events ---------------------------------------------------------------------------------------------------------------
 

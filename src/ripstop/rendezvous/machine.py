@@ -31,7 +31,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from operator import itemgetter
 
 from ripstop import config
@@ -82,6 +82,7 @@ from ripstop.rendezvous.messages import (
 from ripstop.rendezvous.policy import Cause, Restarts, Verdict, cause_of
 from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.round import Address, Node, Outcome, Place, RankBy
+from ripstop.values import dataclass
 
 LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
 RECONNECT = 0.5  # seconds a node may take to come back over a new connection

@@ -9,11 +9,11 @@ time and size, and one that does not come is said in words.
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from ripstop.observe.failure import Standing
 from ripstop.observe.flight import as_text, from_torch, standings
+from ripstop.values import dataclass
 from ripstop.workers.look import aside
 
 PATIENCE = 2.0  # seconds for an answer
