@@ -11,6 +11,7 @@ is theirs alone; (6) what makes no sense is passed over, and of a rank that did 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ripstop.observe.failure import Standing
@@ -124,6 +125,7 @@ def _label(name: str, description: Any) -> str:
     return _word(description if isinstance(description, str) and description not in ("", "undefined") else name)
 
 
+@lru_cache(maxsize=1024)  # the same few, thousands of times
 def _word(text: str) -> str:
     return " ".join(clean(text).split())[:_WORD]
 

@@ -17,6 +17,7 @@ from ripstop.values import dataclass
 from ripstop.workers.look import aside
 
 PATIENCE = 2.0  # seconds for an answer
+READING = 1.5  # and to understand it; all nodes together have five
 LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
 
 
@@ -39,15 +40,18 @@ async def _ask(path: str) -> Flight:
     try:
         async with asyncio.timeout(PATIENCE):
             raw = await _read(path)
-            if len(raw) > LARGEST:
-                return Flight(why=f"it has more than {LARGEST >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE")
-            return await aside(partial(_understand, raw))
+        if len(raw) > LARGEST:
+            return Flight(why=f"it has more than {LARGEST >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE")
     except TimeoutError:
         return Flight(why=f"the worker did not answer within {PATIENCE:g} s")
     except FileNotFoundError:
         return Flight(why="the worker was not forked with torch loaded (see --start-method and --preload)")
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         return Flight(why=f"the worker cannot be asked: {error}")
+    try:
+        return await aside(partial(_understand, raw), READING)
+    except (TimeoutError, RuntimeError) as error:
+        return Flight(raw=raw, why=f"this node is too busy to read the worker's answer: {error}".rstrip(": "))
 
 
 async def _read(path: str) -> bytes:
