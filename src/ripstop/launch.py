@@ -46,7 +46,7 @@ from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.machine import Settings
+from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, RankBy
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole

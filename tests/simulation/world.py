@@ -28,6 +28,7 @@ from ripstop.observe.failure import Failure, Hang
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
+from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
@@ -288,7 +289,7 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = coordinator.Settings(
+        settings = Settings(
             *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
             quarantine=self.quarantine,
         )

@@ -35,8 +35,9 @@ from ripstop.rendezvous.events import (
     Send,
     Tick,
 )
-from ripstop.rendezvous.machine import Job, Settings
+from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
+from ripstop.rendezvous.settings import Settings
 
 if TYPE_CHECKING:
     from ripstop.rendezvous.scrape import Scraper

@@ -46,9 +46,10 @@ from ripstop.rendezvous.election import (
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable, below
 from ripstop.rendezvous.link import Listener
-from ripstop.rendezvous.machine import FAREWELL, Settings
+from ripstop.rendezvous.machine import FAREWELL
 from ripstop.rendezvous.messages import Closed, FromAgent, FromCoordinator
 from ripstop.rendezvous.server import Server
+from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address
 
