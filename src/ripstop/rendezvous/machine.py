@@ -34,20 +34,17 @@ from ripstop.observe.events import Ending
 from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how
 from ripstop.observe.status import JobStatus, NodeState, NodeStatus, Phase
+from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, objection
 from ripstop.rendezvous import admission, ranks
 from ripstop.rendezvous.bounds import bounded, cut
 from ripstop.rendezvous.events import (
-    Close,
     Command,
-    Drain,
     Drop,
     End,
     Event,
     Gone,
     Heard,
     Record,
-    Restart,
-    Scale,
     Send,
     Tick,
 )
@@ -144,16 +141,10 @@ class Job:
                 out += self._hear(node, bounded(message), now)
             case Gone(node):
                 self._gone(node, now)
-            case Scale(nodes):
-                self._scale(nodes)
-            case Restart(why):
-                self._restart(why, now)
-            case Drain(node, why):
-                out += self._drain(node, why)
-            case Close(why):
-                out += self._close(Outcome.STOPPED, why, now)
             case Tick():
                 pass
+            case wish:
+                out += self._steer(wish, now)
         out += self._expire(now)
         out += self._advance(now)
         if self.phase is Phase.RUNNING:
@@ -181,18 +172,6 @@ class Job:
                 times += [since + timing.settle for since in islice(self._roster.waiting.values(), 1)]
                 times += self._roster.troubled().next_after(self._now)
         return min((t for t in times if t > self._now), default=None)
-
-    def objection_to_drain(self, node: str) -> str:
-        """Why this node cannot be sent away; empty when it can."""
-        if node not in self.members:
-            return f"no node {node} is part of the job; `status` lists them"
-        staying = sum(n not in self._presence.leaving and n != node for n in self.members)
-        if staying < self.settings.min_nodes:
-            least = self.settings.min_nodes
-            return (
-                f"the job needs {least} nodes, and without {node} it has {staying}; stop the job, or add a node first"
-            )
-        return ""
 
     def status(self, now: float) -> JobStatus:
         """The job as it is."""
@@ -277,9 +256,9 @@ class Job:
 
     def _join(self, node: str, join: Join, now: float) -> list[Command]:
         staying = (member.node for name, member in self.members.items() if not self._presence.is_going(name))
-        if objection := admission.objection(node, join, self.settings, staying):
-            self._notes.append(observe.NodeRejected(node, objection))
-            return [Send(node, Rejected(objection)), Drop(node)]
+        if why_not := admission.objection(node, join, self.settings, staying):
+            self._notes.append(observe.NodeRejected(node, why_not))
+            return [Send(node, Rejected(why_not)), Drop(node)]
         self._notes += self._roster.join(join, now)
         self._highest = max(self._highest, join.newest)
         if join.restarts > self.restarts.used:  # rule 8: an earlier coordinator granted them
@@ -375,20 +354,23 @@ class Job:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
             self._done.add(node)
 
-    def _scale(self, nodes: int) -> None:
-        low, high = self.settings.min_nodes, self.settings.max_nodes
-        fits = low <= nodes <= high
-        why = "" if fits else f"the job runs on {low} to {high} nodes"
-        self._notes.append(observe.ScaleAsked(nodes, fits, why))
-        if fits:
-            self._target = nodes
-
-    def _restart(self, why: str, now: float) -> None:
-        if self.phase is Phase.RUNNING:
-            self._gather(Ending.OPERATOR, why, now)
-
-    def _drain(self, node: str, why: str) -> list[Command]:
-        return [] if self.objection_to_drain(node) else [Send(node, Depart(why))]
+    def _steer(self, wish: Wish, now: float) -> list[Command]:
+        """What an operator wants, if it can be had."""
+        why_not = objection(wish, self.status(now))
+        if isinstance(wish, Scale):
+            self._notes.append(observe.ScaleAsked(wish.nodes, not why_not, why_not))
+        if why_not:
+            return []
+        match wish:
+            case Restart(why):
+                self._gather(Ending.OPERATOR, why, now)
+            case Drain(node, why):
+                return [Send(node, Depart(why))]
+            case Scale(nodes):
+                self._target = nodes
+            case Close(why):
+                return self._close(Outcome.STOPPED, why, now)
+        return []
 
     # who is gone ------------------------------------------------------------------------------------------------------
 
