@@ -9,7 +9,7 @@ in somebody's browser can ask for one.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.observe.steerable import Questions, Refused, Steerable, ask, node_of, placed
 from ripstop.observe.streams import WAIT, Kind, Piece, Streams
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, in_words, is_member, objection
+from ripstop.values import dataclass
 
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_EVENTS = 1000  # in one answer

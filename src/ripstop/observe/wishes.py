@@ -4,9 +4,8 @@ Whoever takes a wish asks `objection` first: the API, to refuse it with words, a
 the one to grant it.
 """
 
-from dataclasses import dataclass
-
 from ripstop.observe.status import JobStatus, NodeState, Phase
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

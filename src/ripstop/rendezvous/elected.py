@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 
 from ripstop.config import Etcd, Tls
 from ripstop.errors import ProtocolError, RipstopError
@@ -52,6 +51,7 @@ from ripstop.rendezvous.server import Server
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 log = logging.getLogger("ripstop.rendezvous")
 

@@ -1,11 +1,10 @@
 """What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
 
-from dataclasses import dataclass
-
 from ripstop.observe import events as observe
 from ripstop.observe.failure import Report
 from ripstop.observe.wishes import Wish
 from ripstop.rendezvous.messages import FromAgent, FromCoordinator
+from ripstop.values import dataclass
 
 # events ---------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Which nodes the job has, and what a ruling does to it, is the machine's.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ripstop.observe.events import BudgetCharged, Ending, Event, HangDiagnosed
 from ripstop.observe.failure import Failure
@@ -18,6 +18,7 @@ from ripstop.observe.report import how, looks_like_victim, order, root_cause, tr
 from ripstop.observe.stacks import hangs_among, in_words, odd_ones
 from ripstop.rendezvous.bounds import cut
 from ripstop.rendezvous.policy import Cause, Restarts, Verdict, cause_of
+from ripstop.values import dataclass
 
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are

@@ -37,17 +37,7 @@ from ripstop.observe.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, objection
 from ripstop.rendezvous import admission, ranks
 from ripstop.rendezvous.bounds import bounded, cut
-from ripstop.rendezvous.events import (
-    Command,
-    Drop,
-    End,
-    Event,
-    Gone,
-    Heard,
-    Record,
-    Send,
-    Tick,
-)
+from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
 from ripstop.rendezvous.inquest import Fail, Heal, Inquest, Ruling
 from ripstop.rendezvous.messages import (
     Assign,

@@ -1,9 +1,10 @@
 """What a job was started with, as far as its coordinator decides by it.  Pure data."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ripstop.config import Budget, QuarantineLimits, Timing
 from ripstop.round import RankBy
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

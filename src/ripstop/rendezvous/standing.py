@@ -9,11 +9,11 @@ before it is healthy.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from operator import itemgetter
 
 from ripstop.round import Node, Place
+from ripstop.values import dataclass
 
 LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
 
