@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from ripstop.agent.answers import QUESTIONS, Node, Workers, answer
 from ripstop.config import Logs, StreamMap, Streams
 from ripstop.errors import NoAnswer
+from ripstop.observe.progress import Pace
 from ripstop.observe.sample import GpuSample
 from ripstop.round import Address, Place
 from ripstop.workers.gpus import Gpus
@@ -34,8 +36,19 @@ def test_a_node_without_workers_can_be_sampled() -> None:
     assert (sample["ranks"], sample["gpus"][0]["memory_used"]) == ([], 7)
 
 
+def test_a_worker_that_reports_tells_its_step_and_others_say_that_they_do_not(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
+    workers = Workers(PLACE, (1, 2), logs, {1: Pace(7, 1.0, 100.0, 8)})
+    before = time.time()
+    seen = told("step", workers, rank=5)
+    assert (seen["round"], seen["step"]) == (2, 7)
+    assert before - 100.0 <= seen["at"] <= time.time() - 100.0
+    with pytest.raises(NoAnswer, match="rank 4 reports no steps now"):
+        told("step", workers, rank=4)
+
+
 def test_an_unknown_question_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(NoAnswer, match="'meaning'; it answers log, sample, stacks, workers"):
+    with pytest.raises(NoAnswer, match="'meaning'; it answers log, sample, stacks, step, workers"):
         told("meaning")
 
 

@@ -76,7 +76,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job on one node, without a port, that talks for as long as the tests last."""
     folder = tmp_path_factory.mktemp("alone")
     with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder)) as job:
-        job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=alone", "--tee=3", str(CHATTY))
+        env = {"REPORT": "1"}
+        job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=alone", "--tee=3", str(CHATTY), env=env)
         until_running(job)
         yield job
 
@@ -92,6 +93,16 @@ def test_status_says_what_the_job_is(alone: Job) -> None:
     assert "world 2, restarts 0 of 0, nodes 1:1" in text
     assert " running  0-1    default" in text
     assert status(alone, "--job=alone")["nodes"][0]["state"] == "running"
+
+
+def test_status_tells_the_goodput_of_workers_that_report_and_follows_it(alone: Job) -> None:
+    def above(share: float) -> float | None:
+        found = status(alone)["goodput"]
+        return found if found is not None and found > share else None
+
+    first = wait_until(lambda: above(0.0), why=alone.story)
+    assert wait_until(lambda: above(first), why=alone.story) < 1.0  # it has started long ago, and nothing is lost
+    assert re.search(r"nodes 1:1, goodput \d+%\n", says(alone, "status"))
 
 
 def maps(agent: Agent, name: str) -> bool:

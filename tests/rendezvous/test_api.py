@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -11,8 +12,8 @@ import aiohttp
 import pytest
 
 from ripstop.observe import streams
-from ripstop.observe.events import AgentSaid, Entry, WorkersStarted
-from ripstop.rendezvous import server
+from ripstop.observe.events import AgentSaid, Entry, FirstStep, WorkersStarted
+from ripstop.rendezvous import scrape, server
 from ripstop.rendezvous.messages import Answer, Ask, Assign, Closing, Depart
 from ripstop.rendezvous.secret import api_token
 from ripstop.rendezvous.tls import for_agent
@@ -179,6 +180,29 @@ def test_status_members_and_ranks_tell_the_same(harness: Any) -> None:
             {"rank": 0, "node": "a", "pid": 4711} | rank,
             {"rank": 1, "node": "b", "pid": None} | rank,
         ]
+
+    in_a_job(harness, scenario, nodes=2)
+
+
+def test_status_asks_the_one_node_that_knows_the_goodput_and_does_without_its_answer(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "HASTE", 0.05)
+
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        assert (await caller.get("/status"))[1]["goodput"] is None
+        now = time.time()
+        coordinator.journal.take(Entry(1, now, "b", FirstStep(1, 1, 10, 0.1)))
+        coordinator.journal.take(Entry(1, now, "a", FirstStep(1, 0, 10, 0.1)))
+        assert (await caller.get("/status"))[1]["goodput"] == 0.0  # no answer in time
+        monkeypatch.setattr(scrape, "HASTE", DEADLINE)
+        asking = asyncio.create_task(caller.get("/status"))
+        await agents[0].until(lambda agent: len(asks(agent)) == 2)
+        ask = asks(agents[0])[-1]
+        assert (ask.question, json.loads(ask.argument)) == ("step", {"rank": 0})
+        links[0].send(Answer(ask.number, json.dumps({"round": 1, "step": 12, "at": now + 1e6})))
+        assert (await asking)[1]["goodput"] == 1.0
+        assert asks(agents[1]) == []
 
     in_a_job(harness, scenario, nodes=2)
 

@@ -6,6 +6,7 @@ nobody's training may be disturbed by a question.
 
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -94,6 +95,17 @@ async def _workers(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     return {"round": workers.place.round, "pids": workers.pids}
 
 
+async def _step(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the worker of this `rank` has come: a `StepSample`."""
+    from ripstop.observe.sample import StepSample  # nobody may ever ask
+
+    workers, rank = node.running(), int(details["rank"])
+    pace = workers.progress.get(workers.local_rank(rank))
+    if pace is None or pace.step is None:
+        raise NoAnswer(f"rank {rank} reports no steps now")
+    return asdict(StepSample(workers.place.round, pace.step, time.time() - pace.age))
+
+
 async def _log(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """A piece of a worker's log: from `offset` in the log of `round`, or the last `tail` lines of the present one.
 
@@ -151,6 +163,7 @@ QUESTIONS: dict[str, Callable[[Node, Mapping[str, Any]], Awaitable[dict[str, Any
     "log": _log,
     "sample": _sample,
     "stacks": _stacks,
+    "step": _step,
     "workers": _workers,
 }
 

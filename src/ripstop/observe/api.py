@@ -9,7 +9,7 @@ in somebody's browser can ask for one.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -124,7 +124,9 @@ class Api:
         return _json(openapi.describe(ROUTES))
 
     async def status(self, call: Call) -> web.StreamResponse:
-        return _json(asdict(self.job.status()))
+        job = self.job
+        goodput = await job.goodput()
+        return _json(asdict(replace(job.status(), goodput=goodput)))
 
     async def members(self, call: Call) -> web.StreamResponse:
         return _json({"members": [asdict(node) for node in self.job.status().nodes]})
