@@ -187,6 +187,45 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
     assert list(run_directory(job.env).iterdir()) == []
 
 
+LAST_WORDS = [f"{number} {'x' * 50}" for number in range(20_000)] + ["the last word \u20ac"]
+
+
+def go(job: Job, how: str) -> None:
+    """Have `last_words.py` speak, and end."""
+    path = Path(job.env["GO"])
+    path.with_suffix(".new").write_text(how)
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize(("how", "code"), [("fail", 1), ("stop", 1), ("signal", 143)])
+def test_who_follows_a_log_has_all_of_it_when_the_job_ends(tmp_path: Path, how: str, code: int) -> None:
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
+        agent = job.run("--standalone", "--redirects=1", str(SCRIPTS / "last_words.py"))
+        until_running(job)
+        following = job.ripstop("logs", "0", "-f", "--stream=stdout")
+        wait_until(lambda: following.out or None, why=lambda: following.err)
+        go(job, "stop" if how == "signal" else how)
+        if how == "stop":
+            says(job, "stop")
+        elif how == "signal":
+            agent.signal(signal.SIGTERM)
+        assert (agent.wait(), following.wait()) == (code, 0), following.err
+        assert following.out.splitlines() == ["ready", *LAST_WORDS]
+
+
+def test_who_follows_logs_of_several_nodes_has_all_of_them_when_the_job_ends(tmp_path: Path) -> None:
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
+        nodes = [job.node("--redirects=1", nnodes="2", script=SCRIPTS / "last_words.py") for _ in range(2)]
+        until_running(job, 1, "--job=e2e")
+        following = job.ripstop("logs", "-f", "--stream=stdout", "--job=e2e")
+        wait_until(lambda: True if following.out.count("ready") == 2 else None, why=lambda: following.err)
+        go(job, "succeed")
+        assert ([node.wait() for node in nodes], following.wait()) == ([0, 0], 0), following.err
+        lines = following.out.splitlines()
+        for rank in ("[0]", "[1]"):
+            assert [line[4:] for line in lines if line.startswith(rank)] == ["ready", *LAST_WORDS]
+
+
 def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is_said_to_be_there(job: Job) -> None:
     agent = job.run("--standalone", str(CHATTY))
     agent.says("round=1")

@@ -8,6 +8,7 @@ in somebody's browser can ask for one.
 """
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -199,6 +200,8 @@ class Api:
             begin["tail"] = 100 if words["tail"] is None else words["tail"]
         else:
             begin["offset"] = words["offset"]
+        if words["follow"]:
+            begin["reader"] = secrets.token_hex(8)
         node = node_of(job.status(), words["rank"])
         try:
             first = await self._questions.ask(job, node, "log", begin, PATIENCE)
@@ -206,15 +209,28 @@ class Api:
                 return _json(await self._whole(job, node, begin, first))
         except NoAnswer as why:
             raise Refused(409, str(why)) from why
+        pieces = self._streams.log(job.journal, words["rank"], first, self._following(job, node, begin))
+        return await self._streams.send(call.request, Kind.LOGS, pieces)
+
+    def _following(
+        self, job: Steerable, node: NodeStatus, begin: dict[str, Any]
+    ) -> Callable[[Piece, float], Awaitable[Piece]]:
+        """What asks for the next piece of a log: the node that has the present one until that is all, then the next."""
 
         async def after(piece: Piece, wait: float) -> Piece:
-            node, details = node_of(job.status(), words["rank"]), _after(begin, piece) | {"wait": wait}
-            if wait:
-                return await ask(job, node, "log", details, 2 * WAIT)
-            return await self._questions.ask(job, node, "log", details, PATIENCE)
+            nonlocal node
+            if piece["end"]:
+                node = node_of(job.status(), begin["rank"])
+            details = _after(begin, piece) | {"reader": begin["reader"], "wait": wait}
+            try:
+                if wait:
+                    return await ask(job, node, "log", details, 2 * WAIT)
+                return await self._questions.ask(job, node, "log", details, PATIENCE)
+            except NoAnswer:
+                node = node_of(job.status(), begin["rank"])
+                raise
 
-        pieces = self._streams.log(job.journal, words["rank"], first, after)
-        return await self._streams.send(call.request, Kind.LOGS, pieces)
+        return after
 
     async def _whole(
         self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]
