@@ -219,6 +219,7 @@ class RunConfig:
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
+    target: int | None = None  # nodes to have at first; None: as many as there may be
     slots: int = 1
     role: str = "default"
     backend: Backend = Backend.LOCAL
@@ -262,6 +263,7 @@ class CoordinatorConfig:
     endpoint: Address
     min_nodes: int = 1
     max_nodes: int = 1
+    target: int | None = None
     rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
@@ -291,6 +293,7 @@ QUARANTINE_CONF = frozenset({"quarantine_failures", "quarantine_window", "quaran
 BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
 RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
     "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
+    "target",
 }  # fmt: skip
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
@@ -502,6 +505,14 @@ def quarantine(name: str, conf: Mapping[str, str]) -> QuarantineLimits:
         window=seconds("quarantine_window", default.window),
         cooldown=seconds("quarantine_cooldown", default.cooldown),
     )
+
+
+def target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -> int | None:
+    """How many nodes the job has at first, as `--rdzv-conf` says; None: as many as there may be."""
+    if "target" not in conf:
+        return None
+    remedy = f"--nnodes allows {min_nodes} to {max_nodes}"
+    return whole(f"{name} target", conf["target"], least=min_nodes, most=max_nodes, remedy=remedy)
 
 
 def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:

@@ -271,6 +271,8 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         (f"{C10D} --api=127.0.0.1", "--api has no effect on a job of several nodes"),
         ("--rdzv-conf=rank_by=label", "rank_by has no effect on a single node"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=rank_by=slot", "rank_by has no effect with static"),
+        ("--rdzv-conf=target=1", "target has no effect on a single node"),
+        ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=target=2", "target has no effect with static"),
         (f"{C10D} --node-label=rack7", "--node-label has no effect without --rdzv-conf rank_by=label"),
         ("--rdzv-conf=close_timeout=5", "close_timeout has no effect"),
         ("--rdzv-conf=read_timeout=5", "read_timeout has no effect"),

@@ -7,7 +7,8 @@
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
 3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
     as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
-    survivors wait for newcomers.  An operator's wish for a size stands in for `max`.  Phases follow `TRANSITIONS`.
+    survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with (`target`), stands in
+    for `max`; a round that is recovered (8) is as large as it is.  Phases follow `TRANSITIONS`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A closed connection is a hint: it is a loss when anybody fails meanwhile, or the node is not back after `RECONNECT`.
     A node that is in no round, or leaving, is gone with its connection.  Silence for a lease is a loss.  A coordinator
@@ -95,7 +96,11 @@ PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
+    """What the job was started with.
+
+    `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to have
+    until an operator says otherwise; None: as many as it can.
+    """
 
     run_id: str
     min_nodes: int
@@ -106,6 +111,7 @@ class Settings:
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
     quarantine: config.QuarantineLimits = field(default_factory=config.QuarantineLimits)
+    target: int | None = None
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ class Job:
         self.members: dict[str, Member] = {}  # in the order of joining
         self.restarts = Restarts(settings.budget)
         self.report: Report | None = None
-        self._target = settings.max_nodes
+        self._target = settings.max_nodes if settings.target is None else settings.target
         self._witness: Place | None = None  # the first place heard of in the round that is being recovered
         self._since = now  # when this phase began
         self._not_before = now  # a restart's pause
@@ -706,6 +712,7 @@ class Job:
         ]
         first = not self.round or self.phase is Phase.RECOVERING
         self.round, self._witness = held.round, held
+        self._target = max(self._target, min(held.group_size, self.settings.max_nodes))  # it was asked for since
         self._begin({}, now)
         if not first:
             self._gather(Ending.COORDINATOR, f"round {held.round} was alive elsewhere", now)
