@@ -170,6 +170,7 @@ class Etcd:
     """How to reach the etcd that elects the coordinator; a job's keys are below `PREFIX/RUN_ID/`.
 
     `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that asks for them.
+    `port` is where this node listens if it is elected; 0: any that is free.
     """
 
     endpoints: tuple[Address, ...]
@@ -180,6 +181,7 @@ class Etcd:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,6 +534,7 @@ ETCD_CONF = {  # torch's two etcd backends call the same things by different nam
     "ssl_cert_key": "key",
     "protocol": "protocol",
     "etcd_prefix": "prefix",
+    "coordinator_port": "port",  # ours
 }
 
 
@@ -556,6 +559,7 @@ def etcd(
         key=_readable(conf_name, "key", said),
         user=environ.get("RIPSTOP_ETCD_USER", ""),
         password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
+        port=port(f"{conf_name} coordinator_port", said.get("port", "0"), least=0),
     )
     if not all(endpoint.port for endpoint in found.endpoints):
         raise UsageError(f"{name}={text}: etcd does not listen at port 0; write HOST:{ETCD_PORT}")

@@ -379,7 +379,7 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
         (tmp_path / name).touch()
     config = read(
         "--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=e0,e1:4001,[fd00::1] --local-addr=n0 "
-        "--rdzv-conf=cacert=ca.pem,cert=c.pem,key=k.pem,etcd_prefix=/team/jobs/,lease=5 train.py",
+        "--rdzv-conf=cacert=ca.pem,cert=c.pem,key=k.pem,etcd_prefix=/team/jobs/,coordinator_port=7,lease=5 train.py",
         {**TOKEN, "RIPSTOP_ETCD_USER": "u", "RIPSTOP_ETCD_PASSWORD": "hush"},
     )
     assert config.backend is Backend.ETCD
@@ -392,6 +392,7 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
         key=Path("k.pem"),
         user="u",
         password="hush",
+        port=7,
     )
     assert config.timing.lease == 5
     assert config.local_addr == "n0"

@@ -418,6 +418,14 @@ def test_the_status_tells_what_is_charged_now_and_what_was_ever_healed() -> None
     assert (job.status(75.0).restarts, job.status(75.0).charged) == (2, 1)
 
 
+def test_the_status_tells_what_failed_last_whatever_happened_since() -> None:
+    job = running("a", "b")
+    crash_again(job, "a", 10.0)
+    failure = job.status(10.0).why
+    on(job, Restart("a wish"), 11.0)
+    assert (job.status(11.0).why, job.status(11.0).last_failure) == ("a wish", failure)
+
+
 # rule 5: who is lost --------------------------------------------------------------------------------------------------
 
 

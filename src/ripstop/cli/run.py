@@ -125,7 +125,7 @@ settings: --rdzv-conf KEY=VALUE,…
   quarantine_failures=3       of a node within quarantine_window=600 keep it out for quarantine_cooldown=600, if the
                               job can do without it; 0: never
   tls_cert, tls_key, tls_ca   PEM files, to encrypt what agents and coordinator say
-  for etcd                    protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
+  for etcd                    protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop, coordinator_port=0
 
 TIME is seconds, or has a unit: 90s, 10m, 1h.  Flags may be written with underscores.
 Every flag can be given as a variable: PET_NNODES=2.  Others that count:

@@ -47,7 +47,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it.
+    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
 
     `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
     `max_restarts` now.
@@ -65,4 +65,5 @@ class JobStatus:
     max_nodes: int
     target: int
     nodes: tuple[NodeStatus, ...]
+    last_failure: str = ""
     charged: int = 0

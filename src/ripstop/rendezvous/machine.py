@@ -7,8 +7,8 @@
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
 3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
     as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
-    survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with (`target`), stands in
-    for `max`; a round that is recovered (8) is as large as it is.  Phases follow `TRANSITIONS`.
+    survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with (`target`), stands
+    in for `max`; a round that is recovered (8) is as large as it is.  Phases follow `TRANSITIONS`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A closed connection is a hint: it is a loss when anybody fails meanwhile, or the node is not back after `RECONNECT`.
     A node that is in no round, or leaving, is gone with its connection.  Silence for a lease is a loss.  A coordinator
@@ -98,8 +98,8 @@ PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 class Settings:
     """What the job was started with.
 
-    `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to have
-    until an operator says otherwise; None: as many as it can.
+    `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to
+    have until an operator says otherwise; None: as many as it can.
     """
 
     run_id: str
@@ -184,6 +184,7 @@ class Job:
         self._since = now  # when this phase began
         self._not_before = now  # a restart's pause
         self._why = "first round"
+        self._last_failure = ""  # why a round ended that failed
         self._quorum: float | None = None  # since when enough nodes are ready
         # Where each member stands; `_reclassify` keeps these in step, so that no decision needs to look at everybody.
         self._able: set[str] = set()  # ready, here, not leaving and in no trouble: they could be in a round
@@ -308,6 +309,7 @@ class Job:
             max_nodes=self.settings.max_nodes,
             target=self._target,
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+            last_failure=self._last_failure,
             charged=self.restarts.spent(Cause.APPLICATION, now),
         )
 
@@ -747,6 +749,8 @@ class Job:
         self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
+        if cause in (Ending.APPLICATION, Ending.INFRASTRUCTURE):
+            self._last_failure = why
         self._not_before = now + delay
         self._quorum = None
         self._held = False
