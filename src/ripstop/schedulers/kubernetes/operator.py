@@ -284,6 +284,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
         registry=registry,
         settings=settings,
         standalone=True,
+        identity="ripstop",  # kopf would ask for our user's name, and in a pod that may have none
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace is not None else [],
         liveness_endpoint=f"http://{health}/healthz" if health else None,
