@@ -134,6 +134,7 @@ def test_logs_and_stacks_come_from_the_pods(training: Training) -> None:
 
 def test_an_image_that_does_not_exist_is_a_condition_and_disturbs_no_other_job(training: Training) -> None:
     wrong = template(training.folder, training.names)
+    wrong["spec"]["terminationGracePeriodSeconds"] = 1
     wrong["spec"]["containers"][0] |= {"image": "lab.invalid/no-such-image:1", "imagePullPolicy": "IfNotPresent"}
     began = time.time()
     training.place.submit("wrong", maxReplicas=1, replicas=1, template=wrong)
@@ -147,6 +148,7 @@ def test_an_image_that_does_not_exist_is_a_condition_and_disturbs_no_other_job(t
         assert {step.world for step in training.steps() if step.at > began} == {3}
     finally:
         training.do("delete", "elasticjob/wrong")
+        eventually(lambda: not training.place.pods("wrong"), PATIENCE)  # a node that is drained would wait for it
 
 
 def test_a_node_that_is_drained_is_left_in_order(training: Training) -> None:
