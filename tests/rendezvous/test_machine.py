@@ -329,6 +329,19 @@ def test_an_operator_scales_up_again() -> None:
     assert assigned(on(job, Scale(3), 6.0)) == {"a": 0, "b": 1, "c": 2}
 
 
+def test_a_job_that_is_to_begin_with_fewer_nodes_than_it_can_use_keeps_the_rest_as_spares() -> None:
+    job = Job(replace(new_job(1, 3).settings, target=2))
+    hear(job, "a", join(job, "a"), 0.0)
+    assert assigned(hear(job, "b", join(job, "b"), 0.1)) == {"a": 0, "b": 1}, "nobody else is waited for"
+    offer_anew(job, "a", 0.2)
+    assert held(hear(job, "c", join(job, "c"), 5.0)) == {"c": 1}
+    assert job.status(5.0).nodes[2].state is NodeState.SPARE
+    assert assigned(hear(job, "b", Leave("gone"), 6.0)) == {"a": 0, "c": 1}, "it takes a lost node's place at once"
+    offer_anew(job, "a", 6.1)
+    assert held(hear(job, "d", join(job, "d"), 7.0)) == {"d": 2}
+    assert assigned(on(job, Scale(3), 8.0)) == {"a": 0, "c": 1, "d": 2}
+
+
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_a_scale_outside_the_range_is_refused(nodes: int) -> None:
     job = running("a", high=4)
@@ -393,6 +406,14 @@ def test_the_status_tells_what_is_charged_now_and_what_was_ever_healed() -> None
         crash_again(job, "a", now)
     assert (job.status(20.0).restarts, job.status(20.0).charged) == (2, 2)
     assert (job.status(75.0).restarts, job.status(75.0).charged) == (2, 1)
+
+
+def test_the_status_tells_what_failed_last_whatever_happened_since() -> None:
+    job = running("a", "b")
+    crash_again(job, "a", 10.0)
+    failure = job.status(10.0).why
+    on(job, Restart("a wish"), 11.0)
+    assert (job.status(11.0).why, job.status(11.0).last_failure) == ("a wish", failure)
 
 
 # rule 5: who is lost --------------------------------------------------------------------------------------------------
@@ -603,6 +624,14 @@ def test_a_new_coordinator_lets_the_round_go_on_when_all_its_members_are_back() 
     assert hear(job, "a", join(job, "a", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 101.0) == []
     assert hear(job, "b", join(job, "b", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 102.0) == []
     assert (job.phase, job.round) == (Phase.RUNNING, 5)
+
+
+def test_a_new_coordinator_that_was_told_of_fewer_nodes_lets_a_larger_round_go_on() -> None:
+    job = Job(replace(new_job(1, 4).settings, target=1))
+    for rank, name in enumerate("ab"):
+        hear(job, name, join(job, name, held=place(5, rank, 2), status=Status.RUNNING, newest=5), 1.0)
+    assert on(job, Tick(), 2.0) == []
+    assert (job.phase, job.round, job.status(2.0).target) == (Phase.RUNNING, 5, 2)
 
 
 def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_lease() -> None:
