@@ -32,7 +32,7 @@ from ripstop.rendezvous import roster
 from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
 from ripstop.rendezvous.inquest import BLAME, INSPECTION
-from ripstop.rendezvous.machine import FAREWELL, TRANSITIONS, Job
+from ripstop.rendezvous.machine import FAREWELL, Job
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -57,6 +57,7 @@ from ripstop.rendezvous.messages import (
 from ripstop.rendezvous.presence import LATE, RECONNECT
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import LOOK
+from ripstop.rendezvous.transitions import TRANSITIONS
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 RECHECK = 30.0  # seconds until every node has looked at its health again
