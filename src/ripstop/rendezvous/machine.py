@@ -46,13 +46,13 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
-    Health,
     Hold,
     Inspect,
     Inspected,
     Join,
     Leave,
     Leaving,
+    Problems,
     Ready,
     Rejected,
     Status,
@@ -190,8 +190,8 @@ class Job:
         match message:
             case Ready():
                 self._roster.offer(node, message, now)
-            case Health(problems):
-                self._notes += self._roster.examine(node, problems, now)
+            case Problems(problems):
+                self._notes += self._roster.note_problems(node, problems, now)
             case Failed(round, failures):
                 return self._failed(node, round, failures, now)
             case Inspected(round, failures):
