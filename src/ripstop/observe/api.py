@@ -8,8 +8,9 @@ in somebody's browser can ask for one.
 """
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
@@ -126,7 +127,9 @@ class Api:
         return _json(openapi.describe(ROUTES))
 
     async def status(self, call: Call) -> web.StreamResponse:
-        return _json(asdict(self.job.status()))
+        job = self.job
+        goodput = await job.goodput()
+        return _json(asdict(replace(job.status(), goodput=goodput)))
 
     async def members(self, call: Call) -> web.StreamResponse:
         return _json({"members": [asdict(node) for node in self.job.status().nodes]})
@@ -199,6 +202,8 @@ class Api:
             begin["tail"] = 100 if words["tail"] is None else words["tail"]
         else:
             begin["offset"] = words["offset"]
+        if words["follow"]:
+            begin["reader"] = secrets.token_hex(8)
         node = node_of(job.status(), words["rank"])
         try:
             first = await self._questions.ask(job, node, "log", begin, PATIENCE)
@@ -206,15 +211,28 @@ class Api:
                 return _json(await self._whole(job, node, begin, first))
         except NoAnswer as why:
             raise Refused(409, str(why)) from why
+        pieces = self._streams.log(job.journal, words["rank"], first, self._following(job, node, begin))
+        return await self._streams.send(call.request, Kind.LOGS, pieces)
+
+    def _following(
+        self, job: Steerable, node: NodeStatus, begin: dict[str, Any]
+    ) -> Callable[[Piece, float], Awaitable[Piece]]:
+        """What asks for the next piece of a log: the node that has the present one until that is all, then the next."""
 
         async def after(piece: Piece, wait: float) -> Piece:
-            node, details = node_of(job.status(), words["rank"]), _after(begin, piece) | {"wait": wait}
-            if wait:
-                return await ask(job, node, "log", details, 2 * WAIT)
-            return await self._questions.ask(job, node, "log", details, PATIENCE)
+            nonlocal node
+            if piece["end"]:
+                node = node_of(job.status(), begin["rank"])
+            details = _after(begin, piece) | {"reader": begin["reader"], "wait": wait}
+            try:
+                if wait:
+                    return await ask(job, node, "log", details, 2 * WAIT)
+                return await self._questions.ask(job, node, "log", details, PATIENCE)
+            except NoAnswer:
+                node = node_of(job.status(), begin["rank"])
+                raise
 
-        pieces = self._streams.log(job.journal, words["rank"], first, after)
-        return await self._streams.send(call.request, Kind.LOGS, pieces)
+        return after
 
     async def _whole(
         self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]

@@ -32,6 +32,8 @@ class Steerable(Protocol):
 
     def steer(self, wish: Wish) -> None: ...
 
+    async def goodput(self) -> float | None: ...
+
 
 class Refused(RipstopError):
     """A request that gets no more than a status and a word."""

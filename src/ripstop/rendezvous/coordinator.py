@@ -158,11 +158,11 @@ class Coordinator:
 
     async def metrics(self) -> bytes:
         """The page for Prometheus."""
-        if self._scraper is None:
-            from ripstop.rendezvous.scrape import Scraper  # where somebody asks
+        return await self._scrape().page()
 
-            self._scraper = Scraper(self)
-        return await self._scraper.page()
+    async def goodput(self) -> float | None:
+        """The share of the job's time that was spent in steps that were kept; None while nobody has reported one."""
+        return await self._scrape().goodput() if self.totals.goodput.known else None
 
     def steer(self, wish: Wish) -> None:
         """An operator wants something; it is had where nothing speaks against it (`observe/wishes.py`)."""
@@ -175,6 +175,13 @@ class Coordinator:
             self._give_up_on(node)
             session.close()
         self._sessions.clear()
+
+    def _scrape(self) -> "Scraper":
+        if self._scraper is None:
+            from ripstop.rendezvous.scrape import Scraper  # where somebody asks
+
+            self._scraper = Scraper(self)
+        return self._scraper
 
     def _feed(self, event: Event) -> None:
         """A machine that breaks ends the coordinator: nobody may wait for one that decides nothing any more."""
