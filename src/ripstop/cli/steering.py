@@ -54,7 +54,7 @@ class Objection(RipstopError):
     """The job will not."""
 
 
-# words ----------------------------------------------------------------------------------------------------------------
+# the command line -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ class Asked:
             print(answer["done"])
 
 
-def words(command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = COMMON, most: int = 0) -> Asked | None:
+def read_command(
+    command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = COMMON, most: int = 0
+) -> Asked | None:
     """The command line, flags and words in any order; None when help was asked for, and given."""
     texts: dict[str, str] = {}
     found: list[str] = []
