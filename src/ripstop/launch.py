@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.machine import Settings
+from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, RankBy
+from ripstop.values import dataclass
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter

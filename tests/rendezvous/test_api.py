@@ -13,6 +13,7 @@ import pytest
 
 from ripstop.observe import streams
 from ripstop.observe.events import AgentSaid, Entry, FirstStep, WorkersStarted
+from ripstop.observe.wishes import Close
 from ripstop.rendezvous import scrape, server
 from ripstop.rendezvous.messages import Answer, Ask, Assign, Closing, Depart, Leave
 from ripstop.rendezvous.secret import api_token
@@ -240,7 +241,7 @@ def test_a_stream_of_events_goes_on_and_resumes_where_it_was_left(harness: Any) 
             while (event := await data(stream))["kind"] != "agent_said":
                 pass
             assert (event["text"], event["number"]) == ("later", coordinator.journal.count)
-            coordinator.finish("enough")
+            coordinator.steer(Close("enough"))
             while event["kind"] != "job_closing":
                 event = await data(stream)
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from ripstop.observe.wishes import Close
 from ripstop.rendezvous import server
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.messages import (
@@ -125,7 +126,7 @@ def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
 def test_an_agent_of_the_next_job_may_try_again_when_this_one_is_over(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            coordinator.finish("enough")
+            coordinator.steer(Close("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
                 _, answer = await shake(ws, run_id="job2")

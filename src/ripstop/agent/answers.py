@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
 from ripstop.round import Place
+from ripstop.values import dataclass
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
 from ripstop.workers.stacks import gone, look_at

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ripstop.observe.progress import LOOKS, SILENT, Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
 from ripstop.observe.text import clean, cut_middle
 from ripstop.round import Place
+from ripstop.values import dataclass
 from ripstop.workers import linux
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside

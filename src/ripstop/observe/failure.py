@@ -3,9 +3,8 @@
 Data only, small enough to travel: texts are cut where they are gathered (see `workers/failures.py`).
 """
 
-from dataclasses import dataclass
-
 from ripstop.round import Outcome
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

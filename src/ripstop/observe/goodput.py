@@ -12,9 +12,8 @@ is one word.  Rules: (1) reports may come late, twice and in any order; (2) step
 until a later round begins before them; (3) a round whose end nobody told counts as far as it was seen.
 """
 
-from dataclasses import dataclass
-
 from ripstop.observe.events import Entry, FirstStep, JobClosed, StepsDone
+from ripstop.values import dataclass
 
 MOST_ROUNDS = 1000  # looked at again when a later round begins before them; older ones are settled
 

@@ -6,12 +6,13 @@ wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` a
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import ripstop
+from ripstop.values import dataclass
 
 PREFIX = "/api/v1"
 MAX_TAIL = 10_000  # lines of a log

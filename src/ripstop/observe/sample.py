@@ -3,7 +3,7 @@
 None is what is not known there.  Times are in seconds, sizes in bytes.
 """
 
-from dataclasses import dataclass
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ before all.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ripstop.observe.failure import Failure, Hang
+from ripstop.values import dataclass
 
 MOST_FRAMES = 200
 # compiled at their first use: most jobs never need them

@@ -1,7 +1,8 @@
 """What a job is at this moment, for people and programs to read.  Pure data."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from ripstop.values import dataclass
 
 
 class Phase(StrEnum):

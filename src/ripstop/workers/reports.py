@@ -17,13 +17,13 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from ripstop.errors import UsageError
 from ripstop.observe.run_directory import HeldDirectory
+from ripstop.values import dataclass
 
 log = logging.getLogger("ripstop.workers")
 

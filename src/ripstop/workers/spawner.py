@@ -18,11 +18,11 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ripstop.config import Binding, Command, Entry, Function, Module, Script, Start
 from ripstop.errors import StartError
+from ripstop.values import dataclass
 from ripstop.workers import process
 
 if TYPE_CHECKING:

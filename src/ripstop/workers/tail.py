@@ -11,11 +11,11 @@ import asyncio
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ripstop.values import dataclass
 from ripstop.workers.look import aside, settle
 
 if TYPE_CHECKING:
