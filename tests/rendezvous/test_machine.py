@@ -25,7 +25,7 @@ from ripstop.observe.events import (
 from ripstop.observe.events import (
     Event as Happening,
 )
-from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.failure import Failure, Hang, Standing
 from ripstop.observe.status import NodeState, Phase
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, objection
 from ripstop.rendezvous import roster
@@ -1220,6 +1220,7 @@ def test_words_of_an_unhealthy_node_are_bounded() -> None:
 
 
 HUGE = "\N{SNAKE}" * 100_000
+STANDING = Standing(HUGE, HUGE, 2, 2, HUGE, HUGE)
 
 
 @pytest.mark.parametrize(
@@ -1231,6 +1232,7 @@ HUGE = "\N{SNAKE}" * 100_000
         Failed(
             1, tuple(Failure(2 * n, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", HUGE[n:], True, "S")) for n in range(9))
         ),
+        Failed(1, (Failure(1, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", "g", True, "S", "", (STANDING,) * 4000)),)),
         Health((HUGE,) * 100),
         Leaving(HUGE),
         Leave(HUGE),

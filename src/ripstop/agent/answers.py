@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ripstop.agent.watch import recorded
 from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
@@ -25,6 +26,7 @@ from ripstop.workers.stacks import gone, look_at
 
 if TYPE_CHECKING:
     from ripstop.agent.readers import Readers
+    from ripstop.workers.flight import Flight
     from ripstop.workers.gpus import Gpus
 
 log = logging.getLogger("ripstop.agent")
@@ -45,6 +47,7 @@ class Workers:
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
     ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
+    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives, by local rank
     stopped: asyncio.Future[None] | None = None
 
     @property
@@ -83,8 +86,12 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     there = [local for local in chosen if local not in workers.ended]
-    found = await look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there)
+    found, flights = await asyncio.gather(
+        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
+        recorded(workers.recorders, there),
+    )
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
     room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
@@ -96,10 +103,18 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
                 "state": look.state,
                 "source": look.source,
             }
+            | told.get(local, {})
             for local in chosen
             for look in [looks[local]]
         ]
     }
+
+
+def _told(flight: "Flight") -> dict[str, Any]:
+    """What torch's flight recorder has of a worker, or why nothing is known."""
+    if flight.standings is None:
+        return {"recorder": f"none: {flight.why}"}
+    return {"standings": [asdict(standing) for standing in flight.standings]}
 
 
 async def _workers(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,28 @@ from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a worker is in one process group, by torch's flight recorder; `observe/flight.py` says what it means.
+
+    `entered` is the number of the latest operation it has entered, `pending` that of the oldest it has not left; 0:
+    none.  `op` and `size` are of the pending one, else of the latest.
+    """
+
+    group: str
+    label: str
+    entered: int = 0
+    pending: int = 0
+    op: str = ""
+    size: str = ""
+    p2p: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """Where a worker was when its round made no progress; `observe/stacks.py` says what it means.
 
     `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
-    kernel's letter for the process, `file` what has all that was found.
+    kernel's letter for the process, `file` what has all that was found.  `standings` None: it did not tell.
     """
 
     seconds: float
@@ -22,6 +39,7 @@ class Hang:
     waits: bool
     state: str
     file: str = ""
+    standings: tuple[Standing, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
