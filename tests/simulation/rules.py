@@ -10,7 +10,7 @@ from ripstop.observe.events import NodeGone
 from ripstop.observe.status import Phase
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
+from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Problems, Succeeded
 from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place, RankBy
 
@@ -50,7 +50,7 @@ class Rules:
         match event:
             case coordinator.Heard(name, Join(held=held)) if held is not None:
                 self.earlier.add(name)  # in a round that this coordinator does not know, perhaps
-            case coordinator.Heard(_, Health()):
+            case coordinator.Heard(_, Problems()):
                 charged = job.restarts.used
                 return lambda: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
             case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.round:
@@ -64,7 +64,7 @@ class Rules:
             case coordinator.Heard(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
                 and name in job.places
-                and not (job._absent or job._leaving or job._verdict)
+                and not (job._presence.absent or job._presence.leaving or job._inquest.doomed)
                 and failures[0].message != GLOO
                 and failures[0].hang is None
                 and self._standing(job) >= self.world.budget.max_restarts
@@ -170,12 +170,13 @@ class Rules:
     def _check_fitness(self, job: Job) -> None:
         """Who is in trouble is in a round only if the others are too few, or most are unhealthy."""
         unhealthy = [name for name in job.places if job.members[name].problems]
-        troubled = [name for name in job.places if job._unfit(name)]
+        troubled = [name for name in job.places if job._roster.unfit(name)]
         for name in unhealthy:
             demand(name in self.earlier, f"{name} is unhealthy and was given a place")
         before = [name for name in self.earlier if name in job.members and job.members[name].problems]
-        right = not troubled or len(job._able) < self.world.low or len(before) > 1
-        demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {sorted(job._able)}")
+        able = sorted(job._roster.able)
+        right = not troubled or len(able) < self.world.low or len(before) > 1
+        demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {able}")
 
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():
@@ -223,7 +224,7 @@ class Rules:
         ids = {n.id for n in living}
         if not (job.places.keys() - job._done <= ids == job.members.keys()):
             return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if any(job._quarantine.reason(n.id) for n in living):
+        if any(job._roster._quarantine.reason(n.id) for n in living):
             return "somebody is in quarantine"
         sick = {n.id for n in living if n.sick}
         if any(not n.machine.admitted for n in living):

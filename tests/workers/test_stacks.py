@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.agent.answers import Node, Workers, answer
+from ripstop.agent.readers import Readers
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
@@ -66,7 +67,7 @@ class Asleep:
 def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> list[dict[str, object]]:
     async def ask() -> list[dict[str, object]]:
         async with Asleep(stage, start) as workers:
-            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers)))["ranks"]
+            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers, Readers())))["ranks"]
             assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
             return found
 
@@ -149,7 +150,7 @@ def test_a_look_for_which_the_agent_has_no_means_says_so(stage, monkeypatch: pyt
 def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
-    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers))))["ranks"]
+    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers, Readers()))))["ranks"]
     assert (found["stack"], found["state"]) == ("? (gone)", "")
 
 
@@ -159,7 +160,7 @@ def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
 def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     with pytest.raises(NoAnswer, match=why):
-        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}))))
+        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}), Readers())))
 
 
 def test_a_process_that_is_gone_is_said_to_be() -> None:

@@ -81,6 +81,15 @@ class Goodput:
         """Has any worker reported a step?"""
         return bool(self._rounds)
 
+    @property
+    def teller(self) -> tuple[str, int] | None:
+        """The node and the rank whose word counts in the latest round, unless all is told of it."""
+        round = self._rounds[max(self._rounds)] if self._rounds else None
+        if round is None or round.began is None or round.done is not None:
+            return None
+        rank, node, _, _ = round.began
+        return node, rank
+
     def on(self, entry: Entry) -> None:
         """Something happened in the job."""
         if not entry.node:  # a node's clock may say anything

@@ -23,6 +23,15 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """The step that one worker of this round had reported last, at this time of its node's clock."""
+
+    round: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSample:
     """One GPU; `utilisation` is a share of 1."""
 

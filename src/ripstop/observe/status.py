@@ -48,10 +48,11 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it.
+    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
 
     `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
-    `max_restarts` now.
+    `max_restarts` now.  `goodput` is the share of the job's time that was spent in steps that were kept; None where
+    nobody has reported a step, or nobody was asked.
     """
 
     run_id: str
@@ -66,4 +67,6 @@ class JobStatus:
     max_nodes: int
     target: int
     nodes: tuple[NodeStatus, ...]
+    last_failure: str = ""
     charged: int = 0
+    goodput: float | None = None
