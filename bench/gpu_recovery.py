@@ -3,7 +3,8 @@
 
     python bench/gpu_recovery.py --launcher torchrun="torchrun" --launcher ripstop="ripstop run" [--runs 3]
 
-Each run kills the worker `--faults` times.  Prints the medians of every phase in seconds, and the ratio to the first
+Each run kills the worker `--faults` times.  A first run of each launcher is not counted: it leaves torch's bytecode and
+pages in the caches, as on a machine that trains every day.  Prints the medians of every phase in seconds, and the ratio to the first
 launcher.  Needs a CUDA GPU and torch in the environment of each launcher.
 """
 
@@ -28,6 +29,7 @@ def recoveries(launcher: str, faults: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         env = {**os.environ, "PROBE_LOG": str(log), "PROBE_FAULTS": str(faults)}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # it would have torchrun compile torch at every start
         command = [*shlex.split(launcher), "--standalone", "--nproc-per-node=1", f"--max-restarts={faults}", str(PROBE)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
         if done.returncode:
@@ -54,6 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     launchers = dict(x.split("=", 1) for x in args.launcher)
     raw: dict[str, list[dict[str, float]]] = {name: [] for name in launchers}
+    for command in launchers.values():
+        recoveries(command, 1)
     for _ in range(args.runs):
         for name, command in launchers.items():
             for phases in recoveries(command, args.faults):
