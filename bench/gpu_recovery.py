@@ -4,8 +4,8 @@
     python bench/gpu_recovery.py --launcher torchrun="torchrun" --launcher ripstop="ripstop run" [--runs 3]
 
 Each run kills the worker `--faults` times.  A first run of each launcher is not counted: it leaves torch's bytecode and
-pages in the caches, as on a machine that trains every day.  Prints the medians of every phase in seconds, and the ratio to the first
-launcher.  Needs a CUDA GPU and torch in the environment of each launcher.
+pages in the caches, as on a machine that trains every day.  Prints the medians of every phase in seconds, and the ratio
+to the first launcher.  Needs a CUDA GPU and torch in the environment of each launcher.
 """
 
 from __future__ import annotations
