@@ -50,7 +50,7 @@ from ripstop.observe.events import (
 from ripstop.observe.goodput import Goodput
 from ripstop.round import Outcome
 
-MOST_MOMENTS = 32  # of one span: the latest
+MOST_MOMENTS = 32  # of one span: of a round the latest, for its end is of interest, and of a recovery the first
 LEAST = 0.001  # seconds of waiting that are worth a span of their own
 FAULTS = (Ending.APPLICATION, Ending.INFRASTRUCTURE, Ending.NODE_LOST)
 
@@ -123,7 +123,7 @@ class _Recovery:
     end: float
     attributes: Attributes
     links: tuple[Context, ...]
-    moments: deque[Moment]
+    moments: list[Moment]
     before: frozenset[str] | None  # the nodes of the old round
     next: int = 0
     nodes: frozenset[str] = frozenset()  # of the next one
@@ -204,10 +204,10 @@ class Spans:
         last = self._recovery
         if last is not None and last.next == number and set(last.parts) < last.nodes:
             links += (last.context,)  # this one goes on with what that one did not achieve
-        moments = deque(self._round.moments if self._round else (), maxlen=MOST_MOMENTS)
+        moments = list(self._round.moments) if self._round else []
         about: Attributes = {"ripstop.round": number, "ripstop.cause": cause, "ripstop.why": why}
         before = self._round.nodes if self._round else None
-        return _Recovery(number, context, at, at, about | _culprit(moments) | _budget(moments), links, moments, before)
+        return _Recovery(number, context, at, at, about | _culprit(cause, moments) | _budget(moments), links, moments, before)
 
     def _end_round(self, at: float, cause: str, error: str, links: tuple[Context, ...]) -> Iterator[Span]:
         if (round := self._round) is None:
@@ -344,7 +344,7 @@ class Spans:
         moment = _moment(entry)
         if self._round is not None and number in (0, self._round.number):
             self._round.moments.append(moment)
-        elif (recovery := self._open()) is not None:
+        elif (recovery := self._open()) is not None and len(recovery.moments) < MOST_MOMENTS:
             recovery.moments.append(moment)
 
     def _id(self, size: int, name: str) -> str:
@@ -381,15 +381,18 @@ def _moment(entry: Entry) -> Moment:
     return Moment(entry.at, kind(entry.event), about)
 
 
-def _culprit(moments: deque[Moment]) -> Attributes:
-    """Who is the first to be named for a round's end."""
-    workers = [moment for moment in moments if moment.name in ("worker_failed", "worker_hangs")]
-    if workers:
-        return {name: workers[0].attributes[name] for name in ("ripstop.node", "ripstop.rank")}
-    nodes = [moment for moment in moments if moment.name in ("node_gone", "node_leaving", "node_unhealthy")]
-    return {"ripstop.node": nodes[-1].attributes["ripstop.name"]} if nodes else {}
+def _culprit(cause: str, moments: list[Moment]) -> Attributes:
+    """Who is to be named for a round's end: the first worker at fault, or the node that went."""
+    match cause:
+        case Ending.APPLICATION | Ending.INFRASTRUCTURE:
+            at_fault = [one.attributes for one in moments if one.name in ("worker_failed", "worker_hangs")]
+            return {name: at_fault[0][name] for name in ("ripstop.node", "ripstop.rank")} if at_fault else {}
+        case Ending.NODE_LOST | Ending.NODE_LEFT | Ending.NODE_UNFIT:
+            going = [one for one in moments if one.name in ("node_gone", "node_leaving", "node_unhealthy")]
+            return {"ripstop.node": going[-1].attributes["ripstop.name"]} if going else {}
+    return {}
 
 
-def _budget(moments: deque[Moment]) -> Attributes:
+def _budget(moments: list[Moment]) -> Attributes:
     charges = [moment.attributes for moment in moments if moment.name == "budget_charged"]
     return {"ripstop.restarts_limit": charges[-1]["ripstop.limit"]} if charges else {}
