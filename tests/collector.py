@@ -141,3 +141,8 @@ class Collector:
         with self._changed:
             assert self._changed.wait_for(lambda: self.named(name), patience), f"no {name}: {self.mistakes}"
             return self.named(name)[0]
+
+    def requested(self, times: int, patience: float = 60.0) -> None:
+        """Waits for so many requests."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.requests) >= times, patience), f"only {self.requests}"

@@ -1,5 +1,7 @@
 """Jobs as transcripts, and the spans that they are."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 from pytest import approx
@@ -25,6 +27,7 @@ from ripstop.observe.events import (
 from ripstop.observe.spans import Context, Span, Spans
 
 SEED = bytes(range(16))
+PAGE = Path(__file__).parents[2] / "docs" / "tracing.md"
 PARENT = Context("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
@@ -288,3 +291,19 @@ def test_a_span_keeps_the_latest_moments_and_no_more() -> None:
     (ended,) = job.fails(10.0, 1, "a")
     assert len(ended.moments) == 32
     assert ended.moments[-1].name == "round_ended"
+
+
+def test_the_page_on_traces_has_every_span_and_attribute() -> None:
+    job = Job()
+    job.runs(0.0, 1, "a")
+    job.tell(1.0, FirstStep(1, 0, 0, 0.9), node="a")
+    job.fails(10.0, 1, "a")
+    job.tell(10.0, formed(2, "a"))
+    recover(job, 11.0, 2, "a")
+    job.tell(13.0, FirstStep(2, 0, 7, 2.0), node="a")
+    job.tell(20.0, JobClosed("succeeded", "all workers exited 0", 2, 1))
+    job.end()
+    named = set(re.findall(r"`([^`\n]+)`", PAGE.read_text()))
+    assert {span.name for span in job.given} <= named
+    attributes = {attribute for span in job.given for attribute in span.attributes}
+    assert attributes == {name for name in named if re.fullmatch(r"ripstop\.[a-z_]+", name)}

@@ -49,11 +49,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def requested(collector: Collector, times: int) -> Callable[[], Awaitable[None]]:
-    async def until() -> None:
-        while len(collector.requests) < times:
-            await asyncio.sleep(0.01)
-
-    return until
+    return lambda: asyncio.to_thread(collector.requested, times)
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +122,16 @@ def test_a_collector_that_does_not_answer_has_a_second(caplog: pytest.LogCapture
     "words", [b"\x00\x00\x12\x04\x00\x00\x00\x00", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", b""]
 )
 def test_a_collector_that_answers_nonsense_is_said_once(words: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    asked = 0
-
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        await reader.readuntil(b"}")
-        writer.write(words)
-        writer.close()
-        asked += 1
 
     async def job() -> None:
+        asked = asyncio.Event()
+
+        async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            writer.write(words)
+            writer.close()
+            asked.set()
+
         server = await asyncio.start_server(babble, "127.0.0.1", 0)
         async with server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -143,8 +139,7 @@ def test_a_collector_that_answers_nonsense_is_said_once(words: bytes, caplog: py
             for event in STORY:
                 sender.add(Entry(1, time.time(), "", event))
             async with asyncio.timeout(30):
-                while not asked:
-                    await asyncio.sleep(0.01)
+                await asked.wait()
             await sender.close()
 
     asyncio.run(job())

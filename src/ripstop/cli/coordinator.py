@@ -42,7 +42,7 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
 TIME is seconds, or has a unit: 90s, 10m, 1h.  Every flag can be given as a variable: PET_RDZV_ID=job7.
-RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
+RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.  OTEL_EXPORTER_OTLP_ENDPOINT: a collector for traces.
 """
 
 

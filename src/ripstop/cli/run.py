@@ -132,6 +132,7 @@ Every flag can be given as a variable: PET_NNODES=2.  Others that count:
   RIPSTOP_TERMINATION_LOG                       a file for how the job ended, as JSON
   TORCHELASTIC_ENABLE_FILE_TIMER=1              workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed
                                                 at a miss
+  OTEL_EXPORTER_OTLP_ENDPOINT                   a collector for traces of recoveries, as in http://collector:4318
 `ripstop completion bash|zsh|fish` prints what makes a shell complete all this.
 """
 

@@ -128,7 +128,7 @@ class _Recovery:
     next: int = 0
     nodes: frozenset[str] = frozenset()  # of the next one
     stopped: dict[str, float] = field(default_factory=dict)  # when nothing was left of the old workers, by node
-    started: dict[str, WorkersStarted] = field(default_factory=dict)
+    started: dict[str, tuple[float, WorkersStarted]] = field(default_factory=dict)  # when, and which workers
     parts: dict[str, _Part] = field(default_factory=dict)
     over: bool = False
 
@@ -207,7 +207,9 @@ class Spans:
         moments = list(self._round.moments) if self._round else []
         about: Attributes = {"ripstop.round": number, "ripstop.cause": cause, "ripstop.why": why}
         before = self._round.nodes if self._round else None
-        return _Recovery(number, context, at, at, about | _culprit(cause, moments) | _budget(moments), links, moments, before)
+        return _Recovery(
+            number, context, at, at, about | _culprit(cause, moments) | _budget(moments), links, moments, before
+        )
 
     def _end_round(self, at: float, cause: str, error: str, links: tuple[Context, ...]) -> Iterator[Span]:
         if (round := self._round) is None:
@@ -232,13 +234,14 @@ class Spans:
             case WorkersStopped(number) if number == recovery.number:
                 recovery.stopped[entry.node] = entry.at
             case WorkersStarted(number, pause=pause, seconds=seconds) as started if self._recovers(entry, number):
-                recovery.started[entry.node] = started
+                recovery.started[entry.node] = (entry.at, started)
                 if not pause or not self._was_there(recovery, entry.node):
-                    yield from self._runs(entry, recovery, [("start", entry.at - seconds, entry.at)])
+                    yield from self._runs(entry.node, recovery, [("start", entry.at - seconds, entry.at)])
             case Recovered(number) as recovered if self._recovers(entry, number) and entry.node in recovery.started:
                 if self._was_there(recovery, entry.node):
-                    phases = list(_phases(entry.at, recovered, recovery.stopped.get(entry.node)))
-                    yield from self._runs(entry, recovery, phases)
+                    ran = recovery.started[entry.node][0]
+                    phases = list(_phases(ran, recovered, recovery.stopped.get(entry.node)))
+                    yield from self._runs(entry.node, recovery, phases)
             case FirstStep(number, rank, step, seconds) if number == recovery.next and entry.node in recovery.parts:
                 yield from self._steps(entry, recovery, rank, step, seconds)
 
@@ -251,17 +254,16 @@ class Spans:
         """What a spare was spared does not count as this recovery's."""
         return recovery.before is None or node in recovery.before
 
-    def _runs(self, entry: Entry, recovery: _Recovery, phases: list[tuple[str, float, float]]) -> Iterator[Span]:
+    def _runs(self, node: str, recovery: _Recovery, phases: list[tuple[str, float, float]]) -> Iterator[Span]:
         """The node's workers run again, after these phases."""
-        started = recovery.started[entry.node]
-        context = Context(recovery.context.trace, self._id(8, f"recovery {recovery.number} {entry.node}"))
-        start = min((start for _, start, _ in phases), default=entry.at)
-        part = _Part(context, start, entry.at, started.first_rank, len(started.pids))
-        recovery.parts[entry.node] = part
+        at, started = recovery.started[node]
+        context = Context(recovery.context.trace, self._id(8, f"recovery {recovery.number} {node}"))
+        start = min((start for _, start, _ in phases), default=at)
+        part = recovery.parts[node] = _Part(context, start, at, started.first_rank, len(started.pids))
         for number, (name, begin, end) in enumerate(phases):
-            yield self._phase(recovery, entry.node, f"{number} {name}", name, begin, end, {})
-        if entry.node not in self._reporting:
-            yield self._give(recovery, entry.node, part)
+            yield self._phase(recovery, node, f"{number} {name}", name, begin, end, {})
+        if node not in self._reporting:
+            yield self._give(recovery, node, part)
         yield from self._finish(recovery)
 
     def _steps(self, entry: Entry, recovery: _Recovery, rank: int, step: int, seconds: float) -> Iterator[Span]:
