@@ -19,7 +19,7 @@ made of a seed and of names, so that a link can lead to what is not over yet.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 
 from ripstop.observe.events import (
@@ -49,6 +49,7 @@ from ripstop.observe.events import (
 )
 from ripstop.observe.goodput import Goodput
 from ripstop.round import Outcome
+from ripstop.values import dataclass
 
 MOST_MOMENTS = 32  # of one span: of a round the latest, for its end is of interest, and of a recovery the first
 LEAST = 0.001  # seconds of waiting that are worth a span of their own

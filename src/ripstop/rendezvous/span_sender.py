@@ -11,7 +11,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from ripstop.observe import otlp
 from ripstop.observe.events import Entry
 from ripstop.observe.spans import Context, Span, Spans
 from ripstop.observe.text import one_line
+from ripstop.values import dataclass
 
 if TYPE_CHECKING:
     import aiohttp
