@@ -185,6 +185,7 @@ class Etcd:
     """How to reach the etcd that elects the coordinator; a job's keys are below `PREFIX/RUN_ID/`.
 
     `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that asks for them.
+    `port` is where this node listens if it is elected; 0: any that is free.
     """
 
     endpoints: tuple[Address, ...]
@@ -195,6 +196,7 @@ class Etcd:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ class RunConfig:
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
+    target: int | None = None  # nodes to have at first; None: as many as there may be
     slots: int = 1
     role: str = "default"
     backend: Backend = Backend.LOCAL
@@ -278,6 +281,7 @@ class CoordinatorConfig:
     endpoint: Address
     min_nodes: int = 1
     max_nodes: int = 1
+    target: int | None = None
     rank_by: RankBy = RankBy.JOIN
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
@@ -308,6 +312,7 @@ QUARANTINE_CONF = frozenset({"quarantine_failures", "quarantine_window", "quaran
 BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
 RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
     "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
+    "target",
 }  # fmt: skip
 IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
 
@@ -521,6 +526,14 @@ def quarantine(name: str, conf: Mapping[str, str]) -> QuarantineLimits:
     )
 
 
+def target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -> int | None:
+    """How many nodes the job has at first, as `--rdzv-conf` says; None: as many as there may be."""
+    if "target" not in conf:
+        return None
+    remedy = f"--nnodes allows {min_nodes} to {max_nodes}"
+    return whole(f"{name} target", conf["target"], least=min_nodes, most=max_nodes, remedy=remedy)
+
+
 def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
     """What `--rdzv-conf` says that ranks go by."""
     text = conf.get("rank_by", RankBy.JOIN.value)
@@ -538,6 +551,7 @@ ETCD_CONF = {  # torch's two etcd backends call the same things by different nam
     "ssl_cert_key": "key",
     "protocol": "protocol",
     "etcd_prefix": "prefix",
+    "coordinator_port": "port",  # ours
 }
 
 
@@ -562,6 +576,7 @@ def etcd(
         key=_readable(conf_name, "key", said),
         user=environ.get("RIPSTOP_ETCD_USER", ""),
         password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
+        port=port(f"{conf_name} coordinator_port", said.get("port", "0"), least=0),
     )
     if not all(endpoint.port for endpoint in found.endpoints):
         raise UsageError(f"{name}={text}: etcd does not listen at port 0; write HOST:{ETCD_PORT}")

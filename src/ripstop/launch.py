@@ -271,6 +271,7 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
+        target=config.target,
         timing=config.timing,
         budget=config.budget,
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,

@@ -40,13 +40,13 @@ from ripstop.rendezvous.messages import (
     Closing,
     Depart,
     Failed,
-    Health,
     Hold,
     Inspect,
     Inspected,
     Join,
     Leave,
     Leaving,
+    Problems,
     Ready,
     Rejected,
     Status,
@@ -508,16 +508,16 @@ def test_an_unhealthy_node_says_so_once_and_is_ready_when_it_is_mended() -> None
     said = agent.on(Checked((FULL,)), 1.0)
     assert said == [
         Say(f"unhealthy: {FULL.words}; not ready for the job until that is mended, 100 s at most"),
-        Tell(Health((FULL.words,))),
+        Tell(Problems((FULL.words,))),
     ]
     assert agent.on(Checked((FULLER,)), 31.0) == []
-    assert agent.on(Checked(()), 61.0) == [Say("healthy again"), Tell(Health()), OfferStore()]
+    assert agent.on(Checked(()), 61.0) == [Say("healthy again"), Tell(Problems()), OfferStore()]
 
 
 def test_another_problem_is_told_too() -> None:
     agent = running_agent()
     on(agent, Checked((FULL,)), 2.0)
-    assert on(agent, Checked((FULL, LOST)), 32.0) == [Tell(Health((FULL.words, LOST.words)))]
+    assert on(agent, Checked((FULL, LOST)), 32.0) == [Tell(Problems((FULL.words, LOST.words)))]
 
 
 def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout_and_says_why() -> None:
@@ -533,7 +533,7 @@ def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout_and_says_w
 
 def test_a_node_that_was_healthy_once_never_gives_up_for_its_health() -> None:
     agent = running_agent()
-    assert on(agent, Checked((FULL,)), 5.0) == [Tell(Health((FULL.words,)))]
+    assert on(agent, Checked((FULL,)), 5.0) == [Tell(Problems((FULL.words,)))]
     assert agent.deadline() is None
     assert agent.state is State.RUNNING
 

@@ -9,12 +9,13 @@ from ripstop.round import Address, RankBy
 
 def test_a_coordinator_is_told_where_to_listen_and_for_whom() -> None:
     words = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h"
-    conf = "--rdzv_conf=lease=1,rank_by=slot"
+    conf = "--rdzv_conf=lease=1,rank_by=slot,target=3"
     assert configure([*words.split(), conf], {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
         run_id="job7",
         endpoint=Address("head", 29400),
         min_nodes=2,
         max_nodes=4,
+        target=3,
         rank_by=RankBy.SLOT,
         budget=Budget(3, 3600.0),
         timing=Timing(lease=1.0),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import kubernetes_validate
 import pytest
 
 from ripstop.cli import main
@@ -168,9 +169,8 @@ def test_a_secret_that_is_named_is_not_made() -> None:
 @pytest.mark.parametrize("version", ["1.28", "1.34"])
 @pytest.mark.parametrize("kind", ["statefulset", "job"])
 def test_newer_clusters_take_it(kind: str, version: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for item in parts(kind, f"--gpus=8 --shared-memory=8Gi {TORCHRUN}").values():
-        validate.validate(item, version, strict=True)
+        kubernetes_validate.validate(item, version, strict=True)
 
 
 # mistakes -------------------------------------------------------------------------------------------------------------
@@ -191,6 +191,7 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         (f"render {IMAGE} --rdzv-endpoint=h t.py", "--rdzv-endpoint=h: pods meet at the first of them"),
         (f"render {IMAGE} --rdzv-backend=etcd t.py", "--rdzv-backend=etcd: no etcd is named"),
         (f"render {IMAGE} --rdzv-conf=is_host=1 t.py", "--rdzv-conf is_host: follows from a pod's number"),
+        (f"render {IMAGE} --rdzv-conf=target=1 t.py", "--rdzv-conf target: is the operator's to say; leave it out"),
         (f"render {IMAGE} --rdzv-conf=leese=1 t.py", "--rdzv-conf: there is no leese; there are"),
         (f"render {IMAGE} --memory=lots t.py", "--memory=lots: not a quantity as Kubernetes writes it"),
         (f"render {IMAGE} --name={'x' * 60} t.py", "metadata.name has 60 characters"),

@@ -271,6 +271,8 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         (f"{C10D} --api=127.0.0.1", "--api has no effect on a job of several nodes"),
         ("--rdzv-conf=rank_by=label", "rank_by has no effect on a single node"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=rank_by=slot", "rank_by has no effect with static"),
+        ("--rdzv-conf=target=1", "target has no effect on a single node"),
+        ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=target=2", "target has no effect with static"),
         (f"{C10D} --node-label=rack7", "--node-label has no effect without --rdzv-conf rank_by=label"),
         ("--rdzv-conf=close_timeout=5", "close_timeout has no effect"),
         ("--rdzv-conf=read_timeout=5", "read_timeout has no effect"),
@@ -377,7 +379,7 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
         (tmp_path / name).touch()
     config = read(
         "--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=e0,e1:4001,[fd00::1] --local-addr=n0 "
-        "--rdzv-conf=cacert=ca.pem,cert=c.pem,key=k.pem,etcd_prefix=/team/jobs/,lease=5 train.py",
+        "--rdzv-conf=cacert=ca.pem,cert=c.pem,key=k.pem,etcd_prefix=/team/jobs/,coordinator_port=7,lease=5 train.py",
         {**TOKEN, "RIPSTOP_ETCD_USER": "u", "RIPSTOP_ETCD_PASSWORD": "hush"},
     )
     assert config.backend is Backend.ETCD
@@ -390,6 +392,7 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
         key=Path("k.pem"),
         user="u",
         password="hush",
+        port=7,
     )
     assert config.timing.lease == 5
     assert config.local_addr == "n0"

@@ -35,7 +35,7 @@ from ripstop.compat.rendezvous.c10d import C10dRendezvousBackend
 from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, RendezvousTimeout
 from ripstop.compat.rendezvous.handler import is_a
 from ripstop.config import RunConfig, Script
-from ripstop.rendezvous.messages import Answer, Beat, Failed, Health, Inspected, Told
+from ripstop.rendezvous.messages import Answer, Beat, Failed, Inspected, Problems, Told
 from tests.compat.processes import eventually, nothing_left  # noqa: F401
 from tests.compat.signatures import taken_by_both
 
@@ -578,7 +578,7 @@ def test_a_success_that_nobody_can_be_told_is_one() -> None:
 def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
     async def main() -> None:
         link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
-        for message in (Told(("{}",)), Answer(1), Beat(), Health(("sick",)), Inspected(1)):
+        for message in (Told(("{}",)), Answer(1), Beat(), Problems(("sick",)), Inspected(1)):
             link.send(message)
         assert link._heard.empty()
         link.send(Failed(1, ()))

@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from ripstop.observe.status import Phase
-from ripstop.rendezvous.machine import TRANSITIONS
+from ripstop.rendezvous.transitions import TRANSITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"
 MARK = "<!-- states -->\n"

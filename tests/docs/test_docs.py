@@ -16,7 +16,7 @@ import pytest
 
 from ripstop.cli.completion import commands_flags
 from ripstop.config import ETCD_CONF, IDLE_CONF, RDZV_CONF
-from ripstop.rendezvous.machine import TRANSITIONS
+from ripstop.rendezvous.transitions import TRANSITIONS
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 

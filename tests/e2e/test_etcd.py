@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_nodes_meet_through_etcd_and_leave_only_a_leased_word_of_the_end(job: Jo
     late = node(job, etcd.endpoint, nnodes="3")
     assert late.wait() == 2
     assert "job 'e2e' is over: succeeded; choose another --rdzv-id" in late.err
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_who_is_elected_listens_where_it_was_told_if_it_can(job: Job, etcd: Member, taken: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        if not taken:
+            other.close()
+        conf = f"--rdzv-conf=lease=1,coordinator_port={port}"
+        agent = node(job, etcd.endpoint, conf, nnodes="1:2", env={"TRAIN_STEPS": "2"})
+        assert agent.wait() == 0
+    assert (f"job=e2e is at 127.0.0.1:{port}\n" in agent.err) is not taken
+    assert ("that port is taken" in agent.err) is taken
 
 
 def test_any_node_may_die_the_coordinators_and_rank_0s_too(job: Job, etcd: Member) -> None:

@@ -109,7 +109,7 @@ def test_anything_else_is_no_recording(text: str) -> None:
 def test_a_recorder_that_has_nothing_is_no_mistake(text: str) -> None:
     recording = from_torch(text)
     assert recording is not None and standings(recording) == ()
-    assert as_text(recording) == "no collective was entered"
+    assert as_text(recording) == "nothing is recorded"
 
 
 def test_the_text_has_the_latest_and_counts_the_rest() -> None:

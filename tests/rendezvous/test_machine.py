@@ -32,7 +32,7 @@ from ripstop.rendezvous import roster
 from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
 from ripstop.rendezvous.inquest import BLAME, INSPECTION
-from ripstop.rendezvous.machine import FAREWELL, TRANSITIONS, Job
+from ripstop.rendezvous.machine import FAREWELL, Job
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -41,13 +41,13 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
-    Health,
     Hold,
     Inspect,
     Inspected,
     Join,
     Leave,
     Leaving,
+    Problems,
     Ready,
     Rejected,
     Status,
@@ -57,6 +57,7 @@ from ripstop.rendezvous.messages import (
 from ripstop.rendezvous.presence import LATE, RECONNECT
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import LOOK
+from ripstop.rendezvous.transitions import TRANSITIONS
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 RECHECK = 30.0  # seconds until every node has looked at its health again
@@ -329,6 +330,19 @@ def test_an_operator_scales_up_again() -> None:
     assert assigned(on(job, Scale(3), 6.0)) == {"a": 0, "b": 1, "c": 2}
 
 
+def test_a_job_that_is_to_begin_with_fewer_nodes_than_it_can_use_keeps_the_rest_as_spares() -> None:
+    job = Job(replace(new_job(1, 3).settings, target=2))
+    hear(job, "a", join(job, "a"), 0.0)
+    assert assigned(hear(job, "b", join(job, "b"), 0.1)) == {"a": 0, "b": 1}, "nobody else is waited for"
+    offer_anew(job, "a", 0.2)
+    assert held(hear(job, "c", join(job, "c"), 5.0)) == {"c": 1}
+    assert job.status(5.0).nodes[2].state is NodeState.SPARE
+    assert assigned(hear(job, "b", Leave("gone"), 6.0)) == {"a": 0, "c": 1}, "it takes a lost node's place at once"
+    offer_anew(job, "a", 6.1)
+    assert held(hear(job, "d", join(job, "d"), 7.0)) == {"d": 2}
+    assert assigned(on(job, Scale(3), 8.0)) == {"a": 0, "c": 1, "d": 2}
+
+
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_a_scale_outside_the_range_is_refused(nodes: int) -> None:
     job = running("a", high=4)
@@ -393,6 +407,14 @@ def test_the_status_tells_what_is_charged_now_and_what_was_ever_healed() -> None
         crash_again(job, "a", now)
     assert (job.status(20.0).restarts, job.status(20.0).charged) == (2, 2)
     assert (job.status(75.0).restarts, job.status(75.0).charged) == (2, 1)
+
+
+def test_the_status_tells_what_failed_last_whatever_happened_since() -> None:
+    job = running("a", "b")
+    crash_again(job, "a", 10.0)
+    failure = job.status(10.0).why
+    on(job, Restart("a wish"), 11.0)
+    assert (job.status(11.0).why, job.status(11.0).last_failure) == ("a wish", failure)
 
 
 # rule 5: who is lost --------------------------------------------------------------------------------------------------
@@ -603,6 +625,14 @@ def test_a_new_coordinator_lets_the_round_go_on_when_all_its_members_are_back() 
     assert hear(job, "a", join(job, "a", held=place(5, 0, 2), status=Status.RUNNING, newest=5), 101.0) == []
     assert hear(job, "b", join(job, "b", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 102.0) == []
     assert (job.phase, job.round) == (Phase.RUNNING, 5)
+
+
+def test_a_new_coordinator_that_was_told_of_fewer_nodes_lets_a_larger_round_go_on() -> None:
+    job = Job(replace(new_job(1, 4).settings, target=1))
+    for rank, name in enumerate("ab"):
+        hear(job, name, join(job, name, held=place(5, rank, 2), status=Status.RUNNING, newest=5), 1.0)
+    assert on(job, Tick(), 2.0) == []
+    assert (job.phase, job.round, job.status(2.0).target) == (Phase.RUNNING, 5, 2)
 
 
 def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_lease() -> None:
@@ -968,7 +998,7 @@ def test_the_beats_of_many_unhealthy_nodes_cost_little(low: int, monkeypatch: py
         job.on(Heard(name, FULL), 2.0)
     weighed = Mock(wraps=roster.weigh)
     monkeypatch.setattr(roster, "weigh", weighed)
-    hear(job, names[0], Health(), 3.0)
+    hear(job, names[0], Problems(), 3.0)
     began = time.perf_counter()
     for now in (20.0, 45.0, 70.0):
         for name in names:
@@ -1011,7 +1041,7 @@ def ends(job: Job, event: Event, now: float) -> list[str]:
 
 # rule 9: nodes in trouble ---------------------------------------------------------------------------------------------
 
-FULL = Health(("the disk is full",))
+FULL = Problems(("the disk is full",))
 
 
 def recorded(commands: list[Command], *kinds: type[Happening]) -> list[Happening]:
@@ -1045,7 +1075,7 @@ def test_an_unhealthy_nodes_place_goes_to_a_spare_and_nobody_is_charged() -> Non
 def test_a_node_that_is_healthy_again_in_time_keeps_its_place() -> None:
     job = running("a", "b", low=1)
     job.on(Heard("b", FULL), 10.0)
-    assert recorded(job.on(Heard("b", Health()), 39.0), NodeHealthy) == [NodeHealthy("b")]
+    assert recorded(job.on(Heard("b", Problems()), 39.0), NodeHealthy) == [NodeHealthy("b")]
     hear(job, "a", Beat(), 39.0)
     assert assigned(on(job, Tick(), 41.0)) == {}
     assert job.round == 1
@@ -1076,7 +1106,7 @@ def test_an_unhealthy_node_outside_the_round_is_given_no_place() -> None:
     hear(job, "s", join(job, "s", problems=FULL.problems), 5.0)
     hear(job, "b", Leave("bye"), 10.0)
     assert job.phase is Phase.GATHERING
-    assert assigned(hear(job, "s", Health(), 12.0)) == {"a": 0, "s": 1}
+    assert assigned(hear(job, "s", Problems(), 12.0)) == {"a": 0, "s": 1}
 
 
 def test_when_most_of_the_round_is_unhealthy_nobody_loses_a_place_for_it() -> None:
@@ -1115,7 +1145,7 @@ def test_a_healthy_node_comes_back_into_the_round() -> None:
     job.on(Heard("b", FULL), 10.0)
     assert assigned(on(job, Tick(), 10.0 + RECHECK)) == {"a": 0}
     offer_anew(job, "a", 41.0)
-    assert assigned(hear(job, "b", Health(), 60.0)) == {"a": 0, "b": 1}
+    assert assigned(hear(job, "b", Problems(), 60.0)) == {"a": 0, "b": 1}
 
 
 def test_too_few_nodes_because_of_their_health_are_named_at_the_end() -> None:
@@ -1198,7 +1228,7 @@ def test_flapping_health_is_a_fault_too() -> None:
         on(job, Tick(), now + RECHECK)
         assert set(job.places) == {"a"}
         offer_anew(job, "a", now + 31)
-        job.on(Heard("b", Health()), now + 40)
+        job.on(Heard("b", Problems()), now + 40)
         now += 50
     assert state(job, "b") == ("quarantined", -1)
     assert job.restarts.used == 0
@@ -1215,7 +1245,7 @@ def test_quarantine_can_be_turned_off() -> None:
 
 def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
-    job.on(Heard("b", Health(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
+    job.on(Heard("b", Problems(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
     assert len(job.status(10.0).nodes[1].unfit) < 5_000
 
 
@@ -1233,7 +1263,7 @@ STANDING = Standing(HUGE, HUGE, 2, 2, HUGE, HUGE)
             1, tuple(Failure(2 * n, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", HUGE[n:], True, "S")) for n in range(9))
         ),
         Failed(1, (Failure(1, 0, 1, "h", 10.0, hang=Hang(1.0, "", "f", "g", True, "S", "", (STANDING,) * 4000)),)),
-        Health((HUGE,) * 100),
+        Problems((HUGE,) * 100),
         Leaving(HUGE),
         Leave(HUGE),
     ],

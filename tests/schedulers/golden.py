@@ -42,6 +42,7 @@ def manifests_by_name() -> dict[str, dict[str, Any]]:
     return {
         "pod": manifests.pod(OWNER, plain, 0),
         "pod-etcd": manifests.pod(OWNER, etcd, 3),
+        "pod-spare": manifests.pod(OWNER, spec_of(replicas=2, spares=1), 2),
         "service": manifests.service(OWNER),
         "secret": manifests.secret(OWNER, plain, "t0ken"),
         "disruption-budget": manifests.disruption_budget(OWNER, plain),

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import kubernetes_validate
 import pytest
 
 from ripstop.schedulers.kubernetes import crd, deploy, manifests
@@ -30,10 +31,9 @@ def test_there_is_no_other_file() -> None:
 
 @pytest.mark.parametrize("version", NEWER)
 def test_newer_clusters_take_the_manifests(version: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for item in [*manifests_by_name().values(), *deploy.objects()]:
-        validate.validate(item, version, strict=True)
-    validate.validate(crd.definition(rules=True), version, strict=True)
+        kubernetes_validate.validate(item, version, strict=True)
+    kubernetes_validate.validate(crd.definition(rules=True), version, strict=True)
 
 
 def test_the_first_container_is_the_trainer_and_others_stay_as_they_are() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ripstop.schedulers.kubernetes.manifests import SLOT, Owner
-from ripstop.schedulers.kubernetes.observe import coordinator_address, seen_job, seen_pods, silent_since
+from ripstop.schedulers.kubernetes.observe import coordinator_addresses, seen_job, seen_pods, silent_since
 from ripstop.schedulers.kubernetes.reconcile import Pod
 
 OWNER = Owner("train", "ml", "u-1")
@@ -131,7 +131,14 @@ def test_a_node_is_silent_when_its_kubelet_is_not_heard() -> None:
     assert silent_since({}) is None
 
 
-def test_the_coordinator_is_at_slot_0() -> None:
-    first = a_pod({"podIP": "10.0.0.7"}, labels={SLOT: "0"})
-    assert coordinator_address([a_pod({"podIP": "10.0.0.8"}), first], OWNER) == "10.0.0.7"
-    assert coordinator_address([a_pod()], OWNER) == ""
+def test_the_coordinator_is_at_slot_0_or_anywhere_if_it_is_elected() -> None:
+    first = a_pod({"podIP": "10.0.0.7", "phase": "Running"}, labels={SLOT: "0"})
+    second = a_pod({"podIP": "10.0.0.8", "phase": "Running"})
+    assert coordinator_addresses([second, first], OWNER, elected=False) == ["10.0.0.7"]
+    assert coordinator_addresses([second, first], OWNER, elected=True) == ["10.0.0.7", "10.0.0.8"]
+
+
+def test_no_coordinator_is_in_a_pod_that_does_not_run_or_is_another_jobs() -> None:
+    over = a_pod({"podIP": "10.0.0.7", "phase": "Failed"}, labels={SLOT: "0"})
+    other = a_pod({"podIP": "10.0.0.8", "phase": "Running"}, ownerReferences=[{"uid": "u-0"}])
+    assert coordinator_addresses([over, other, a_pod()], OWNER, elected=True) == []

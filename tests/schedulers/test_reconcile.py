@@ -20,6 +20,7 @@ from ripstop.schedulers.kubernetes.reconcile import (
     Job,
     Pod,
     SetReplicas,
+    Tell,
     decide,
 )
 
@@ -184,6 +185,61 @@ def test_a_pod_that_was_told_to_leave_and_has_ended_is_not_waited_for() -> None:
 
 def test_a_disruption_budget_is_made_when_it_is_wanted() -> None:
     assert Ensure("disruption-budget") in decide(a_job(disruptionBudget=True), [], NOW).actions
+
+
+# how many train -------------------------------------------------------------------------------------------------------
+
+
+def trains(job: Job, **telemetry: Any) -> Job:
+    return replace(job, telemetry=telemetry)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told", "wanted"),
+    [
+        ({"spares": 1}, 4, [Tell(2)]),  # spares are not taken in because there would be room for them
+        ({"spares": 1}, 2, []),
+        ({"spares": 1, "replicas": 3}, 2, [CreatePod(3), Tell(3)]),
+        ({"spares": 1, "replicas": 4}, 3, [CreatePod(3), CreatePod(4), Tell(4)]),
+        ({}, 4, []),
+        ({}, 2, [Tell(4)]),  # it has no spares any more: who is there, trains
+        ({"spares": 1, "secretName": "mine"}, 4, []),  # the operator has no right to steer it
+    ],
+)
+def test_the_job_is_told_how_many_are_to_train(spec: dict[str, Any], told: int, wanted: list[Action]) -> None:
+    decision = decide(trains(a_job(**spec), target=told), [running(0), running(1), running(2)], NOW)
+    assert [action for action in deeds(decision) if not isinstance(action, DeletePod)] == wanted
+
+
+def test_a_job_that_says_nothing_is_told_nothing() -> None:
+    assert deeds(decide(a_job(spares=1), [running(0), running(1), running(2)], NOW)) == []
+
+
+def test_a_job_with_spares_that_has_not_answered_for_long_is_a_condition_with_a_remedy() -> None:
+    job = replace(a_job(spares=1), unheard="10.0.0.7: timed out")
+    decision = decide(job, [running(0), running(1), running(2)], NOW)
+    message = condition(decision, "Unheard")["message"]
+    assert "10.0.0.7: timed out; let its pod reach port 29400" in message
+    heard = decide(replace(after(job, decision), unheard=""), [running(0), running(1), running(2)], NOW)
+    assert condition(heard, "Unheard")["status"] == "False"
+
+
+def test_a_job_without_spares_need_not_answer() -> None:
+    decision = decide(replace(a_job(), unheard="timed out"), [running(0), running(1)], NOW)
+    assert condition(decision, "Unheard") is None
+
+
+def test_a_running_job_says_how_it_is_doing() -> None:
+    says = {"round": 7, "restarts": 2, "goodput": 0.97, "lastFailure": "rank 3 was killed", "target": 4}
+    status = decide(trains(a_job(), **says), [running(0), running(1)], NOW).status
+    assert {name: status.get(name) for name in says} == says | {"target": None}
+
+
+def test_what_a_job_said_last_is_not_put_over_its_end() -> None:
+    job = trains(a_job(), lastFailure="rank 3 was killed")
+    job = settled(job, said(0, "failed", 1), said(1, "failed", 1))
+    assert job.status["lastFailure"] == "because"
+    assert decide(job, [said(0, "failed", 1)], NOW + 1).status["lastFailure"] == "because"
 
 
 # phases and conditions ------------------------------------------------------------------------------------------------

@@ -1,25 +1,31 @@
 """What a running job says of itself, and what is made of jobs that say something else."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from ripstop.schedulers.kubernetes.telemetry import NoTelemetry, asking
+from ripstop.schedulers.kubernetes.telemetry import LONGEST, NoTelemetry, Telemetry
 
 
 @contextmanager
-def a_coordinator(body: bytes) -> Iterator[int]:
-    """Answers those who show `bearer-of-secret-run`."""
+def a_coordinator(body: bytes, heard: list[tuple[str, bytes]] | None = None) -> Iterator[int]:
+    """Answers those who show `bearer-of-secret-run`; what it is told is put into `heard`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.headers["Authorization"] == "Bearer bearer-of-secret-run"
-            self.send_response(200 if known and self.path == "/api/v1/status" else 401)
+            if known and self.command == "POST" and heard is not None:
+                heard.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if known and self.path in ("/api/v1/status", "/api/v1/scale") else 401)
             self.end_headers()
             self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
@@ -39,29 +45,55 @@ def bearer(token: str, run_id: str) -> str:
     return f"bearer-of-{token}-{run_id}"
 
 
-def test_a_job_says_its_round_and_its_restarts() -> None:
-    with a_coordinator(b'{"round": 7, "restarts": 2, "phase": "running"}') as port:
-        assert asking(bearer, port)("127.0.0.1", "secret", "run") == {"round": 7, "restarts": 2}
+def said(status: dict[str, Any]) -> dict[str, Any]:
+    with a_coordinator(json.dumps(status).encode()) as port:
+        return Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")
+
+
+def test_a_job_says_how_it_is_doing() -> None:
+    status = {"round": 7, "restarts": 2, "target": 3, "phase": "running", "goodput": 0.97371, "last_failure": "rank 3"}
+    assert said(status) == {"round": 7, "restarts": 2, "target": 3, "goodput": 0.97, "lastFailure": "rank 3"}
+
+
+def test_what_a_job_does_not_know_or_does_not_say_is_left_out() -> None:
+    assert said({"round": 7, "goodput": None, "last_failure": ""}) == {"round": 7}
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "much", True, [1], 1e400])
+def test_a_share_that_is_none_is_left_out(share: Any) -> None:
+    assert said({"goodput": share}) == {}
 
 
 def test_numbers_that_are_none_are_left_out() -> None:
-    with a_coordinator(b'{"round": "many", "restarts": true}') as port:
-        assert asking(bearer, port)("127.0.0.1", "secret", "run") == {}
+    assert said({"round": "many", "restarts": True, "target": -1}) == {}
+
+
+def test_a_long_word_is_cut() -> None:
+    assert said({"last_failure": "x" * 5000}) == {"lastFailure": "x" * LONGEST}
+
+
+def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
+    heard: list[tuple[str, bytes]] = []
+    with a_coordinator(b"{}", heard) as port:
+        Telemetry(bearer, port).tell("127.0.0.1", "secret", "run", 3)
+        with pytest.raises(NoTelemetry, match="401"):
+            Telemetry(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
+    assert heard == [("/api/v1/scale", b'{"nodes": 3}')]
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b"\xff", b""])
 def test_an_answer_that_is_none_is_a_silence(body: bytes) -> None:
     with a_coordinator(body) as port, pytest.raises(NoTelemetry):
-        asking(bearer, port)("127.0.0.1", "secret", "run")
+        Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")
 
 
 def test_a_job_that_knows_us_not_is_a_silence() -> None:
     with a_coordinator(b"{}") as port, pytest.raises(NoTelemetry, match="401"):
-        asking(bearer, port)("127.0.0.1", "wrong", "run")
+        Telemetry(bearer, port).ask("127.0.0.1", "wrong", "run")
 
 
 def test_nobody_there_is_a_silence() -> None:
     with a_coordinator(b"{}") as port:
         pass
     with pytest.raises(NoTelemetry):
-        asking(bearer, port)("127.0.0.1", "secret", "run")
+        Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")

@@ -10,7 +10,7 @@ from ripstop.observe.events import NodeGone
 from ripstop.observe.status import Phase
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.messages import Assign, Failed, Health, Hold, Join, Succeeded
+from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Problems, Succeeded
 from ripstop.rendezvous.policy import Cause
 from ripstop.round import Address, Place, RankBy
 
@@ -50,7 +50,7 @@ class Rules:
         match event:
             case coordinator.Heard(name, Join(held=held)) if held is not None:
                 self.earlier.add(name)  # in a round that this coordinator does not know, perhaps
-            case coordinator.Heard(_, Health()):
+            case coordinator.Heard(_, Problems()):
                 charged = job.restarts.used
                 return lambda: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
             case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.round:

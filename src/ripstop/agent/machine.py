@@ -32,13 +32,13 @@ from ripstop.rendezvous.messages import (
     Failed,
     FromAgent,
     FromCoordinator,
-    Health,
     Hold,
     Inspect,
     Inspected,
     Join,
     Leave,
     Leaving,
+    Problems,
     Ready,
     Rejected,
     Status,
@@ -347,14 +347,14 @@ class Agent:
         before, self._problems = self._problems, problems
         if not problems:
             self.admitted, self._unfit = True, None
-            out = [Say("healthy again"), *self._tell(Health())] if before else []
+            out = [Say("healthy again"), *self._tell(Problems())] if before else []
             return [*out, *self._offer()]
         if not self.admitted and self._unfit is None:
             self._unfit = now
         if [problem.what for problem in before] == [problem.what for problem in problems]:
             return []
         wait = "" if self.admitted else f"; not ready for the job until that is mended, {self._join_time()} at most"
-        return [Say(f"unhealthy: {'; '.join(self._words())}{wait}"), *self._tell(Health(self._words()))]
+        return [Say(f"unhealthy: {'; '.join(self._words())}{wait}"), *self._tell(Problems(self._words()))]
 
     def _words(self) -> tuple[str, ...]:
         return tuple(problem.words for problem in self._problems)

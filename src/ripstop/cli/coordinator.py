@@ -17,6 +17,7 @@ from ripstop.config import (
     quarantine,
     rank_by,
     secret,
+    target,
     timing,
     word,
 )
@@ -37,8 +38,8 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --restart-window TIME         count them in any such time, and not in the whole run
   --restart-backoff TIME        longest pause before a restart when rounds keep dying young (30)
   --max-infra-restarts N        hangs that are healed in any hour, counted apart (3)
-  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, tls_cert, tls_key,
-                                tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
+  --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, target, tls_cert,
+                                tls_key, tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
   --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
 TIME is seconds, or has a unit: 90s, 10m, 1h.  Every flag can be given as a variable: PET_RDZV_ID=job7.
@@ -91,6 +92,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        target=target(conf_name, conf, min_nodes, max_nodes),
         rank_by=rank_by(conf_name, conf),
         budget=budget(given, notes),
         timing=waits,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import ABOUT_JOBS, Target, find, get, post, words
+from ripstop.cli.steering import ABOUT_JOBS, Target, find, get, post, read_command
 from ripstop.errors import UsageError
 
 HELP = f"""\
@@ -14,7 +14,7 @@ or a beginning of one that fits no other.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("drain", argv, HELP, most=1)) is None:
+    if (asked := read_command("drain", argv, HELP, most=1)) is None:
         return 0
     if not asked.words:
         raise UsageError("which node? write ripstop drain NODE; ripstop status lists them")

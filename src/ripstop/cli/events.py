@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import ABOUT_JOBS, COMMON, Target, find, get, lines, words
+from ripstop.cli.steering import ABOUT_JOBS, COMMON, Target, find, get, lines, read_command
 from ripstop.config import whole
 from ripstop.observe.events import from_json
 from ripstop.observe.events import words as in_words
@@ -30,7 +30,7 @@ SILENCE = 60.0  # seconds without a sign of life, in a stream that has one every
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("events", argv, HELP, FLAGS)) is None:
+    if (asked := read_command("events", argv, HELP, FLAGS)) is None:
         return 0
     since = whole("--since", asked.given.text("--since", "0"), least=0, most=2**53)
     target = find(asked.given)

@@ -80,6 +80,19 @@ def read(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str])
     return Given(texts, written, program, frozenset(off))
 
 
+def read_mixed(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[Given, tuple[str, ...]]:
+    """Flags and words in any order, where no program follows; the environment has no say."""
+    texts: dict[str, str] = {}
+    words: list[str] = []
+    left = tuple(argv)
+    while left:
+        given = read(flags, left, {})
+        texts |= given.texts
+        words += given.program[:1]
+        left = given.program[1:]
+    return Given(texts, {}, ()), tuple(words)
+
+
 def _words(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     texts: dict[str, str] = {}
     left = list(argv)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ripstop.cli import kube_job
-from ripstop.cli.flags import Flag, Given, read
+from ripstop.cli.flags import Flag, Given, read_mixed
 from ripstop.cli.job import HELP as HELP_FLAG
 from ripstop.config import whole
 from ripstop.errors import UsageError
@@ -205,19 +205,12 @@ def _words(
     command: str, argv: Sequence[str], flags: Sequence[Flag], least: int = 0, most: int = 0
 ) -> tuple[Given | None, tuple[str, ...]]:
     """Flags and names in any order; None when help was asked for, and given."""
-    texts: dict[str, str] = {}
-    names: list[str] = []
-    left = tuple(argv)
-    while left:
-        given = read((*CLUSTER_FLAGS, *flags), left, {})
-        texts |= given.texts
-        names += given.program[:1]
-        left = given.program[1:]
-    if "--help" in texts:
+    given, names = read_mixed((*CLUSTER_FLAGS, *flags), argv)
+    if "--help" in given:
         print(USAGE, end="")
         return None, ()
     if not least <= len(names) <= most:
         wanted = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
         what = f"{names[most]}: one word too many" if len(names) > most else "a word is missing"
         raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('   ')[0]}")
-    return Given(texts, {}, ()), tuple(names)
+    return given, names

@@ -56,6 +56,7 @@ NOT_THE_USERS = (
     *("--probe-port", "--linger", "--config", "--dry-run"),
 )
 GIVEN_BY_SLOT = frozenset({"is_host", "rank_by"})
+GIVEN_BY_THE_OPERATOR = frozenset({"target", "coordinator_port"})
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
@@ -147,6 +148,8 @@ def _rendezvous(given: Given) -> dict[str, Any]:
     for key in conf:
         if key in GIVEN_BY_SLOT:
             raise UsageError(f"--rdzv-conf {key}: follows from a pod's number; leave it out")
+        if key in GIVEN_BY_THE_OPERATOR:
+            raise UsageError(f"--rdzv-conf {key}: is the operator's to say; leave it out")
         if key not in RDZV_CONF | IDLE_CONF | ETCD_CONF.keys():
             raise UsageError(f"--rdzv-conf: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
     return found | ({"conf": text} if conf else {})

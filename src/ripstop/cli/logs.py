@@ -8,7 +8,18 @@ from typing import Any
 
 from ripstop.cli.events import follow
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import ABOUT_JOBS, COMMON, Objection, Target, complain, find, get, lines, show_json, words
+from ripstop.cli.steering import (
+    ABOUT_JOBS,
+    COMMON,
+    Objection,
+    Target,
+    complain,
+    find,
+    get,
+    lines,
+    read_command,
+    show_json,
+)
 from ripstop.config import whole
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.openapi import MAX_TAIL
@@ -34,7 +45,7 @@ STREAMS = ("stdout", "stderr")
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("logs", argv, HELP, FLAGS, most=1)) is None:
+    if (asked := read_command("logs", argv, HELP, FLAGS, most=1)) is None:
         return 0
     given = asked.given
     rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import ABOUT_JOBS, find, page, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, page, read_command, show_json
 
 HELP = f"""\
 usage: ripstop metrics [FLAGS]
@@ -12,7 +12,7 @@ Prints the page that Prometheus reads: what happened in a job, what it is doing,
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("metrics", argv, HELP)) is None:
+    if (asked := read_command("metrics", argv, HELP)) is None:
         return 0
     text = page(find(asked.given), "/metrics")
     if asked.as_json:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import ABOUT_JOBS, find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, find, post, read_command
 
 HELP = f"""\
 usage: ripstop restart [FLAGS]
@@ -12,7 +12,7 @@ Stops a job's workers and starts them again, on the same nodes.  It costs none o
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("restart", argv, HELP)) is None:
+    if (asked := read_command("restart", argv, HELP)) is None:
         return 0
     asked.tell(post(find(asked.given), "/restart"))
     return 0

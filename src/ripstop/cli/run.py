@@ -11,7 +11,7 @@ from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.health import health
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, traces
-from ripstop.cli.meeting import meeting, ranking
+from ripstop.cli.meeting import Meeting, meeting, ranking
 from ripstop.cli.output import event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
@@ -34,6 +34,7 @@ from ripstop.config import (
     quarantine,
     secret,
     signals,
+    target,
     timing,
     whole,
     word,
@@ -118,12 +119,13 @@ settings: --rdzv-conf KEY=VALUE,…
   coordinator_timeout=600     time for a coordinator that went away to come back
   is_host=1|0                 the coordinator is here, or is not (whoever can bind the endpoint)
   rank_by=join                what first ranks go by: join, address, slot or label; the same on all nodes
+  target=MAX                  nodes that the job has at first, of --nnodes=MIN:MAX; more of them are spares
   min_disk=32M                room for logs and temporary files on a good node; 0: any
   max_clock_skew=60           how far its clock may be off when it joins; 0: any
   quarantine_failures=3       of a node within quarantine_window=600 keep it out for quarantine_cooldown=600, if the
                               job can do without it; 0: never
   tls_cert, tls_key, tls_ca   PEM files, to encrypt what agents and coordinator say
-  for etcd                    protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop
+  for etcd                    protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop, coordinator_port=0
 
 TIME is seconds, or has a unit: 90s, 10m, 1h.  Flags may be written with underscores.
 Every flag can be given as a variable: PET_NNODES=2.  Others that count:
@@ -248,6 +250,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         run_id=_run_id(given, local=place.backend is Backend.LOCAL),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        target=_target(conf_name, conf, place, min_nodes, max_nodes, notes),
         slots=slots,
         role=word(given.label("--role"), given.text("--role", "default")),
         backend=place.backend,
@@ -283,6 +286,16 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         linger="--linger" in given,
         notes=(*notes, *about_waits, *about_token),
     )
+
+
+def _target(
+    name: str, conf: Mapping[str, str], place: Meeting, min_nodes: int, max_nodes: int, notes: list[str]
+) -> int | None:
+    if "target" in conf and place.backend in (Backend.LOCAL, Backend.STATIC):
+        why = "on a single node" if place.backend is Backend.LOCAL else "with static: all nodes have a rank"
+        notes.append(f"{name} target has no effect {why}")
+        return None
+    return target(name, conf, min_nodes, max_nodes)
 
 
 def _api(given: Given, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ripstop.cli.steering import ABOUT_JOBS, find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, find, post, read_command
 from ripstop.config import MOST_NODES, whole
 from ripstop.errors import UsageError
 
@@ -15,7 +15,7 @@ grow takes spares and nodes that come.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("scale", argv, HELP, most=1)) is None:
+    if (asked := read_command("scale", argv, HELP, most=1)) is None:
         return 0
     if not asked.words:
         raise UsageError("to how many nodes? write ripstop scale N")

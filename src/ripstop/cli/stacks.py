@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, get, read_command, show_json
 from ripstop.config import whole
 from ripstop.observe.failure import Standing
 from ripstop.observe.flight import at, in_words
@@ -17,7 +17,7 @@ With --hang-timeout, also in which collectives they are.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("stacks", argv, HELP, most=1)) is None:
+    if (asked := read_command("stacks", argv, HELP, most=1)) is None:
         return 0
     rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None
     answer = get(find(asked.given), "/stacks", rank=rank)

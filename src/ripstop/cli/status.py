@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
+from ripstop.cli.steering import ABOUT_JOBS, find, get, read_command, show_json
 
 HELP = f"""\
 usage: ripstop status [FLAGS]
@@ -14,7 +14,7 @@ report their steps.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("status", argv, HELP)) is None:
+    if (asked := read_command("status", argv, HELP)) is None:
         return 0
     status = get(find(asked.given), "/status")
     if asked.as_json:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from ripstop.cli.flags import Flag, Given, read
+from ripstop.cli.flags import Flag, Given, read_mixed
 from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secret, tls, word
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.openapi import PREFIX
@@ -54,7 +54,7 @@ class Objection(RipstopError):
     """The job will not."""
 
 
-# words ----------------------------------------------------------------------------------------------------------------
+# the command line -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,17 @@ class Asked:
             print(answer["done"])
 
 
-def words(command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = COMMON, most: int = 0) -> Asked | None:
+def read_command(
+    command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = COMMON, most: int = 0
+) -> Asked | None:
     """The command line, flags and words in any order; None when help was asked for, and given."""
-    texts: dict[str, str] = {}
-    found: list[str] = []
-    left = tuple(argv)
-    while left:
-        given = read(flags, left, {})
-        texts |= given.texts
-        found += given.program[:1]
-        left = given.program[1:]
-    if "--help" in texts:
+    given, found = read_mixed(flags, argv)
+    if "--help" in given:
         print(help, end="")
         return None
     if len(found) > most:
         raise UsageError(f"{found[most]}: one word too many; ripstop {command} --help says what it takes")
-    return Asked(Given(texts, {}, ()), tuple(found))
+    return Asked(given, found)
 
 
 def show_json(content: object) -> None:

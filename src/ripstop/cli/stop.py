@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ripstop.cli.flags import Flag
-from ripstop.cli.steering import ABOUT_JOBS, COMMON, find, post, words
+from ripstop.cli.steering import ABOUT_JOBS, COMMON, find, post, read_command
 
 HELP = f"""\
 usage: ripstop stop [--why TEXT] [FLAGS]
@@ -16,7 +16,7 @@ FLAGS = (*COMMON, Flag("--why", "TEXT", from_environment=False))
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("stop", argv, HELP, FLAGS)) is None:
+    if (asked := read_command("stop", argv, HELP, FLAGS)) is None:
         return 0
     asked.tell(post(find(asked.given), "/stop", why=asked.given.text("--why", "")))
     return 0

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from ripstop.cli.steering import NAMING, show_json, words
+from ripstop.cli.steering import NAMING, read_command, show_json
 from ripstop.config import secret, word
 from ripstop.errors import UsageError
 from ripstop.rendezvous.secret import api_token
@@ -23,7 +23,7 @@ FLAGS = NAMING
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := words("token", argv, HELP, FLAGS)) is None:
+    if (asked := read_command("token", argv, HELP, FLAGS)) is None:
         return 0
     token, _ = secret(os.environ)
     if not token:

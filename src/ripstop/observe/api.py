@@ -7,7 +7,6 @@ streams and waits are bounded; (4) no cookies and no CORS, and a change must say
 in somebody's browser can ask for one.
 """
 
-import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from ripstop.observe import openapi
 from ripstop.observe.events import Steered, to_dict
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
 from ripstop.observe.status import JobStatus, NodeStatus
-from ripstop.observe.steerable import Questions, Refused, Steerable, ask, node_of, placed
+from ripstop.observe.steerable import Questions, Refused, Steerable, ask, ask_all, node_of, placed
 from ripstop.observe.streams import WAIT, Kind, Piece, Streams
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, in_words, is_member, objection
 from ripstop.values import dataclass
@@ -136,10 +135,9 @@ class Api:
 
     async def ranks(self, call: Call) -> web.StreamResponse:
         job = self.job
-        nodes = sorted(placed(job.status()), key=lambda node: node.first_rank)
-        answers = dict(zip(nodes, await self._ask_all(job, nodes, "workers", {}), strict=True))
         ranks = []
-        for node, answer in answers.items():
+        nodes = sorted(placed(job.status()), key=lambda node: node.first_rank)
+        for node, answer in await self._ask_all(job, nodes, "workers", {}):
             pids = answer["pids"] if isinstance(answer, dict) else []
             ranks += [
                 {
@@ -158,7 +156,7 @@ class Api:
         nodes = placed(job.status()) if rank is None else [node_of(job.status(), rank)]
         details = {} if rank is None else {"rank": rank}
         stacks, unanswered = [], []
-        for node, answer in zip(nodes, await self._ask_all(job, nodes, "stacks", details), strict=True):
+        for node, answer in await self._ask_all(job, nodes, "stacks", details):
             if isinstance(answer, dict):
                 stacks += [{"node": node.name} | found for found in answer["ranks"]]
             else:
@@ -168,15 +166,15 @@ class Api:
         return _json({"stacks": stacks, "unanswered": unanswered})
 
     async def _ask_all(
-        self, job: Steerable, nodes: Iterable[NodeStatus], question: str, details: dict[str, Any]
-    ) -> list[dict[str, Any] | NoAnswer]:
-        async def answer(node: NodeStatus) -> dict[str, Any] | NoAnswer:
-            try:
-                return await self._questions.ask(job, node, question, details, PATIENCE)
-            except NoAnswer as why:
-                return why
+        self, job: Steerable, nodes: list[NodeStatus], question: str, details: dict[str, Any]
+    ) -> list[tuple[NodeStatus, dict[str, Any] | NoAnswer]]:
+        """In the order of the nodes."""
 
-        return await asyncio.gather(*map(answer, nodes))
+        def ask(node: str) -> Awaitable[dict[str, Any]]:
+            return self._questions.ask(job, node, question, details, PATIENCE)
+
+        answers = await ask_all([node.name for node in nodes], ask, 2 * PATIENCE)  # for a turn, and for the answer
+        return [(node, answers[node.name]) for node in nodes]
 
     # events -----------------------------------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class Api:
             begin["offset"] = words["offset"]
         if words["follow"]:
             begin["reader"] = secrets.token_hex(8)
-        node = node_of(job.status(), words["rank"])
+        node = node_of(job.status(), words["rank"]).name
         try:
             first = await self._questions.ask(job, node, "log", begin, PATIENCE)
             if not words["follow"]:
@@ -215,34 +213,32 @@ class Api:
         return await self._streams.send(call.request, Kind.LOGS, pieces)
 
     def _following(
-        self, job: Steerable, node: NodeStatus, begin: dict[str, Any]
+        self, job: Steerable, node: str, begin: dict[str, Any]
     ) -> Callable[[Piece, float], Awaitable[Piece]]:
         """What asks for the next piece of a log: the node that has the present one until that is all, then the next."""
 
         async def after(piece: Piece, wait: float) -> Piece:
             nonlocal node
             if piece["end"]:
-                node = node_of(job.status(), begin["rank"])
+                node = node_of(job.status(), begin["rank"]).name
             details = _after(begin, piece) | {"reader": begin["reader"], "wait": wait}
             try:
                 if wait:
                     return await ask(job, node, "log", details, 2 * WAIT)
                 return await self._questions.ask(job, node, "log", details, PATIENCE)
             except NoAnswer:
-                node = node_of(job.status(), begin["rank"])
+                node = node_of(job.status(), begin["rank"]).name
                 raise
 
         return after
 
-    async def _whole(
-        self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]
-    ) -> dict[str, Any]:
+    async def _whole(self, job: Steerable, node: str, begin: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
         """From the first piece to what was the end when it was read, within bounds."""
         texts, first, end = [piece["text"]], piece["offset"], min(piece["size"], piece["offset"] + MAX_LOG)
         while piece["next"] < end and piece["text"]:
             piece = await self._questions.ask(job, node, "log", _after(begin, piece), PATIENCE)
             texts.append(piece["text"])
-        found = {"rank": begin["rank"], "node": node.name, "stream": begin["stream"], "round": piece["round"]}
+        found = {"rank": begin["rank"], "node": node, "stream": begin["stream"], "round": piece["round"]}
         return found | {"offset": first, "next": piece["next"], "text": "".join(texts)}
 
     # to steer ---------------------------------------------------------------------------------------------------------

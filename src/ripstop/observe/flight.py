@@ -142,7 +142,7 @@ def as_text(recording: Recording) -> str:
     """For people: the latest operations, the last one at the end."""
     shown = recording.entries[-SHOWN:]
     more = len(recording.entries) - len(shown)
-    return "\n".join([*([f"… {more} before"] if more else []), *map(str, shown)]) or "no collective was entered"
+    return "\n".join([*([f"… {more} before"] if more else []), *map(str, shown)]) or "nothing is recorded"
 
 
 # how far one rank is --------------------------------------------------------------------------------------------------

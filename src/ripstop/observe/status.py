@@ -48,7 +48,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it.
+    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
 
     `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
     `max_restarts` now.  `goodput` is the share of the job's time that was spent in steps that were kept; None where
@@ -67,5 +67,6 @@ class JobStatus:
     max_nodes: int
     target: int
     nodes: tuple[NodeStatus, ...]
+    last_failure: str = ""
     charged: int = 0
     goodput: float | None = None

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from ripstop.errors import NoAnswer, RipstopError
@@ -12,6 +13,9 @@ from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.observe.wishes import Wish
 
 AT_ONCE = 4  # questions that one node answers at a time; waiting for something to happen is none of its work
+NODES_AT_ONCE = 512  # nodes that are asked the same
+
+T = TypeVar("T")
 
 
 class Steerable(Protocol):
@@ -50,15 +54,15 @@ class Questions:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while somebody asks
 
     async def ask(
-        self, job: Steerable, node: NodeStatus, question: str, details: dict[str, Any], patience: float
+        self, job: Steerable, node: str, question: str, details: dict[str, Any], patience: float
     ) -> dict[str, Any]:
         """The node's answer, once it is this question's turn."""
-        turns = self._turns.setdefault(node.name, asyncio.Semaphore(AT_ONCE))
+        turns = self._turns.setdefault(node, asyncio.Semaphore(AT_ONCE))
         try:
             async with asyncio.timeout(patience):
                 await turns.acquire()
         except TimeoutError:
-            why = f"node {node.name} had so much to answer that this was not asked in {patience:g} s; ask later"
+            why = f"node {node} had so much to answer that this was not asked in {patience:g} s; ask later"
             raise NoAnswer(why) from None
         try:
             return await ask(job, node, question, details, patience)
@@ -66,12 +70,32 @@ class Questions:
             turns.release()
 
 
-async def ask(
-    job: Steerable, node: NodeStatus, question: str, details: dict[str, Any], patience: float
-) -> dict[str, Any]:
+async def ask(job: Steerable, node: str, question: str, details: dict[str, Any], patience: float) -> dict[str, Any]:
     """The node's answer; the question is at the node at once, and may wait there."""
-    answer: dict[str, Any] = json.loads(await job.ask(node.name, question, json.dumps(details), patience))
+    answer: dict[str, Any] = json.loads(await job.ask(node, question, json.dumps(details), patience))
     return answer
+
+
+async def ask_all(nodes: Iterable[str], ask: Callable[[str], Awaitable[T]], whole: float) -> dict[str, T | NoAnswer]:
+    """What each of many nodes answers, or why it does not, within so many seconds; many are asked at a time."""
+    turns = asyncio.Semaphore(NODES_AT_ONCE)
+
+    async def answer(node: str) -> T | NoAnswer:
+        try:
+            async with turns:
+                return await ask(node)
+        except NoAnswer as why:
+            return why
+
+    asked = {node: asyncio.create_task(answer(node)) for node in nodes}
+    try:
+        if asked:
+            await asyncio.wait(asked.values(), timeout=whole)
+        late = NoAnswer(f"not all nodes answered in {whole:g} s")
+        return {node: task.result() if task.done() else late for node, task in asked.items()}
+    finally:
+        for task in asked.values():
+            task.cancel()
 
 
 def placed(status: JobStatus) -> list[NodeStatus]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ripstop.observe.failure import Failure, Standing
-from ripstop.rendezvous.messages import Failed, FromAgent, Health, Inspected, Join, Leave, Leaving, Stopped
+from ripstop.rendezvous.messages import Failed, FromAgent, Inspected, Join, Leave, Leaving, Problems, Stopped
 from ripstop.round import Node, Place
 
 NAME = 256  # characters of a node's name, address, role or label
@@ -32,8 +32,8 @@ def bounded(message: FromAgent) -> FromAgent:
             )
         case Failed(failures=failures) | Inspected(failures=failures) | Stopped(failures):
             return replace(message, failures=_failures(failures))
-        case Health(problems):
-            return Health(_problems(problems))
+        case Problems(problems):
+            return Problems(_problems(problems))
         case Leaving(why) | Leave(why):
             return replace(message, why=cut(why, PHRASE))
         case _:

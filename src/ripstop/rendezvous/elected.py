@@ -104,6 +104,7 @@ class ElectedLink:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
+        self._port = etcd.port
         self._prefix = f"{etcd.prefix.rstrip('/')}/{settings.run_id}/"
         self._settings = settings
         self._node = node
@@ -340,11 +341,24 @@ class ElectedLink:
         asked = _now()
         lease, ttl = await self._client.grant(math.ceil(self._settings.timing.lease) + MORE)
         try:
-            bound = bind(Address(host, 0), demanded=True)
+            bound = self._bind(host)
         except RipstopError as error:
             raise Denied(f"{host}: this node cannot listen there; give one of its addresses as --local-addr") from error
-        assert bound is not None, "a demanded address is bound, or an error"
         return _Candidacy(lease, ttl, asked, bound, Address(host, bound.address.port))
+
+    def _bind(self, host: str) -> Bound:
+        """At the port that was asked for; an election does not fail for one that is taken."""
+        for port in (self._port, 0):
+            try:
+                bound = bind(Address(host, port), demanded=True)
+            except RipstopError as error:
+                if not port:
+                    raise
+                log.warning("%s; any other will do for the nodes, who learn it from etcd", error)
+            else:
+                assert bound is not None, "a demanded address is bound, or an error"
+                return bound
+        raise AssertionError("port 0 is bound, or an error")
 
     def _withdraw(self) -> None:
         """Give back what a candidacy that came to nothing had."""

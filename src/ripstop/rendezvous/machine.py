@@ -9,7 +9,8 @@ failure and what follows (`inquest.py`).  The rules of the whole:
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
 3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
     as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
-    survivors wait for newcomers.  An operator's wish for a size stands in for `max`.  Phases follow `TRANSITIONS`.
+    survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with (`target`), stands
+    in for `max`; a round that is recovered (8) is as large as it is.  Phases follow `transitions.py`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A lost node is left out of the next round.  A closed connection is a hint: it is a loss when anybody fails
     meanwhile, and a node that is in no round, or leaving, is gone with its connection.
@@ -46,13 +47,13 @@ from ripstop.rendezvous.messages import (
     Depart,
     Failed,
     FromAgent,
-    Health,
     Hold,
     Inspect,
     Inspected,
     Join,
     Leave,
     Leaving,
+    Problems,
     Ready,
     Rejected,
     Status,
@@ -64,30 +65,10 @@ from ripstop.rendezvous.presence import LATE, RECONNECT, Presence
 from ripstop.rendezvous.roster import Roster
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import Member
+from ripstop.rendezvous.transitions import TRANSITIONS
 from ripstop.round import Address, Node, Outcome, Place
 
 FAREWELL = 5.0  # seconds everybody has to take the last word
-
-TRANSITIONS = {  # every move there is, and what makes it
-    Phase.GATHERING: {
-        Phase.RUNNING: "enough nodes are ready",
-        Phase.RECOVERING: "a new coordinator hears of a round",
-        Phase.GATHERING: "a node comes from a newer round",
-        Phase.CLOSING: "too few nodes for join_timeout, or an end is asked for",
-    },
-    Phase.RECOVERING: {
-        Phase.RUNNING: "all its nodes are back",
-        Phase.GATHERING: "some are not back within a lease",
-        Phase.RECOVERING: "a node comes from a newer round",
-        Phase.CLOSING: "an end is asked for, or one of its nodes was told of it",
-    },
-    Phase.RUNNING: {
-        Phase.GATHERING: "a failure is healed, nodes come or go, or a restart is asked for",
-        Phase.CLOSING: "all workers exited 0, the budget is spent, or an end is asked for",
-    },
-    Phase.CLOSING: {Phase.CLOSED: "everybody has told how its workers died"},
-    Phase.CLOSED: {},
-}
 
 
 class Job:
@@ -104,11 +85,12 @@ class Job:
         self.members, self.places = self._roster.members, self._roster.places  # to look at; the roster changes them
         self._inquest = Inquest()
         self._highest = 0  # the highest number anybody has heard of
-        self._target = settings.max_nodes
+        self._target = settings.max_nodes if settings.target is None else settings.target
         self._witness: Place | None = None  # the first place heard of in the round that is being recovered
         self._since = now  # when this phase began
         self._not_before = now  # a restart's pause
         self._why = "first round"
+        self._last_failure = ""  # why a round ended that failed
         self._quorum: float | None = None  # since when enough nodes are ready
         self._done: set[str] = set()  # nodes of the live round whose workers all exited 0
         self._held = False  # survivors of the last round were told to stop
@@ -178,6 +160,7 @@ class Job:
             max_nodes=self.settings.max_nodes,
             target=self._target,
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+            last_failure=self._last_failure,
             charged=self.restarts.spent(Cause.APPLICATION, now),
         )
 
@@ -210,8 +193,8 @@ class Job:
         match message:
             case Ready():
                 self._roster.offer(node, message, now)
-            case Health(problems):
-                self._notes += self._roster.examine(node, problems, now)
+            case Problems(problems):
+                self._notes += self._roster.note_problems(node, problems, now)
             case Failed(round, failures):
                 return self._failed(node, round, failures, now)
             case Inspected(round, failures):
@@ -422,6 +405,7 @@ class Job:
         ]
         first = not self.round or self.phase is Phase.RECOVERING
         self.round, self._witness = held.round, held
+        self._target = max(self._target, min(held.group_size, self.settings.max_nodes))  # it was asked for since
         self._begin({}, now)
         if not first:
             self._gather(Ending.COORDINATOR, f"round {held.round} was alive elsewhere", now)
@@ -452,6 +436,8 @@ class Job:
         self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
+        if cause in (Ending.APPLICATION, Ending.INFRASTRUCTURE):
+            self._last_failure = why
         self._not_before = now + delay
         self._quorum = None
         self._held = False

@@ -104,8 +104,8 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """Why I should not be counted on; nothing: I can be."""
+class Problems:
+    """Why I should not be counted on, as I have just found; nothing: I can be."""
 
     problems: tuple[str, ...] = ()
 
@@ -233,7 +233,7 @@ class Closed:
 
 
 Handshake = Challenge | Hello | Welcome | Rejected
-FromAgent = Join | Ready | Health | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
+FromAgent = Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Leave | Told | Answer | Beat
 FromCoordinator = Assign | Hold | Depart | Inspect | Ask | Closing | Closed | Rejected | Beat
 Message = Handshake | FromAgent | FromCoordinator
 

@@ -54,7 +54,7 @@ class Roster:
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
         member.health_interval = join.health_interval
         self._presence.came(name, now)
-        return notes + self.examine(name, join.problems, now)
+        return notes + self.note_problems(name, join.problems, now)
 
     def offer(self, node: str, offer: Ready, now: float) -> None:
         """It is ready, and has a port for a store; of an offer older than its last store's round nothing is known."""
@@ -64,8 +64,8 @@ class Roster:
         member.ready = True
         self._update(node, now)
 
-    def examine(self, node: str, problems: tuple[str, ...], now: float) -> list[Event]:
-        """It has looked at its health."""
+    def note_problems(self, node: str, problems: tuple[str, ...], now: float) -> list[Event]:
+        """It has told what speaks against it, or that nothing does any more."""
         member, notes = self.members[node], list[Event]()
         if problems and not member.problems:
             member.since = now

@@ -17,13 +17,13 @@ from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe.metrics import Totals
 from ripstop.observe.sample import NodeSample, StepSample
 from ripstop.observe.status import JobStatus
+from ripstop.observe.steerable import ask_all
 from ripstop.rendezvous.codec import reader
 from ripstop.rendezvous.coordinator import Coordinator
 
 HASTE = 0.5  # seconds for the node that tells the goodput: a status is wanted, whatever it is
 PATIENCE = 1.0  # seconds for one node
 WHOLE = 3.0  # and for all of them
-AT_ONCE = 512  # nodes
 FRESH = 1.0  # seconds
 
 _read = reader(NodeSample)
@@ -70,20 +70,17 @@ class Scraper:
             self._made = asyncio.get_running_loop().time()
 
     async def _samples(self, nodes: list[str]) -> dict[str, NodeSample]:
-        found: dict[str, NodeSample] = {}
-        turns = asyncio.Semaphore(AT_ONCE)
+        """Of those that answer; the others are missing, and the page says so."""
 
-        async def ask(node: str) -> None:
-            async with turns:
-                with suppress(NoAnswer, ProtocolError):  # it is missing then, and the page says so
-                    found[node] = _read(await self._coordinator.ask(node, "sample", patience=PATIENCE))
+        async def ask(node: str) -> NodeSample:
+            text = await self._coordinator.ask(node, "sample", patience=PATIENCE)
+            try:
+                return _read(text)  # as it comes: all of a large job at once would take long
+            except ProtocolError as error:
+                raise NoAnswer(f"node {node} cannot be understood: {error}") from error
 
-        asked = [asyncio.create_task(ask(node)) for node in nodes]
-        if asked:
-            _, late = await asyncio.wait(asked, timeout=WHOLE)
-            for task in late:
-                task.cancel()
-        return found
+        answers = await ask_all(nodes, ask, WHOLE)
+        return {node: answer for node, answer in answers.items() if isinstance(answer, NodeSample)}
 
 
 def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], now: float) -> bytes:

@@ -9,7 +9,11 @@ from ripstop.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the job was started with.  `own` is the node in the coordinator's own process; it needs no lease."""
+    """What the job was started with.
+
+    `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to
+    have until an operator says otherwise; None: as many as it can.
+    """
 
     run_id: str
     min_nodes: int
@@ -20,3 +24,4 @@ class Settings:
     own: str = ""
     rank_by: RankBy = RankBy.JOIN
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    target: int | None = None

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from ripstop.schedulers.kubernetes import deploy
-from ripstop.schedulers.kubernetes.client import Cluster
+from ripstop.schedulers.kubernetes.client import Cluster, core_path
 from tests.schedulers.kube.lab import Operators, Place, apply, collection, eventually, exists, service_account_config
+from tests.schedulers.kube.nodes import first_node, operators_deployment
 
 HOME = "ripstop-test-system"
 
@@ -89,6 +90,23 @@ def operator(account: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         operators.kill()
         print(operators.log.read_text())
+
+
+@pytest.fixture(scope="module")
+def operators_pod(cluster: Cluster, kubectl: str) -> Iterator[str]:
+    """An operator in a pod, from what `deploy/` holds, for all tests of a file; the pod's name, to begin with."""
+    deployment = operators_deployment(HOME, first_node(cluster))
+    path = f"{collection(deployment)}/{deployment['metadata']['name']}"
+    cluster.create(collection(deployment), deployment)
+    try:
+        eventually(lambda: cluster.get(path)["status"]["readyReplicas"] == 1, 60)
+        (pod,) = cluster.list(core_path(HOME, "pods"), labelSelector=f"app.kubernetes.io/name={deploy.NAME}")
+        yield pod["metadata"]["name"]
+    finally:
+        logs = [kubectl, "logs", "--namespace", HOME, f"deployment/{deploy.NAME}", "--tail=200"]
+        print(subprocess.run(logs, capture_output=True, text=True, check=False).stdout)
+        cluster.delete(path, {"propagationPolicy": "Foreground"})
+        eventually(lambda: not exists(cluster, deployment), 90)
 
 
 @pytest.fixture(scope="session")

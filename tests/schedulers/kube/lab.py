@@ -22,7 +22,7 @@ PATIENCE = 30.0  # seconds
 HERE = Path(__file__).parent
 NOWHERE = {"ripstop.dev/test": "nowhere"}  # no real node takes our pods
 TALKATIVE = "10.1.2.3"  # the address of a coordinator that answers
-SAYS = {"round": 7, "restarts": 2, "goodput": "97 %"}
+SAYS = {"round": 7, "restarts": 2, "goodput": 0.97, "lastFailure": "rank 3 was killed", "target": 4}
 T = TypeVar("T")
 
 

@@ -27,12 +27,23 @@ def counting(self: Cluster, method: str, *words: Any, **options: Any) -> dict[st
     return answer
 
 
-def ask(address: str, token: str, run_id: str) -> dict[str, Any]:
-    if address != TALKATIVE or len(token) != 64 or not run_id.startswith("train-"):
-        raise ConnectionRefusedError(address)
-    return SAYS
+class Talkative:
+    """All jobs at that address."""
+
+    def __init__(self) -> None:
+        self._nodes = SAYS["target"]
+
+    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+        if address != TALKATIVE or len(token) != 64 or not run_id.startswith("train-"):
+            raise ConnectionRefusedError(address)
+        return SAYS | {"target": self._nodes}
+
+    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
+        self.ask(address, token, run_id)
+        self._nodes = nodes
+        print(f"{run_id.rpartition('-')[2]}: {nodes} nodes", flush=True)
 
 
 if last:
     Cluster.request = counting  # type: ignore[method-assign]
-run_operator(namespace or None, home=home, ask=ask)
+run_operator(namespace or None, home=home, speaks=Talkative())

@@ -86,9 +86,14 @@ def test_kubectl_scales(place: Place, kubectl: str) -> None:
 
 def test_kubectl_shows_the_state_in_columns(place: Place, kubectl: str) -> None:
     place.submit()
-    status = {"phase": "Running", "readyReplicas": 2, "round": 7, "restarts": 1}
+    status = {"phase": "Running", "readyReplicas": 2, "round": 7, "restarts": 1, "goodput": 0.97}
     place.cluster.patch(jobs_path(place.name, "train", part="status"), {"status": status})
     command = [kubectl, "get", "ej", "--namespace", place.name]
-    head, row = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert head.split() == ["NAME", "PHASE", "NODES", "WANTED", "ROUND", "RESTARTS", "AGE"]
-    assert row.split()[:6] == ["train", "Running", "2", "2", "7", "1"]
+
+    def shown(*words: str) -> tuple[list[str], list[str]]:
+        head, row = subprocess.run([*command, *words], check=True, capture_output=True, text=True).stdout.splitlines()
+        return head.split(), row.split()[:-1]
+
+    columns, state = ["NAME", "PHASE", "NODES", "WANTED", "ROUND", "RESTARTS"], ["train", "Running", "2", "2", "7", "1"]
+    assert shown() == ([*columns, "AGE"], state)
+    assert shown("-o=wide") == ([*columns, "GOODPUT", "AGE"], [*state, "0.97"])

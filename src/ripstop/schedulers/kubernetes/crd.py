@@ -15,7 +15,7 @@ COLUMNS = (
     ("Wanted", "integer", ".spec.replicas", 0),
     ("Round", "integer", ".status.round", 0),
     ("Restarts", "integer", ".status.restarts", 0),
-    ("Goodput", "string", ".status.goodput", 1),
+    ("Goodput", "number", ".status.goodput", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 RULES = (
@@ -154,6 +154,7 @@ def _field(field: Field) -> dict[str, Any]:
 
 def _status() -> dict[str, Any]:
     text, number, time = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
+    share = {"type": "number", "minimum": 0, "maximum": 1}
 
     def said(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
         return {**schema, "description": meaning}
@@ -179,7 +180,8 @@ def _status() -> dict[str, Any]:
             "phase": said(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
             "conditions": said(
                 {"type": "array", "items": condition},
-                "Running, Recovering, Suspended, Succeeded, Failed; Invalid, Refused, CannotStart, Unschedulable.",
+                "Running, Recovering, Suspended, Succeeded, Failed; "
+                "Invalid, Refused, CannotStart, Unschedulable, Unheard.",
             ),
             "replicas": said(number, "Pods that are there."),
             "readyReplicas": said(number, "Pods that train, or could at once."),
@@ -187,7 +189,7 @@ def _status() -> dict[str, Any]:
             "members": said({"type": "array", "items": text}, "Pods that run."),
             "round": said(number, "The round that trains, as the job's coordinator says."),
             "restarts": said(number, "Failures of workers that were healed, as it says."),
-            "goodput": said(text, "How much of its time the job trained, as it says."),
+            "goodput": said(share, "The share of its time that went into steps that were kept, as it says."),
             "lastFailure": said(text, "Why workers, or the job, failed last."),
             "startTime": said(time, "When the job was accepted."),
             "completionTime": said(time, "When it was over."),

@@ -14,6 +14,7 @@ JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
 MARGIN = 15  # seconds beyond the workers' own time, for an agent to say good-bye
 TERMINATION_LOG = "/dev/termination-log"
+NUMBER = "JOB_COMPLETION_INDEX"  # as the pods of an indexed Job know their number
 
 
 def _probe(path: str, **more: int) -> dict[str, Any]:
@@ -125,9 +126,17 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         secret=secret_name(owner, spec),
         run_id=run_id(owner),
         host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
-        conf=f"is_host={int(slot == 0)}",
+        conf=_conf(spec, slot),
+        flags={NUMBER: str(slot)},
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+
+
+def _conf(spec: Spec, slot: int) -> str:
+    """Of `--rdzv-conf`, what a pod is told.  A coordinator begins with the size of today, and is told of others."""
+    embedded = spec.rendezvous.backend == "embedded"
+    meeting = f"is_host={int(slot == 0)}" if embedded else f"coordinator_port={PORT}"
+    return meeting + (f",target={spec.target}" if spec.target not in (None, spec.max_replicas) else "")
 
 
 def make_node(
@@ -143,7 +152,7 @@ def make_node(
 ) -> None:
     """Make a pod's body that of a node: its first container knows all that `ripstop run` is to know.
 
-    `host` is where nodes meet if not at etcd's, and `conf` what `--rdzv-conf` says of that.  What the user's template
+    `host` is where nodes meet if not at etcd's, and `conf` what `--rdzv-conf` says besides.  What the user's template
     sets itself stays as it is.
     """
     body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
@@ -169,7 +178,7 @@ def _environment(secret: str, flags: Mapping[str, str], given: Sequence[Json]) -
 
 def _flags(spec: Spec, run_id: str, host: str, conf: str) -> dict[str, str]:
     embedded = spec.rendezvous.backend == "embedded"
-    settings = ["rank_by=slot", conf if embedded else "", spec.rendezvous.conf]
+    settings = ["rank_by=slot", conf, spec.rendezvous.conf]
     flags = {
         "PET_NNODES": f"{spec.min_replicas}:{spec.max_replicas}",
         "PET_NPROC_PER_NODE": spec.nproc_per_node,

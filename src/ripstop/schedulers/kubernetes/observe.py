@@ -16,8 +16,8 @@ from ripstop.schedulers.kubernetes.spec import Json
 NOTHING: Json = {}
 
 
-def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "") -> Job:
-    """The job of an ElasticJob; `telemetry` and `refused` are the operator's own knowledge."""
+def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", unheard: str = "") -> Job:
+    """The job of an ElasticJob; `telemetry`, `refused` and `unheard` are the operator's own knowledge."""
     metadata = item["metadata"]
     return Job(
         owner=Owner(metadata["name"], metadata["namespace"], metadata["uid"]),
@@ -28,6 +28,7 @@ def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "") -> Job
         deleting="deletionTimestamp" in metadata,
         telemetry=telemetry,
         refused=refused,
+        unheard=unheard,
     )
 
 
@@ -42,10 +43,11 @@ def owned(item: Json, uid: str) -> bool:
     return any(reference["uid"] == uid for reference in references)
 
 
-def coordinator_address(items: Iterable[Json], owner: Owner) -> str:
-    """The address of the pod of slot 0, where the coordinator is; empty when it has none."""
-    ours = (item for item in items if owned(item, owner.uid) and _slot(item) == 0)
-    return next((str((item.get("status") or {}).get("podIP") or "") for item in ours), "")
+def coordinator_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
+    """Where the coordinator may be: in the pod of slot 0, or, when it is elected, in any pod that runs."""
+    ours = {slot: item for item in items if owned(item, owner.uid) and (slot := _slot(item)) is not None}
+    states = [ours[slot].get("status") or {} for slot in sorted(ours) if elected or slot == 0]
+    return [str(state["podIP"]) for state in states if state.get("podIP") and state.get("phase") == "Running"]
 
 
 def node_of(item: Json) -> str:

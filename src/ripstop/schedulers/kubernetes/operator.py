@@ -14,32 +14,41 @@ asked of it.  Rules:
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ripstop.errors import RipstopError
 from ripstop.schedulers.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.schedulers.kubernetes.deeds import Deeds, Refused, operator_key
 from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner, run_id
-from ripstop.schedulers.kubernetes.observe import coordinator_address, node_of, seen_job, seen_pods, silent_since
-from ripstop.schedulers.kubernetes.reconcile import CreatePod, decide
+from ripstop.schedulers.kubernetes.observe import coordinator_addresses, node_of, seen_job, seen_pods, silent_since
+from ripstop.schedulers.kubernetes.reconcile import CreatePod, Decision, Tell, decide
 from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 
 CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
 RESYNC = 600.0  # a job is looked at so often although nothing happened
 TELEMETRY = 10.0  # a running job is asked so often
+LOOKING = 5.0  # seconds in which the coordinator is looked for among its pods
+LONG = 3  # times that it did not answer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Name = tuple[str, str]  # namespace and name of a job
-Ask = Callable[[str, str, str], Json]  # round, restarts … of the job at this address, with this token and run id
 
 log = logging.getLogger("ripstop.operator")
+
+
+class Speaks(Protocol):
+    """To the job at this address, with this token and run id; raises when it cannot."""
+
+    def ask(self, address: str, token: str, run_id: str) -> Json: ...
+
+    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -55,20 +64,28 @@ class Tended:
     refused: str = ""
     telemetry: Json = field(default_factory=dict)
     asked: float = 0.0
+    seat: str = ""  # where it answered last
+    silences: int = 0  # times in a row that it did not
+    silence: str = ""  # and why
 
     def meet(self, uid: str) -> None:
         """Forget what was about another job."""
         if self.uid != uid:
             self.uid, self.furnished, self.refused, self.telemetry, self.asked = uid, False, "", {}, 0.0
+            self.seat, self.silences, self.silence = "", 0, ""
+
+    @property
+    def unheard(self) -> str:
+        return self.silence if self.silences >= LONG else ""
 
 
 class Operator:
     """Looks after all jobs that it hears of."""
 
-    def __init__(self, cluster: Cluster, key: bytes, ask: Ask | None = None) -> None:
+    def __init__(self, cluster: Cluster, key: bytes, speaks: Speaks | None = None) -> None:
         self._cluster = cluster
         self._deeds = Deeds(cluster, key)
-        self._ask = ask
+        self._speaks = speaks
         self._threads = ThreadPoolExecutor(THREADS, "ripstop-api")
         self._tended: dict[Name, Tended] = {}
         self._silent: dict[str, float] = {}  # nodes, and since when
@@ -151,50 +168,81 @@ class Operator:
         pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
         tended.nodes = frozenset(filter(None, map(node_of, pods)))
         tended.meet(item["metadata"]["uid"])
-        job = seen_job(item, telemetry=tended.telemetry, refused=tended.refused)
+        known = (tended.refused, tended.unheard, tended.telemetry)
+        job = seen_job(item, telemetry=tended.telemetry, refused=tended.refused, unheard=tended.unheard)
         decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
         item = await self._call(self._deeds.write_status, item, decision.status)
         furnish = not tended.furnished or any(isinstance(action, CreatePod) for action in decision.actions)
-        known = (tended.refused, tended.telemetry)
         try:
             await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
             tended.furnished, tended.refused = True, ""
         except Refused as error:
             tended.refused = str(error)
-        running = decision.status.get("phase") == "Running"
-        if running and self._ask is not None and not job.spec.get("secretName"):
-            await self._listen(self._ask, tended, job.owner, coordinator_address(pods, job.owner))
-        if (tended.refused, tended.telemetry) != known:
+        speaks = self._speaks if decision.status.get("phase") == "Running" else None
+        if speaks is not None:
+            await self._speak(speaks, tended, job.owner, decision, pods)
+        if (tended.refused, tended.unheard, tended.telemetry) != known:
             tended.woken.set()  # for the status to say so
-        return min(decision.again or RESYNC, TELEMETRY if running and self._ask is not None else RESYNC)
+        return min(decision.again or RESYNC, RESYNC if speaks is None else TELEMETRY)
 
-    async def _listen(self, ask: Ask, tended: Tended, owner: Owner, address: str) -> None:
-        """Hear how a running job is doing, if it can be reached."""
-        if not address or time.monotonic() - tended.asked < TELEMETRY:
+    # speaking to a job ------------------------------------------------------------------------------------------------
+
+    async def _speak(
+        self, speaks: Speaks, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]
+    ) -> None:
+        """Tell a running job what it should know, and hear how it is doing, if it can be reached."""
+        spec = decision.spec
+        if spec is None or spec.secret_name:
+            return  # the secret is somebody else's
+        secret = self._deeds.token(owner), run_id(owner)
+        for action in decision.actions:
+            if isinstance(action, Tell) and tended.seat:
+                await self._tell(speaks, tended, owner, secret, action.nodes)
+        if time.monotonic() - tended.asked < TELEMETRY:
             return
         tended.asked = time.monotonic()
+        addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
+        addresses.sort(key=lambda address: address != tended.seat)
+        tended.seat, why = "", "no pod that could be its coordinator runs"
+        for address in addresses:
+            try:
+                tended.telemetry = await self._call(speaks.ask, address, *secret)
+                tended.seat, tended.silences = address, 0
+                return
+            except Exception as error:  # whatever it is: the job goes on without
+                why = f"{address}: {error}"
+            if time.monotonic() - tended.asked > LOOKING:
+                break
+        tended.silences, tended.silence = tended.silences + 1, why
+        log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, why)
+
+    async def _tell(self, speaks: Speaks, tended: Tended, owner: Owner, secret: tuple[str, str], nodes: int) -> None:
+        where = f"job={owner.namespace}/{owner.name}"
         try:
-            tended.telemetry = await self._call(ask, address, self._deeds.token(owner), run_id(owner))
-        except Exception as error:  # whatever it is: the job goes on without
-            log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, error)
+            await self._call(speaks.tell, tended.seat, *secret, nodes)
+            tended.telemetry = {**tended.telemetry, "target": nodes}
+            log.info("%s was told that %d nodes are to train", where, nodes)
+        except Exception as error:  # it is told again when it has been heard
+            tended.asked = 0.0
+            log.warning("%s could not be told that %d nodes are to train: %s", where, nodes, error)
 
     async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
 
 
 def run_operator(
-    namespace: str | None = None, *, home: str = HOME, health: str | None = None, ask: Ask | None = None
+    namespace: str | None = None, *, home: str = HOME, health: str | None = None, speaks: Speaks | None = None
 ) -> None:
     """Look after the ElasticJobs of a namespace, or of all, until SIGTERM.
 
-    `home` is the namespace of the operator's own key, `health` the HOST:PORT where `GET /healthz` is answered, `ask`
-    reads a job's API.
+    `home` is the namespace of the operator's own key, `health` the HOST:PORT where `GET /healthz` is answered,
+    `speaks` to a job's API.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     cluster = Cluster()
-    operator = Operator(cluster, operator_key(cluster, home), ask)
+    operator = Operator(cluster, operator_key(cluster, home), speaks)
     if namespace is not None:
         _defined(cluster, namespace)
     asyncio.run(_watch(cluster, operator, namespace, health))
@@ -236,6 +284,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
         registry=registry,
         settings=settings,
         standalone=True,
+        identity="ripstop",  # kopf would ask for our user's name, and in a pod that may have none
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace is not None else [],
         liveness_endpoint=f"http://{health}/healthz" if health else None,

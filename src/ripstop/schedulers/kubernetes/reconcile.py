@@ -15,7 +15,9 @@ or lost its watches, goes on from what the cluster says.  Rules:
     still train, its round is over for everybody else.
 6.  What cannot be right (`spec.read`, a fixed field changed), or the cluster refuses (a quota, a template that makes no
     pod), is a condition, and changes nothing that runs.
-7.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
+7.  How many nodes train, the job is told (`Tell`): `replicas`, so that spares stay spares; without spares its pods say
+    it by being there.  A job with spares that does not answer for long is a condition.
+8.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
     when its time to live has passed.
 """
 
@@ -26,7 +28,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ripstop.schedulers.kubernetes.manifests import JOB, UID, Owner
-from ripstop.schedulers.kubernetes.spec import FIELDS, Json, Problem, Spec, changed, read
+from ripstop.schedulers.kubernetes.spec import FIELDS, PORT, Json, Problem, Spec, changed, read
 from ripstop.values import dataclass
 
 YOUNG = 60.0  # seconds: a pod that lives shorter died quickly
@@ -81,6 +83,7 @@ class Job:
     deleting: bool = False
     telemetry: Json = field(default_factory=dict)
     refused: str = ""  # what the cluster did not let us make, and why
+    unheard: str = ""  # why it has not answered for long
 
 
 # what to do -----------------------------------------------------------------------------------------------------------
@@ -115,6 +118,13 @@ class SetReplicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Have the job itself run on so many nodes."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     pass
 
@@ -128,7 +138,7 @@ class Emit:
     warning: bool = False
 
 
-Action = CreatePod | DeletePod | Ensure | SetReplicas | DeleteJob | Emit
+Action = CreatePod | DeletePod | Ensure | SetReplicas | Tell | DeleteJob | Emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +235,7 @@ class _Deciding:
         for slot in range(spec.pods):
             self._keep(slot)
         self._phase(spec)
+        self._size(spec)
 
     def _ended(self, spec: Spec) -> bool:
         start = self.status.get("startTime")
@@ -250,6 +261,14 @@ class _Deciding:
         self._condition(phase, True, reason, text)
         self.actions.append(Emit(reason, text, warning=phase == "Failed"))
         self.again.append(FAREWELL)
+
+    def _size(self, spec: Spec) -> None:
+        """See to it that the job knows how many are to train (rule 7)."""
+        if spec.target is not None and self.job.telemetry.get("target", spec.target) != spec.target:
+            self.actions.append(Tell(spec.target))
+        text = f"the operator cannot tell the job how many nodes are to train: {self.job.unheard}; {_OPEN}"
+        unheard = bool(self.job.unheard and spec.spares and spec.target is not None)
+        self._condition("Unheard", unheard, "Unheard" if unheard else "Heard", text if unheard else "")
 
     def _keep(self, slot: int) -> None:
         """See to it that the slot has a pod."""
@@ -312,9 +331,9 @@ class _Deciding:
             "selector": f"{JOB}={self.job.owner.name},{UID}={self.job.owner.uid}",
             "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if pod.phase == "Running"],
         }
-        for name in ("round", "restarts", "goodput", "lastFailure"):
-            if name in self.job.telemetry:
-                self.status[name] = self.job.telemetry[name]
+        if not self.status.get("completionTime"):  # what was said last of a job that is over is older than its end
+            said = {"round", "restarts", "goodput", "lastFailure"} & self.job.telemetry.keys()
+            self.status |= {name: self.job.telemetry[name] for name in sorted(said)}
         bad = next((pod for pod in live if pod.waiting in BAD_START), None)
         self._condition("CannotStart", bad is not None, bad.waiting if bad else "Started", _cannot_start(bad))
         self._refused()
@@ -375,6 +394,7 @@ class _Deciding:
                 self.again.append(ended + spec.ttl - self.now)
 
 
+_OPEN = f"let its pod reach port {PORT} of the job's"
 _FREE = frozenset(field.name for field in FIELDS if not field.fixed)
 
 

@@ -93,6 +93,13 @@ class Spec:
         """How many there should be."""
         return 0 if self.suspend else self.replicas + self.spares
 
+    @property
+    def target(self) -> int | None:
+        """How many of them are to train; None: it cannot be told to the job, whose secret is somebody else's."""
+        if self.secret_name:
+            return None
+        return self.replicas if self.spares else self.max_replicas
+
 
 def read(name: str, spec: Json) -> Spec | list[Problem]:
     """The spec, or all that is wrong with it."""

@@ -1,7 +1,8 @@
-"""How a running job is doing, as its own API says: `GET /api/v1/status` at the coordinator's pod.
+"""How a running job is doing, as its own API says, and how many nodes it is to have, as it is told.
 
-How the API's token is made of the job's secret, those know who serve it; they are not of this layer, so it is given.
-What comes back is a pod's word, and pods run what users like: its size, its time and its types are bounded.
+`GET /api/v1/status` and `POST /api/v1/scale` at the coordinator's pod.  How the API's token is made of the job's
+secret, those know who serve it; they are not of this layer, so it is given.  What comes back is a pod's word, and pods
+run what users like: its size, its time and its types are bounded.
 """
 
 import json
@@ -15,33 +16,57 @@ from ripstop.schedulers.kubernetes.spec import PORT
 PATIENCE = 2.0  # seconds
 MOST = 1 << 20  # bytes of an answer
 LARGEST = 2**31 - 1
+LONGEST = 300  # characters of a text
+DIGITS = 2  # of a share: enough to read, and seldom another
+
+Bearer = Callable[[str, str], str]  # makes the API's token of the job's secret and its run id
 
 
 class NoTelemetry(RipstopError):
     """The job says nothing, or nothing of use."""
 
 
-def asking(bearer: Callable[[str, str], str], port: int = PORT) -> Callable[[str, str, str], dict[str, Any]]:
-    """What asks a job; `bearer` makes the API's token of the job's secret and its run id."""
+class Telemetry:
+    """Speaks to the coordinator of a job at its pod's address."""
 
-    def ask(address: str, token: str, run_id: str) -> dict[str, Any]:
-        connection = HTTPConnection(address, port, timeout=PATIENCE)
+    def __init__(self, bearer: Bearer, port: int = PORT) -> None:
+        self._bearer = bearer
+        self._port = port
+
+    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+        """What the job says of itself."""
+        return _said(self._request("GET", "status", None, address, token, run_id))
+
+    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
+        """Have the job run on so many nodes."""
+        self._request("POST", "scale", {"nodes": nodes}, address, token, run_id)
+
+    def _request(self, method: str, what: str, body: Any, address: str, token: str, run_id: str) -> Any:
+        connection = HTTPConnection(address, self._port, timeout=PATIENCE)
+        headers = {"Authorization": f"Bearer {self._bearer(token, run_id)}", "Content-Type": "application/json"}
         try:
-            connection.request("GET", "/api/v1/status", headers={"Authorization": f"Bearer {bearer(token, run_id)}"})
+            connection.request(method, f"/api/v1/{what}", None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
+            text = answer.read(MOST)
             if answer.status != 200:
                 raise NoTelemetry(f"HTTP {answer.status}")
-            return _said(json.loads(answer.read(MOST)))
+            return json.loads(text)
         except (OSError, HTTPException, ValueError) as error:
             raise NoTelemetry(str(error)) from error
         finally:
             connection.close()
 
-    return ask
-
 
 def _said(status: Any) -> dict[str, Any]:
     if not isinstance(status, dict):
         raise NoTelemetry("no object")
-    numbers = {name: status.get(name) for name in ("round", "restarts")}
-    return {name: value for name, value in numbers.items() if type(value) is int and 0 <= value <= LARGEST}
+    numbers = {name: status.get(name) for name in ("round", "restarts", "target")}
+    found: dict[str, Any] = {
+        name: value for name, value in numbers.items() if type(value) is int and 0 <= value <= LARGEST
+    }
+    share, failure = status.get("goodput"), status.get("last_failure")
+    if isinstance(share, int | float) and type(share) is not bool and 0 <= share <= 1:
+        found["goodput"] = round(share, DIGITS)
+    if isinstance(failure, str) and failure:
+        found["lastFailure"] = failure[:LONGEST]
+    return found
