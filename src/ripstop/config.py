@@ -156,6 +156,20 @@ class Tls:
     ca: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where the job's spans are sent to (OTLP over HTTP, as JSON), and what they say that they are of.
+
+    `parent` is the trace, and in it the span, that the job is a part of: ids in hexadecimal digits.
+    """
+
+    url: str
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    resource: tuple[tuple[str, str], ...] = ()
+    ca: Path | None = None  # signs the collector's certificate; None: the system's authorities do
+    parent: tuple[str, str] | None = None
+
+
 class Backend(Enum):
     """Where the coordinator is."""
 
@@ -249,6 +263,7 @@ class RunConfig:
     signals: tuple[str, ...] = LEAVING
     event_handler: str = ""  # of torch's kind; "": none
     timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
+    tracing: Tracing | None = None  # None: no spans
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
@@ -272,6 +287,7 @@ class CoordinatorConfig:
     timing: Timing = field(default_factory=Timing)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     log_dir: Path | None = None  # for the job's events; None: they are not written
+    tracing: Tracing | None = None
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     notes: tuple[str, ...] = ()

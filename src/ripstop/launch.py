@@ -161,7 +161,8 @@ async def _meet(
     if config.backend is not Backend.LOCAL and bound is None:
         _way_in(parts, config, node.id).follow(str(config.endpoint))
         return _Meeting(_remote(config, node.id))
-    coordinator = Coordinator(_settings(config, own=node.id), sinks=[_event_file(parts, directory, OF_JOB)])
+    sinks = [_event_file(parts, directory, OF_JOB), *_spans(parts, config)]
+    coordinator = Coordinator(_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
     _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
@@ -191,7 +192,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_event_file(parts, directory, OF_JOB)],
+        sinks=[_event_file(parts, directory, OF_JOB), *_spans(parts, config)],
         seated=seated,
     )
     return _Meeting(link, link.broken)
@@ -204,7 +205,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
         asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
-        coordinator = Coordinator(_settings(config), sinks=sinks)
+        coordinator = Coordinator(_settings(config), sinks=[*sinks, *_spans(parts, config)])
         await _serve(parts, coordinator, bound, config)
         _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
@@ -284,6 +285,17 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     file = EventFile(directory.path / name)
     parts.callback(file.close)
     return file.add
+
+
+def _spans(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
+    """What sends the job's traces, where somebody wants them."""
+    if config.tracing is None:
+        return []
+    from ripstop.rendezvous.span_sender import SpanSender
+
+    sender = SpanSender(config.tracing, config.run_id)
+    parts.push_async_callback(sender.close)
+    return [sender.add]
 
 
 def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:

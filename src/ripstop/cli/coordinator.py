@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.flags import Flag, read
-from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, traces
 from ripstop.config import (
     COORDINATOR_PORT,
     HEALTH_CONF,
@@ -43,7 +43,7 @@ Runs a job's coordinator without workers, until the job is over.  The nodes name
   --log-dir DIR                 keep what happens in the job in DIR/NAME/job-events.jsonl (nowhere)
 
 TIME is seconds, or has a unit: 90s, 10m, 1h.  Every flag can be given as a variable: PET_RDZV_ID=job7.
-RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.
+RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.  OTEL_EXPORTER_OTLP_ENDPOINT: a collector for traces.
 """
 
 
@@ -97,6 +97,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         budget=budget(given, notes),
         timing=waits,
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
+        tracing=traces(environ, notes),
         quarantine=quarantine(conf_name, conf),
         token=token,
         tls=tls,

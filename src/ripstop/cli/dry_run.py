@@ -18,7 +18,7 @@ from ripstop.workers.spawner import command_line
 
 MET = "(when the nodes have met)"
 BY_THE_MEETING = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR")
-UNSHOWN = ("token", "password", "notes")
+UNSHOWN = ("token", "password", "headers", "notes")
 
 
 def describe(config: RunConfig, environ: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ripstop.cli.flags import Flag, Given
-from ripstop.config import Budget, Tls, duration, tls, whole
+from ripstop.config import Budget, Tls, Tracing, duration, tls, whole
 
 HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (
@@ -55,3 +55,12 @@ def open_door(endpoint: object, tls: Tls | None) -> list[str]:
     if tls is not None and tls.ca is not None:
         return []
     return [f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"]
+
+
+def traces(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
+    """Where the job's traces go, if OpenTelemetry's variables name a place."""
+    if not any(environ.get(f"OTEL_EXPORTER_OTLP_{of}ENDPOINT") for of in ("", "TRACES_")):
+        return None
+    from ripstop.cli.tracing import tracing
+
+    return tracing(environ, notes, coordinated=coordinated)

@@ -10,7 +10,7 @@ from pathlib import Path
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.health import health
-from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, traces
 from ripstop.cli.meeting import Meeting, meeting, ranking
 from ripstop.cli.output import event_handler, logs
 from ripstop.cli.program import entry, preload, start
@@ -134,6 +134,7 @@ Every flag can be given as a variable: PET_NNODES=2.  Others that count:
   RIPSTOP_TERMINATION_LOG                       a file for how the job ended, as JSON
   TORCHELASTIC_ENABLE_FILE_TIMER=1              workers set timers (on the pipe TORCHELASTIC_TIMER_FILE), and are killed
                                                 at a miss
+  OTEL_EXPORTER_OTLP_ENDPOINT                   a collector for traces of recoveries, as in http://collector:4318
 `ripstop completion bash|zsh|fish` prints what makes a shell complete all this.
 """
 
@@ -276,6 +277,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         signals=_signals(given),
         event_handler=event_handler(given),
         timer_pipe=timer_pipe(environ, notes),
+        tracing=traces(environ, notes, coordinated=place.backend is not Backend.HANDLER),
         token=token or (_made_up() if place.backend is Backend.LOCAL and api is None else ""),
         tls=tls,
         api=api,
