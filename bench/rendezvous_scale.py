@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import random
 import resource
+import secrets
 import socket
 import statistics
 import subprocess
@@ -45,7 +46,7 @@ IDLE = 3.0
 AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\nRipstop-Knock: %s\r\n\r\n"
 )
 
 
@@ -92,7 +93,7 @@ class Node(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
-        transport.write(UPGRADE)
+        transport.write(UPGRADE % json.dumps({"v": 1, "type": "Hello", **self.hello("")}).encode())
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.welcome and not self.cut:
@@ -124,10 +125,7 @@ class Node(asyncio.Protocol):
     def heard(self, message: dict) -> None:
         match message["type"]:
             case "Challenge":
-                parts = (b"agent", JOB.encode(), self.name.encode(), message["nonce"].encode(), b"00")
-                framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-                proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
-                self.say("Hello", run_id=JOB, node=self.name, nonce="00", proof=proof)
+                self.say("Hello", **self.hello(message["nonce"]))
             case "Welcome":
                 node = round.Node(self.name, "127.0.0.1", slots=8)
                 join = Join(node, self.fleet.least, self.fleet.size, ready=Ready(self.port, after=0))
@@ -145,6 +143,13 @@ class Node(asyncio.Protocol):
                 pass
             case _:
                 sys.exit(f"{self.name} was told {message}")
+
+    def hello(self, challenge: str) -> dict:
+        nonce = secrets.token_hex(16)
+        parts = [part.encode() for part in ("agent", JOB, self.name, challenge, nonce)]
+        framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
+        return {"run_id": JOB, "node": self.name, "nonce": nonce, "proof": proof}
 
     def beat(self) -> None:
         if not self.cut:

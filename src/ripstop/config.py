@@ -7,12 +7,13 @@ flags there are and how they go together is in `cli/run.py` and `cli/meeting.py`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, IntFlag
 from pathlib import Path
 
 from ripstop.errors import UsageError
 from ripstop.round import Address, RankBy
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.link import Link
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.machine import Settings
+from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, RankBy
+from ripstop.values import dataclass
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
@@ -161,10 +162,10 @@ async def _meet(
         _way_in(parts, config, node.id).follow(str(config.endpoint))
         return _Meeting(_remote(config, node.id))
     coordinator = Coordinator(_settings(config, own=node.id), sinks=[_event_file(parts, directory, OF_JOB)])
-    parts.callback(coordinator.stop)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
     _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
+    parts.callback(coordinator.stop)  # before those end who wait for an answer: none comes any more
     return _Meeting(LocalLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
@@ -204,9 +205,9 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
         coordinator = Coordinator(_settings(config), sinks=sinks)
-        parts.callback(coordinator.stop)
         await _serve(parts, coordinator, bound, config)
         _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
+        parts.callback(coordinator.stop)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
         signalled = asyncio.create_task(stopped.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]

@@ -4,8 +4,9 @@ Pure data.  A `Place` is all that one node needs to know of a round, so the size
 node does not grow with the job.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

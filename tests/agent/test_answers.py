@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ripstop.agent.answers import QUESTIONS, Node, Workers, answer
+from ripstop.agent.readers import Readers
 from ripstop.config import Logs, StreamMap, Streams
 from ripstop.errors import NoAnswer
+from ripstop.observe.progress import Pace
 from ripstop.observe.sample import GpuSample
 from ripstop.round import Address, Place
+from ripstop.workers import tail
 from ripstop.workers.gpus import Gpus
 from ripstop.workers.logs import RoundLogs
 
@@ -20,7 +24,7 @@ ONE = (GpuSample(0, memory_used=7),)
 
 
 def told(question: str, workers: Workers | None = None, **details: object) -> Any:
-    return json.loads(asyncio.run(answer(question, json.dumps(details), Node(Gpus(lambda: ONE), workers))))
+    return json.loads(asyncio.run(answer(question, json.dumps(details), Node(Gpus(lambda: ONE), workers, Readers()))))
 
 
 @pytest.mark.parametrize("question", sorted(set(QUESTIONS) - {"sample"}))
@@ -34,8 +38,19 @@ def test_a_node_without_workers_can_be_sampled() -> None:
     assert (sample["ranks"], sample["gpus"][0]["memory_used"]) == ([], 7)
 
 
+def test_a_worker_that_reports_tells_its_step_and_others_say_that_they_do_not(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
+    workers = Workers(PLACE, (1, 2), logs, {1: Pace(7, 1.0, 100.0, 8)})
+    before = time.time()
+    seen = told("step", workers, rank=5)
+    assert (seen["round"], seen["step"]) == (2, 7)
+    assert before - 100.0 <= seen["at"] <= time.time() - 100.0
+    with pytest.raises(NoAnswer, match="rank 4 reports no steps now"):
+        told("step", workers, rank=4)
+
+
 def test_an_unknown_question_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(NoAnswer, match="'meaning'; it answers log, sample, stacks, workers"):
+    with pytest.raises(NoAnswer, match="'meaning'; it answers log, sample, stacks, step, workers"):
         told("meaning")
 
 
@@ -51,3 +66,50 @@ def test_the_log_of_an_earlier_round_is_read_to_its_end_and_then_the_present_one
     second = told("log", workers, rank=5, stream="stdout", round=1, offset=first["next"])
     assert [(piece["round"], piece["text"]) for piece in (first, second)] == [(1, "one\n"), (2, "two\n")]
     assert told("log", workers, rank=5, stream="stderr", round=1, offset=9)["round"] == 2
+
+
+def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_told_of_them(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(Streams.ALL)), PLACE, "default", terminal=False)
+    logs.prepare()
+    path = tmp_path / "round_2" / "5" / "stdout.log"
+    path.write_bytes(b"x" * tail.PIECE + b"the end \xe2")
+
+    async def scenario() -> None:
+        stopped = asyncio.get_running_loop().create_future()
+        node = Node(Gpus(lambda: ONE), Workers(PLACE, (1, 2), logs, {}, stopped=stopped), Readers())
+
+        async def log(offset: int, **more: object) -> Any:
+            details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
+            return json.loads(await answer("log", json.dumps(details), node))
+
+        assert [(await log(at))["end"] for at in (0, tail.PIECE)] == [False, False]
+        waiting = asyncio.create_task(log(tail.PIECE + 8, wait=8.0))
+        parting = asyncio.create_task(node.readers.part(60.0))
+        done, _ = await asyncio.wait([waiting, parting], timeout=0.05)
+        assert not done
+        stopped.set_result(None)
+        async with asyncio.timeout(4.0):
+            piece = await waiting
+            await parting
+        assert (piece["text"], piece["end"]) == ("\ufffd", True)
+        assert not (await log(0))["end"]
+        with pytest.raises(NoAnswer, match="no workers of round 3 or a later one"):
+            await log(0, round=3)
+        for question in ("stacks", "step", "workers"):
+            with pytest.raises(NoAnswer, match="no workers run on this node now"):
+                await answer(question, "{}", node)
+        assert json.loads(await answer("sample", "{}", node))["ranks"] == []
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_of_an_earlier_log_is_told_also_of_a_rank_that_is_elsewhere_now(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(Streams.ALL)), PLACE, "default", terminal=False)
+    logs.prepare()
+    before = tmp_path / "round_1" / "0" / "stdout.log"
+    before.parent.mkdir(parents=True)
+    before.write_text("one\n")
+    workers = Workers(PLACE, (1, 2), logs, {})
+    assert told("log", workers, rank=0, stream="stdout", round=1, offset=0)["text"] == "one\n"
+    with pytest.raises(NoAnswer, match="rank 0 is not on this node, which has ranks 4 to 5"):
+        told("log", workers, rank=0, stream="stdout", round=1, offset=4)

@@ -4,6 +4,7 @@
 an agent that had ended before had left any behind.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -15,8 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from ripstop.workers import stacks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
@@ -30,6 +34,18 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+@cache
+def spied() -> bool:
+    """Whether py-spy is installed here, and may look at other processes."""
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = asyncio.run(stacks.look(process.pid))
+        process.kill()
+    return found.source == "py-spy"
 
 
 def wait_until(what: Callable[[], T | None], patience: float = PATIENCE, why: Callable[[], str] = str) -> T:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS, Agent, Job
+from tests.e2e.harness import SCRIPTS, Agent, Job, spied
 
 HANG = SCRIPTS / "hang.py"
 TORCH = "--preload=torch,torch.distributed"
@@ -26,8 +26,8 @@ def events(job: Job, name: str = "events.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def found(job: Job, rank: int, round: int = 1) -> str:
-    (path,) = job.logs.glob(f"*/round_{round}/hang/rank_{rank}.txt")
+def found(job: Job, rank: int, round: int = 1, what: str = "txt") -> str:
+    (path,) = job.logs.glob(f"*/round_{round}/hang/rank_{rank}.{what}")
     return path.read_text()
 
 
@@ -45,9 +45,15 @@ def test_a_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_goes_
     agents = [job.node("--hang-timeout=3", TORCH, nnodes="2", script=HANG, env=env) for _ in range(2)]
     healed(job, *agents)
     words = r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch \(hang.py:\d+\)"
+    recorded = r"flight recorder: rank 0 is in all_reduce #4, not entered by rank 1 \(last: all_reduce #3\)"
     for agent in agents:
-        assert said(agent, f"stopping: {words}; infrastructure restart 1 of 3 in 3600 s")
-    assert "time_sleep" in found(job, 1) and "c10d::" in found(job, 0)  # native frames
+        assert said(agent, f"stopping: {words}; {recorded}; infrastructure restart 1 of 3 in 3600 s")
+    if spied():  # native frames
+        assert "time_sleep" in found(job, 1) and "c10d::" in found(job, 0)
+    else:
+        assert "no native stack: py-spy" in found(job, 1)
+    assert "all_reduce #4, 4 Float: scheduled" in found(job, 0)
+    assert json.loads(found(job, 1, what="flight.json"))["fr"]["entries"][-1]["collective_seq_id"] == 3
     kinds = [event["kind"] for event in events(job, "job-events.jsonl")]
     assert kinds.index("hang_diagnosed") < kinds.index("workers_stopping")
     (diagnosed,) = [event for event in events(job, "job-events.jsonl") if event["kind"] == "hang_diagnosed"]
@@ -68,8 +74,9 @@ def test_a_stopped_worker_is_the_odd_one(job: Job) -> None:
     stopped = job.wait_for(event="steps", rank=1)["pid"]
     os.kill(stopped, signal.SIGSTOP)
     healed(job, agent)
-    assert said(agent, r"rank 1 is in [^;]*, stopped by a signal; infrastructure restart 1 of 3")
-    assert "state: T (stopped)" in found(job, 1) and "<module>" in found(job, 1)
+    where = r"is in [^;]*" if spied() else "does not show where"  # it cannot tell itself
+    assert said(agent, f"rank 1 {where}, stopped by a signal; infrastructure restart 1 of 3")
+    assert "state: T (stopped)" in found(job, 1) and ("<module>" in found(job, 1)) == spied()
 
 
 def test_a_hang_that_no_budget_covers_ends_the_job_and_the_report_has_the_stack(job: Job) -> None:
@@ -115,3 +122,26 @@ def test_an_unmodified_script_that_hangs_in_a_collective_is_healed(job: Job) -> 
     agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=4", TORCH, str(HANG), env=env)
     healed(job, agent)
     assert said(agent, r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch")
+
+
+@pytest.mark.long
+def test_a_rank_that_enters_another_collective_than_the_others_is_the_odd_one(job: Job) -> None:
+    env = {"HANG": "other:1", "GLOO": "1", "BEAT": "1"}
+    agent = job.run("--standalone", "--nproc-per-node=3", "--hang-timeout=3", TORCH, str(HANG), env=env)
+    assert agent.wait() == 0
+    same = "ranks 0,2 are in all_reduce of 4 Float, rank 1 is in broadcast of 4 Float"
+    assert said(agent, f"flight recorder: #4 is not the same for all: {same}")
+    (diagnosed,) = [event for event in events(job, "job-events.jsonl") if event["kind"] == "hang_diagnosed"]
+    assert diagnosed["odd"] == [1]
+
+
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU of NVIDIA's")
+def test_what_nccl_records_is_read(job: Job) -> None:
+    """One rank, whose GPU does not come to the collective that it has entered."""
+    env = {"HANG": "gpu:0", "NCCL": "1", "BEAT": "1"}
+    agent = job.run("--standalone", "--hang-timeout=5", "--max-infra-restarts=0", TORCH, str(HANG), env=env)
+    assert agent.wait() == 1
+    assert said(agent, r"flight recorder: rank 0 is in all_reduce #4, and nobody is missing"), found(job, 0)
+    assert "all_reduce #3, 4 Float: completed" in found(job, 0)
+    entries = json.loads(found(job, 0, what="flight.json"))["nccl"]["entries"]
+    assert entries[-1]["profiling_name"] == "nccl:all_reduce"

@@ -17,7 +17,7 @@ from ripstop.observe.registry import Registration, Sign
 from ripstop.observe.run_directory import run_directory
 from tests.certificates import Authority
 from tests.e2e.etcd import cluster, needs_etcd
-from tests.e2e.harness import SCRIPTS, Agent, Job, free_port, wait_until
+from tests.e2e.harness import SCRIPTS, Agent, Job, free_port, spied, wait_until
 
 CHATTY = SCRIPTS / "chatty.py"
 TOKEN = "the job's own"
@@ -76,7 +76,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job on one node, without a port, that talks for as long as the tests last."""
     folder = tmp_path_factory.mktemp("alone")
     with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder)) as job:
-        job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=alone", "--tee=3", str(CHATTY))
+        env = {"REPORT": "1"}
+        job.run("--standalone", "--nproc-per-node=2", "--rdzv-id=alone", "--tee=3", str(CHATTY), env=env)
         until_running(job)
         yield job
 
@@ -92,6 +93,16 @@ def test_status_says_what_the_job_is(alone: Job) -> None:
     assert "world 2, restarts 0 of 0, nodes 1:1" in text
     assert " running  0-1    default" in text
     assert status(alone, "--job=alone")["nodes"][0]["state"] == "running"
+
+
+def test_status_tells_the_goodput_of_workers_that_report_and_follows_it(alone: Job) -> None:
+    def above(share: float) -> float | None:
+        found = status(alone)["goodput"]
+        return found if found is not None and found > share else None
+
+    first = wait_until(lambda: above(0.0), why=alone.story)
+    assert wait_until(lambda: above(first), why=alone.story) < 1.0  # it has started long ago, and nothing is lost
+    assert re.search(r"nodes 1:1, goodput \d+%\n", says(alone, "status"))
 
 
 def maps(agent: Agent, name: str) -> bool:
@@ -112,7 +123,7 @@ def test_logs_show_one_rank_or_all_of_them(alone: Job) -> None:
 def test_stacks_show_where_workers_are(alone: Job) -> None:
     text = says(alone, "stacks", "1")
     assert text.startswith("rank 1 on ")
-    assert "chatty.py" in text
+    assert ("chatty.py" if spied() else "source=kernel") in text
     assert {stack["rank"] for stack in json.loads(says(alone, "stacks", "--json"))["stacks"]} == {0, 1}
 
 
@@ -174,6 +185,45 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
     journal = next(job.logs.glob("*/job-events.jsonl")).read_text()
     assert f'"kind":"steered","action":"restart","by":"user {os.getuid()}"' in journal
     assert list(run_directory(job.env).iterdir()) == []
+
+
+LAST_WORDS = [f"{number} {'x' * 50}" for number in range(20_000)] + ["the last word \u20ac"]
+
+
+def go(job: Job, how: str) -> None:
+    """Have `last_words.py` speak, and end."""
+    path = Path(job.env["GO"])
+    path.with_suffix(".new").write_text(how)
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize(("how", "code"), [("fail", 1), ("stop", 1), ("signal", 143)])
+def test_who_follows_a_log_has_all_of_it_when_the_job_ends(tmp_path: Path, how: str, code: int) -> None:
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
+        agent = job.run("--standalone", "--redirects=1", str(SCRIPTS / "last_words.py"))
+        until_running(job)
+        following = job.ripstop("logs", "0", "-f", "--stream=stdout")
+        wait_until(lambda: following.out or None, why=lambda: following.err)
+        go(job, "stop" if how == "signal" else how)
+        if how == "stop":
+            says(job, "stop")
+        elif how == "signal":
+            agent.signal(signal.SIGTERM)
+        assert (agent.wait(), following.wait()) == (code, 0), following.err
+        assert following.out.splitlines() == ["ready", *LAST_WORDS]
+
+
+def test_who_follows_logs_of_several_nodes_has_all_of_them_when_the_job_ends(tmp_path: Path) -> None:
+    with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
+        nodes = [job.node("--redirects=1", nnodes="2", script=SCRIPTS / "last_words.py") for _ in range(2)]
+        until_running(job, 1, "--job=e2e")
+        following = job.ripstop("logs", "-f", "--stream=stdout", "--job=e2e")
+        wait_until(lambda: True if following.out.count("ready") == 2 else None, why=lambda: following.err)
+        go(job, "succeed")
+        assert ([node.wait() for node in nodes], following.wait()) == ([0, 0], 0), following.err
+        lines = following.out.splitlines()
+        for rank in ("[0]", "[1]"):
+            assert [line[4:] for line in lines if line.startswith(rank)] == ["ready", *LAST_WORDS]
 
 
 def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is_said_to_be_there(job: Job) -> None:

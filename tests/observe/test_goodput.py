@@ -109,6 +109,19 @@ def test_a_round_that_runs_counts_as_far_as_it_was_seen() -> None:
     assert measured.spent(500.0).wall == 10.0
 
 
+def test_the_lowest_rank_of_the_latest_round_is_the_one_to_ask_until_it_has_told_all() -> None:
+    measured = Goodput()
+    assert measured.teller is None
+    measured.on(Entry(1, 100.0, "b", FirstStep(1, 1, 5, 1.0)))
+    assert measured.teller == ("b", 1)
+    measured.on(Entry(1, 101.0, "a", FirstStep(1, 0, 5, 1.0)))
+    assert measured.teller == ("a", 0)
+    measured.on(Entry(2, 108.0, "a", StepsDone(1, 0, 5, 20, 8.0)))
+    assert measured.teller is None
+    measured.on(Entry(2, 110.0, "b", FirstStep(2, 0, 21, 1.0)))
+    assert measured.teller == ("b", 0)
+
+
 def test_steps_that_start_over_in_a_round_say_nothing() -> None:
     measured = Goodput()
     measured.on(Entry(1, 100.0, "a", StepsDone(1, 0, 50, 3, 8.0)))

@@ -71,6 +71,7 @@ def test_a_dataclass_has_a_schema() -> None:
     found = schema_of(JobStatus)
     assert found["required"][:3] == ["run_id", "phase", "why"]
     assert found["properties"]["nodes"]["items"]["properties"]["first_rank"] == {"type": "integer"}
+    assert found["properties"]["goodput"] == {"type": ["number", "null"]}
     assert schema_of(Inner)["properties"] == {"share": {"type": "number"}}
 
 

@@ -14,6 +14,7 @@ from ripstop.round import Outcome
 SITE = "/venv/lib/python3.11/site-packages/"
 TORCH = f"{SITE}torch/distributed/distributed_c10d.py"
 WRAPPER = Frame("_exception_logger.<locals>.wrapper", f"{SITE}torch/distributed/c10d_logger.py", 83)
+BARE_WRAPPER = Frame("wrapper", f"{SITE}torch/distributed/c10d_logger.py", 83)  # as faulthandler writes it
 STEP, SCRIPT = Frame("step", "/home/me/train.py", 41), Frame("<module>", "/home/me/train.py", 50)
 
 
@@ -21,6 +22,7 @@ STEP, SCRIPT = Frame("step", "/home/me/train.py", 41), Frame("<module>", "/home/
     ("frames", "expected"),
     [
         ((Frame("all_reduce", TORCH, 3252), WRAPPER, STEP, SCRIPT), Spot("all_reduce", "train.py:41", True)),
+        ((Frame("all_reduce", TORCH, 3252), BARE_WRAPPER, STEP), Spot("all_reduce", "train.py:41", True)),
         ((Frame("_wait", TORCH, 9), Frame("barrier", TORCH, 3), STEP), Spot("barrier", "train.py:41", True)),
         ((Frame("load_batch", "/home/me/data.py", 17), STEP, SCRIPT), Spot("load_batch", "data.py:17", False)),
         ((Frame("get", "/usr/lib/python3.12/queue.py", 171), STEP), Spot("get", "train.py:41", False)),

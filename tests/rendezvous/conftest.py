@@ -12,9 +12,9 @@ from ripstop.config import Timing, Tls
 from ripstop.rendezvous.client import WebSocketLink
 from ripstop.rendezvous.coordinator import Coordinator, Session
 from ripstop.rendezvous.endpoint import bind
-from ripstop.rendezvous.machine import Settings
 from ripstop.rendezvous.messages import FromCoordinator, Join, Ready
 from ripstop.rendezvous.server import Server
+from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address, Node
 from tests.certificates import Authority

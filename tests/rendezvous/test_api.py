@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ import aiohttp
 import pytest
 
 from ripstop.observe import streams
-from ripstop.observe.events import AgentSaid, Entry, WorkersStarted
-from ripstop.rendezvous import server
-from ripstop.rendezvous.messages import Answer, Ask, Assign, Closing, Depart
+from ripstop.observe.events import AgentSaid, Entry, FirstStep, WorkersStarted
+from ripstop.observe.wishes import Close
+from ripstop.rendezvous import scrape, server
+from ripstop.rendezvous.messages import Answer, Ask, Assign, Closing, Depart, Leave
 from ripstop.rendezvous.secret import api_token
 from ripstop.rendezvous.tls import for_agent
 from ripstop.round import Address
@@ -183,6 +185,29 @@ def test_status_members_and_ranks_tell_the_same(harness: Any) -> None:
     in_a_job(harness, scenario, nodes=2)
 
 
+def test_status_asks_the_one_node_that_knows_the_goodput_and_does_without_its_answer(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "HASTE", 0.05)
+
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        assert (await caller.get("/status"))[1]["goodput"] is None
+        now = time.time()
+        coordinator.journal.take(Entry(1, now, "b", FirstStep(1, 1, 10, 0.1)))
+        coordinator.journal.take(Entry(1, now, "a", FirstStep(1, 0, 10, 0.1)))
+        assert (await caller.get("/status"))[1]["goodput"] == 0.0  # no answer in time
+        monkeypatch.setattr(scrape, "HASTE", DEADLINE)
+        asking = asyncio.create_task(caller.get("/status"))
+        await agents[0].until(lambda agent: len(asks(agent)) == 2)
+        ask = asks(agents[0])[-1]
+        assert (ask.question, json.loads(ask.argument)) == ("step", {"rank": 0})
+        links[0].send(Answer(ask.number, json.dumps({"round": 1, "step": 12, "at": now + 1e6})))
+        assert (await asking)[1]["goodput"] == 1.0
+        assert asks(agents[1]) == []
+
+    in_a_job(harness, scenario, nodes=2)
+
+
 def test_events_are_numbered_and_read_in_parts(harness: Any) -> None:
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         _, whole = await caller.get("/events")
@@ -216,7 +241,7 @@ def test_a_stream_of_events_goes_on_and_resumes_where_it_was_left(harness: Any) 
             while (event := await data(stream))["kind"] != "agent_said":
                 pass
             assert (event["text"], event["number"]) == ("later", coordinator.journal.count)
-            coordinator.finish("enough")
+            coordinator.steer(Close("enough"))
             while event["kind"] != "job_closing":
                 event = await data(stream)
 
@@ -233,18 +258,37 @@ def test_a_stream_that_nobody_reads_is_cut_off_and_the_job_never_waits(
             gone = asyncio.Event()
             subscribe = coordinator.journal.subscribe
             coordinator.journal.subscribe = lambda sink: partial(_both, subscribe(sink), gone.set)
-            reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
-            head = (
-                f"GET /api/v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nAccept: text/event-stream"
-            )
-            writer.write(f"{head}\r\n\r\n".encode())
-            await reader.readline()
+            writer = await _reader_of_events(address)
             for _ in range(9000):
                 coordinator.record(AgentSaid("x" * 900))
             await asyncio.wait_for(gone.wait(), DEADLINE)  # it was more than sockets hold
             writer.close()
 
     asyncio.run(run())
+
+
+def test_who_reads_nothing_does_not_put_off_the_end(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STUCK", 0.05)
+    monkeypatch.setattr(server, "FLUSH", 1000.0)  # else aiohttp would cut it off, by and by
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE):
+            async with job(harness) as (coordinator, address, _, _):
+                writer = await _reader_of_events(address)
+                for _ in range(9000):
+                    coordinator.record(AgentSaid("x" * 900))
+            writer.close()
+
+    asyncio.run(run())
+
+
+async def _reader_of_events(address: Address) -> asyncio.StreamWriter:
+    """One that has seen the beginning of an answer, and reads no more."""
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
+    head = f"GET /api/v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nAccept: text/event-stream"
+    writer.write(f"{head}\r\n\r\n".encode())
+    await reader.readline()
+    return writer
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -269,7 +313,7 @@ def test_streams_are_counted_and_one_too_many_is_refused(harness: Any, monkeypat
 
 def test_who_follows_a_silent_log_and_leaves_is_forgotten(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_STREAMS", 1)
-    silence = json.dumps({"round": 1, "offset": 0, "next": 0, "size": 0, "text": ""})
+    silence = piece("")
 
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         async def answer(message: Any) -> None:
@@ -288,9 +332,10 @@ def test_who_follows_a_silent_log_and_leaves_is_forgotten(harness: Any, monkeypa
     in_a_job(harness, scenario)
 
 
-def piece(text: str, at: int = 0, round: int = 1) -> str:
+def piece(text: str, at: int = 0, round: int = 1, *, end: bool = False) -> str:
     """An agent's answer about a log."""
-    return json.dumps({"round": round, "offset": at, "next": at + len(text), "size": at + len(text), "text": text})
+    end_at = at + len(text)
+    return json.dumps({"round": round, "offset": at, "next": end_at, "size": end_at, "text": text, "end": end})
 
 
 def started(rank: int) -> Entry:
@@ -317,6 +362,7 @@ def test_what_happens_in_the_job_makes_nobody_ask_again_for_a_log_but_new_worker
         await agent.until(lambda a: len(asks(a)) == 3)
         link.send(Answer(asks(agent)[2].number, piece("", at=5)))
         await agent.until(lambda a: len(asks(a)) == 4)
+        link.send(Answer(asks(agent)[3].number, piece("", at=5, end=True)))  # its round is over
         coordinator.journal.take(started(rank=7))
         await caller.get("/status")
         assert len(asks(agent)) == 4
@@ -326,6 +372,44 @@ def test_what_happens_in_the_job_makes_nobody_ask_again_for_a_log_but_new_worker
         stream.close()
 
     in_a_job(harness, scenario)
+
+
+def test_a_log_is_read_to_its_end_where_it_is_though_its_rank_has_moved(harness: Any) -> None:
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        following = asyncio.create_task(caller.stream("/logs/0?follow=true").__aenter__())
+        links[0].send(Answer((await agents[0].heard(Ask)).number, piece("one\n")))
+        stream = await following
+        await agents[0].until(lambda a: len(asks(a)) == 2)
+        job = coordinator._job
+        job.places["a"], job.places["b"] = job.places["b"], job.places["a"]
+        links[0].send(Answer(asks(agents[0])[1].number, piece("two\n", at=4)))
+        await agents[0].until(lambda a: len(asks(a)) == 3)
+        links[0].send(Answer(asks(agents[0])[2].number, piece("three\n", at=8, end=True)))
+        coordinator.journal.take(started(rank=0))
+        ask = await agents[1].heard(Ask)
+        assert {ask.argument for ask in asks(agents[0])} != {ask.argument}
+        assert json.loads(ask.argument)["reader"] == json.loads(asks(agents[0])[0].argument)["reader"]
+        links[1].send(Answer(ask.number, piece("four\n", round=2)))
+        assert [await stream.content.readline() for _ in range(4)] == [b"one\n", b"two\n", b"three\n", b"four\n"]
+        stream.close()
+
+    in_a_job(harness, scenario, nodes=2)
+
+
+def test_what_a_node_answered_before_it_left_is_written_before_the_stream_ends(harness: Any) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as http:
+            async with job(harness) as (coordinator, address, (link,), (agent,)):
+                following = asyncio.create_task(Caller(http, address).stream("/logs/0?follow=true").__aenter__())
+                link.send(Answer((await agent.heard(Ask)).number, piece("first\n")))
+                stream = await following
+                await agent.until(lambda a: len(asks(a)) == 2)
+                link.send(Answer(asks(agent)[1].number, piece("last", at=6, end=True)))
+                link.send(Leave("the job is over"))
+                await coordinator.until(lambda c: not c.status().nodes)
+            assert await asyncio.wait_for(stream.text(), DEADLINE) == "first\nlast"
+
+    asyncio.run(run())
 
 
 def test_a_node_is_asked_a_few_things_at_a_time(harness: Any) -> None:

@@ -238,7 +238,7 @@ import asyncio, sys
 from ripstop.config import Timing
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import bind
-from ripstop.rendezvous.machine import Settings
+from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.server import Server
 from ripstop.round import Address
 

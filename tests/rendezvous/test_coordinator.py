@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ripstop.errors import NoAnswer, ProtocolError
+from ripstop.observe.wishes import Close
 from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded
 from ripstop.round import Outcome
@@ -243,7 +244,7 @@ def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any
 def test_an_operator_can_end_the_job(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
-        coordinator.finish("enough")
+        coordinator.steer(Close("enough"))
         report = await asyncio.wait_for(coordinator.ended, 20)
         assert (report.outcome, report.why) == (Outcome.STOPPED, "enough")
         coordinator.stop()

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from ripstop.observe.wishes import Close
 from ripstop.rendezvous import server
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.messages import (
@@ -24,19 +26,26 @@ from ripstop.rendezvous.messages import (
     Welcome,
 )
 from ripstop.rendezvous.secret import Exchange
-from ripstop.rendezvous.wire import RETURNING
+from ripstop.rendezvous.wire import KNOCK, RETURNING
 from ripstop.round import Address, Outcome
 
 DEADLINE = 20.0
 ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 
+def make_knock(token: str = "s3cret", run_id: str = "job", node: str = "a", nonce: str = "") -> str:
+    """What an agent says of itself with its request."""
+    nonce = nonce or secrets.token_hex(16)
+    return encode(Hello(run_id, node, nonce, Exchange(run_id, node, "", nonce).by_agent(token)))
+
+
 @contextlib.asynccontextmanager
-async def connection(address: Address) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+async def connection(address: Address, knock: str | None = None) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    headers = {KNOCK: make_knock() if knock is None else knock}
     async with (
         aiohttp.ClientSession() as http,
         asyncio.timeout(DEADLINE),
-        http.ws_connect(f"ws://{address}/agent") as ws,
+        http.ws_connect(f"ws://{address}/agent", headers=headers) as ws,
     ):
         yield ws
 
@@ -125,7 +134,7 @@ def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
 def test_an_agent_of_the_next_job_may_try_again_when_this_one_is_over(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            coordinator.finish("enough")
+            coordinator.steer(Close("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
                 _, answer = await shake(ws, run_id="job2")
@@ -146,6 +155,75 @@ def test_a_replayed_hello_opens_nothing(harness: Any) -> None:
                 await ws.send_str(encode(hello))
                 assert isinstance(decode(await ws.receive_str(), ANSWER), Rejected)
             assert len(coordinator.attached) == 1
+
+    asyncio.run(scenario())
+
+
+WRONG_KNOCKS = {
+    "no header": ("", "install the same version of ripstop"),
+    "another version": ('{"v":2,"type":"Hello","who":"the future"}', "install the same version of ripstop"),
+    "no JSON": ("let me in", "is JSON, this is not"),
+    "another message": (encode(Beat()), "expected Hello"),
+    "another secret": (make_knock(token="guess"), "set the same RIPSTOP_TOKEN on every node"),
+    "another job": (make_knock(run_id="job2"), "this is the coordinator of job 'job', not of 'job2'"),
+    "a long name": (make_knock(node="x" * 257), "text of 1 to 256 characters"),
+}
+
+
+@pytest.mark.parametrize(("text", "why"), WRONG_KNOCKS.values(), ids=WRONG_KNOCKS.keys())
+def test_who_knocks_wrong_is_told_why_and_nothing_more(harness: Any, text: str, why: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            async with connection(address, text) as ws:
+                assert why in decode(await ws.receive_str(), (Rejected,)).why
+                await ends(ws)
+            await works(harness, coordinator, address)
+
+    asyncio.run(scenario())
+
+
+def test_a_knock_that_was_overheard_is_good_for_nothing(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            overheard = make_knock()
+            async with connection(address, overheard) as ws:
+                assert isinstance((await shake(ws))[1], Welcome)
+            async with connection(address, overheard) as ws:
+                assert "used once" in decode(await ws.receive_str(), (Rejected,)).why
+                await ends(ws)
+            assert len(coordinator.attached) == 1
+
+    asyncio.run(scenario())
+
+
+def test_only_so_many_knocks_are_remembered(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_KNOCKS", 2)
+
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            first, *others = (make_knock() for _ in range(3))
+            for text in (first, *others, first):  # forgotten, and no harm done: the challenge is another
+                async with connection(address, text) as ws:
+                    decode(await ws.receive_str(), (Challenge,))
+            async with connection(address, others[1]) as ws:
+                decode(await ws.receive_str(), (Rejected,))
+            assert coordinator.attached == []
+
+    asyncio.run(scenario())
+
+
+def test_an_agents_request_may_come_in_pieces(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            request = UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + f"ripstop-knock:{make_knock()}\r\n\r\n".encode()
+            async with asyncio.timeout(DEADLINE):
+                for at in range(len(request)):
+                    writer.write(request[at : at + 1])
+                    await writer.drain()
+                assert b"101" in await reader.readline()
+                await reader.readuntil(b"Challenge")
+            writer.close()
 
     asyncio.run(scenario())
 
@@ -218,7 +296,8 @@ async def raw(address: Address, data: bytes) -> None:
 
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
 )
 
 GARBAGE = {

@@ -64,7 +64,7 @@ class Rules:
             case coordinator.Heard(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
                 and name in job.places
-                and not (job._absent or job._leaving or job._verdict)
+                and not (job._presence.absent or job._presence.leaving or job._inquest.doomed)
                 and failures[0].message != GLOO
                 and failures[0].hang is None
                 and self._standing(job) >= self.world.budget.max_restarts
@@ -170,12 +170,13 @@ class Rules:
     def _check_fitness(self, job: Job) -> None:
         """Who is in trouble is in a round only if the others are too few, or most are unhealthy."""
         unhealthy = [name for name in job.places if job.members[name].problems]
-        troubled = [name for name in job.places if job._unfit(name)]
+        troubled = [name for name in job.places if job._roster.unfit(name)]
         for name in unhealthy:
             demand(name in self.earlier, f"{name} is unhealthy and was given a place")
         before = [name for name in self.earlier if name in job.members and job.members[name].problems]
-        right = not troubled or len(job._able) < self.world.low or len(before) > 1
-        demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {sorted(job._able)}")
+        able = sorted(job._roster.able)
+        right = not troubled or len(able) < self.world.low or len(before) > 1
+        demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {able}")
 
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():
@@ -223,7 +224,7 @@ class Rules:
         ids = {n.id for n in living}
         if not (job.places.keys() - job._done <= ids == job.members.keys()):
             return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if any(job._quarantine.reason(n.id) for n in living):
+        if any(job._roster._quarantine.reason(n.id) for n in living):
             return "somebody is in quarantine"
         sick = {n.id for n in living if n.sick}
         if any(not n.machine.admitted for n in living):

@@ -11,6 +11,8 @@ from ripstop.rendezvous import ranks
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.policy import Cause, Restarts, Verdict
 from ripstop.rendezvous.quarantine import Quarantine
+from ripstop.rendezvous.roster import Roster
+from ripstop.rendezvous.standing import Troubled
 from tests.simulation.rules import Violation
 from tests.simulation.world import World
 
@@ -20,12 +22,13 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    def ready(job: Job, node: str, offer: Any, now: float) -> None:
-        job.members[node].port = offer.store_port
-        job.members[node].ready = True
-        job._reclassify(node, now)
+    right = Roster.offer
 
-    patch.setattr(Job, "_ready", ready)
+    def offer(roster: Roster, node: str, ready: Any, now: float) -> None:
+        roster.members[node].served = 0
+        right(roster, node, ready, now)
+
+    patch.setattr(Roster, "offer", offer)
 
 
 def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
@@ -46,10 +49,10 @@ def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
     right = Job._hear
 
     def hear(job: Job, node: str, message: Any, now: float) -> Any:
-        before = dict(job._heard)
+        before = dict(job._presence._heard)
         out = right(job, node, message, now)
-        if node in before and node in job._heard:
-            job._heard = {n: before.get(n, t) for n, t in job._heard.items()}
+        if node in before and node in job._presence._heard:
+            job._presence._heard = {n: before.get(n, t) for n, t in job._presence._heard.items()}
         return out
 
     patch.setattr(Job, "_hear", hear)
@@ -103,7 +106,7 @@ def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
 
     def inspect(job: Job, now: float) -> Any:
         out = right(job, now)
-        job._inspection = 1e9
+        job._inquest.inspection = 1e9
         return out
 
     patch.setattr(Job, "_inspect", inspect)
@@ -145,7 +148,7 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Job, "_replaceable", lambda job, now: None)
+    patch.setattr(Troubled, "replaceable", lambda troubled, now: None)
 
 
 def an_unhealthy_node_is_given_a_place(patch: pytest.MonkeyPatch) -> None:

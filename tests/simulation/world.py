@@ -25,9 +25,11 @@ from ripstop.agent import machine as agent
 from ripstop.agent.health import Problem
 from ripstop.config import Budget, QuarantineLimits, Timing
 from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.wishes import Close, Scale
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
+from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
@@ -225,9 +227,9 @@ class World:
             case "coordinator_freezes":
                 self._freeze(self.random.random() * self.random.choice((0.5, 2.0, 6.0)))
             case "scale":
-                self._feed_job(coordinator.Scale(self.random.randint(self.low, self.high)))
+                self._feed_job(Scale(self.random.randint(self.low, self.high)))
             case "close":
-                self._feed_job(coordinator.Close("an operator wants it"))
+                self._feed_job(Close("an operator wants it"))
             case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
@@ -288,7 +290,7 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = coordinator.Settings(
+        settings = Settings(
             *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
             quarantine=self.quarantine,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.agent.answers import Node, Workers, answer
+from ripstop.agent.readers import Readers
 from ripstop.agent.watch import Subject, Watch
 from ripstop.config import Logs, Script
 from ripstop.errors import NoAnswer
@@ -23,6 +24,7 @@ from ripstop.workers.logs import RoundLogs
 from ripstop.workers.process import Children
 from ripstop.workers.reports import Beat
 from ripstop.workers.spawner import Birth, Spawner, Start
+from tests.e2e.harness import spied as can_spy
 from tests.e2e.harness import wait_until
 
 WORKER = """
@@ -65,7 +67,7 @@ class Asleep:
 def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> list[dict[str, object]]:
     async def ask() -> list[dict[str, object]]:
         async with Asleep(stage, start) as workers:
-            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers)))["ranks"]
+            found = json.loads(await answer("stacks", json.dumps(details), Node(Gpus(), workers, Readers())))["ranks"]
             assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
             return found
 
@@ -73,6 +75,8 @@ def asked(stage, details: dict[str, object], start: Start = Start.ZYGOTE) -> lis
 
 
 def test_py_spy_tells_where_all_workers_are(stage) -> None:
+    if not can_spy():
+        pytest.skip("py-spy is not installed, or may not look")
     found = asked(stage, {})
     assert [(one["rank"], one["source"], one["state"]) for one in found] == [(4, "py-spy", "S"), (5, "py-spy", "S")]
     assert all("sleep_well" in one["stack"] and "nanosleep" in one["wchan"] for one in found)
@@ -146,7 +150,7 @@ def test_a_look_for_which_the_agent_has_no_means_says_so(stage, monkeypatch: pyt
 def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
-    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers))))["ranks"]
+    (found, _) = json.loads(asyncio.run(answer("stacks", "{}", Node(Gpus(), workers, Readers()))))["ranks"]
     assert (found["stack"], found["state"]) == ("? (gone)", "")
 
 
@@ -156,7 +160,7 @@ def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
 def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     with pytest.raises(NoAnswer, match=why):
-        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}))))
+        asyncio.run(answer("stacks", json.dumps(details), Node(Gpus(), Workers(PLACE, (1, 2), logs, {}), Readers())))
 
 
 def test_a_process_that_is_gone_is_said_to_be() -> None:
@@ -186,6 +190,8 @@ def test_who_sleeps_without_a_word_is_found_out_and_stacks_are_on_disk(
 ) -> None:
     if not spied:
         monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    elif not can_spy():
+        pytest.skip("py-spy is not installed, or may not look")
     recorded: list[Event] = []
 
     async def watch() -> tuple[Failure, ...]:

@@ -58,6 +58,29 @@ def test_bytes_that_are_no_text_are_replaced_and_half_a_character_waits(path: Pa
     assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
 
 
+def test_half_a_character_waits_for_nothing_in_a_file_that_is_whole(path: Path) -> None:
+    path.write_bytes(b"ok \xe2\x82")
+    assert tail.read(path, 0, whole=True).text == "ok \ufffd"
+    path.write_bytes(b"x" * (tail.PIECE - 1) + "\u20ac".encode())
+    first = tail.read(path, 0, whole=True)
+    assert tail.read(path, first.next, whole=True).text == "\u20ac"
+
+
+def test_nobody_waits_for_a_file_that_is_over(path: Path) -> None:
+    path.write_text("a")
+
+    async def scenario() -> None:
+        over = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(tail.grown(path, 1, DEADLINE, over))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        over.set_result(None)
+        async with asyncio.timeout(DEADLINE / 2):
+            await waiting
+
+    asyncio.run(scenario())
+
+
 def test_a_front_that_was_given_back_to_the_disk_is_passed_over(path: Path) -> None:
     with path.open("wb") as file:
         os.ftruncate(file.fileno(), 1 << 20)

@@ -4,23 +4,29 @@ Answers change nothing.  A question that cannot be answered is a `NoAnswer`; wha
 nobody's training may be disturbed by a question.
 """
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ripstop.agent.watch import recorded
 from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
 from ripstop.round import Place
+from ripstop.values import dataclass
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
 from ripstop.workers.stacks import gone, look_at
 
 if TYPE_CHECKING:
+    from ripstop.agent.readers import Readers
+    from ripstop.workers.flight import Flight
     from ripstop.workers.gpus import Gpus
 
 log = logging.getLogger("ripstop.agent")
@@ -31,13 +37,22 @@ LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers of this node, as questions see them; `pids` by local rank."""
+    """The workers of this node, as questions see them; `pids` by local rank.
+
+    `stopped` is done once nothing of theirs is left: what they have written by then is all.
+    """
 
     place: Place
     pids: tuple[int, ...]
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
     ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
+    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives, by local rank
+    stopped: asyncio.Future[None] | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.stopped is not None and self.stopped.done()
 
     def local_rank(self, rank: int) -> int:
         """The local rank of a worker of this node."""
@@ -50,14 +65,15 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What questions are about."""
+    """What questions are about; `workers` are those that run, or ran last."""
 
     gpus: "Gpus"
     workers: Workers | None
+    readers: "Readers"
 
     def running(self) -> Workers:
         """The workers, for a question that is about them."""
-        if self.workers is None:
+        if self.workers is None or self.workers.gone:
             raise NoAnswer("no workers run on this node now")
         return self.workers
 
@@ -70,8 +86,12 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
         raise NoAnswer(f"a rank is a whole number, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     there = [local for local in chosen if local not in workers.ended]
-    found = await look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there)
+    found, flights = await asyncio.gather(
+        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
+        recorded(workers.recorders, there),
+    )
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
     room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
@@ -83,10 +103,18 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
                 "state": look.state,
                 "source": look.source,
             }
+            | told.get(local, {})
             for local in chosen
             for look in [looks[local]]
         ]
     }
+
+
+def _told(flight: "Flight") -> dict[str, Any]:
+    """What torch's flight recorder has of a worker, or why nothing is known."""
+    if flight.standings is None:
+        return {"recorder": f"none: {flight.why}"}
+    return {"standings": [asdict(standing) for standing in flight.standings]}
 
 
 async def _workers(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,33 +122,68 @@ async def _workers(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     return {"round": workers.place.round, "pids": workers.pids}
 
 
+async def _step(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the worker of this `rank` has come: a `StepSample`."""
+    from ripstop.observe.sample import StepSample  # nobody may ever ask
+
+    workers, rank = node.running(), int(details["rank"])
+    pace = workers.progress.get(workers.local_rank(rank))
+    if pace is None or pace.step is None:
+        raise NoAnswer(f"rank {rank} reports no steps now")
+    return asdict(StepSample(workers.place.round, pace.step, time.time() - pace.age))
+
+
 async def _log(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
-    """A piece of a worker's log: from `offset` in the log of `round`, or the last `tail` lines of the present one.
+    """A piece of a worker's log; a `reader` that is named wants all there will be, and is not left before it has it."""
+    reader = details.get("reader")
+    if reader is None:
+        return await _piece(node, details)
+    node.readers.ask(str(reader))
+    last = False
+    try:
+        piece = await _piece(node, details)
+        last = piece["end"]
+        return piece
+    except NoAnswer:
+        last = True
+        raise
+    finally:
+        node.readers.answer(str(reader), last=last)
+
+
+async def _piece(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
+    """From `offset` in the log of `round`, or the last `tail` lines of the present one.
 
     A round that is over is read to its end, and then the present one from its beginning.  At the end of that, the
-    answer waits for more, up to `wait` seconds.
+    answer waits for more, up to `wait` seconds.  With `end`, there will never be more.
     """
     from ripstop.workers import tail  # nobody may ever ask
 
-    workers = node.running()
+    workers = node.workers
+    if workers is None:
+        raise NoAnswer("no workers run on this node now")
     rank, now = int(details["rank"]), workers.place.round
     stream = Streams.OUT if details["stream"] == "stdout" else Streams.ERR
-    path = await _log_file(workers, rank, stream)
     round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
+    if round > now:
+        raise NoAnswer(f"no workers of round {round} or a later one run on this node now")
     if round < now:
         before = await aside(partial(workers.logs.earlier, round, rank, stream))
         if before is not None:
-            piece = await aside(partial(tail.read, before, offset))
+            piece = await aside(partial(tail.read, before, offset, whole=True))
             if piece.text:
-                return {"round": round} | asdict(piece)
+                return {"round": round, "end": False} | asdict(piece)
         offset = 0
+    path = await _log_file(workers, rank, stream)
     if "tail" in details:
         offset = await aside(partial(tail.last_lines, path, int(details["tail"])))
-    piece = await aside(partial(tail.read, path, offset))
-    if wait and not piece.text:
-        await tail.grown(path, piece.size, min(wait, LONGEST_WAIT))
-        piece = await aside(partial(tail.read, path, offset))
-    return {"round": now} | asdict(piece)
+    gone = workers.gone  # before it is read: after that, nothing is written
+    piece = await aside(partial(tail.read, path, offset, whole=gone))
+    if wait and not piece.text and not gone:
+        await tail.grown(path, piece.size, min(wait, LONGEST_WAIT), workers.stopped)
+        gone = workers.gone
+        piece = await aside(partial(tail.read, path, offset, whole=gone))
+    return {"round": now, "end": gone and piece.next >= piece.size} | asdict(piece)
 
 
 async def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
@@ -141,9 +204,10 @@ async def _sample(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     from ripstop.workers import samples  # only where somebody asks
 
     gpus = await node.gpus.sample()
-    if node.workers is None:
+    workers = node.workers
+    if workers is None or workers.gone:
         return asdict(samples.sample(None, (), None, {}, gpus))
-    place, pids, logs, progress = (node.workers.place, node.workers.pids, node.workers.logs, node.workers.progress)
+    place, pids, logs, progress = (workers.place, workers.pids, workers.logs, workers.progress)
     return asdict(await aside(partial(samples.sample, place, pids, logs, progress, gpus)))
 
 
@@ -151,6 +215,7 @@ QUESTIONS: dict[str, Callable[[Node, Mapping[str, Any]], Awaitable[dict[str, Any
     "log": _log,
     "sample": _sample,
     "stacks": _stacks,
+    "step": _step,
     "workers": _workers,
 }
 

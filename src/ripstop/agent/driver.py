@@ -64,7 +64,7 @@ from ripstop.observe.events import (
 )
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.link import Link
-from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Rejected
+from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Leave, Rejected
 from ripstop.round import Node, Place
 from ripstop.workers.console import Console
 from ripstop.workers.environment import worker_environment
@@ -78,6 +78,7 @@ from ripstop.workers.stacks import SIGNAL, look
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
+    from ripstop.agent.readers import Readers
     from ripstop.workers.gpus import Gpus
     from ripstop.workers.timer_pipe import Watchdog
 
@@ -86,6 +87,8 @@ log = logging.getLogger("ripstop.agent")
 RETRY = 1.0  # seconds until a port is tried again
 QUESTIONS = 64  # of operators that are being answered
 LONGEST = 4096  # characters of a reason why there is no answer
+PARTING = 4.0  # seconds for whoever follows a log of a job that is over; the coordinator waits for a little longer
+BRIEF = 1.0  # and when the job goes on without this node
 DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent
 
@@ -103,6 +106,8 @@ class Running:
     ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
     condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
+    stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -155,6 +160,8 @@ class Driver:
         self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
         self._gpus: Gpus | None = None
+        self._readers: Readers | None = None
+        self._farewell: Leave | None = None  # the last word to the coordinator
         self._reports = Reports(environ, self._reported)
 
     async def run(self) -> Quit:
@@ -167,6 +174,7 @@ class Driver:
         self._arm()
         try:
             end = await self._end
+            await self._take_leave(end)
             self._diary.record(AgentEnded(end.code, end.why))
             return end
         finally:
@@ -203,17 +211,20 @@ class Driver:
         self._link.send(answer)
 
     def _asked_about(self) -> answers.Node:
-        if self._gpus is None:
-            from ripstop.workers.gpus import Gpus  # nobody may ever ask
+        if self._gpus is None or self._readers is None:
+            from ripstop.agent.readers import Readers  # nobody may ever ask
+            from ripstop.workers.gpus import Gpus
 
-            self._gpus = Gpus()
-        return answers.Node(self._gpus, self._workers())
+            self._gpus, self._readers = Gpus(), Readers()
+        return answers.Node(self._gpus, self._workers(), self._readers)
 
     def _workers(self) -> Workers | None:
         running = self._running
-        if running is None or running.group is None or running.watch is None:
+        if running is None or running.group is None or (running.watch is None and not running.stopped.done()):
             return None
-        return Workers(running.place, running.group.pids, running.logs, running.watch.paces(), frozenset(running.ended))
+        group, ended = running.group, frozenset(running.ended)
+        paces = running.watch.paces() if running.watch is not None else {}
+        return Workers(running.place, group.pids, running.logs, paces, ended, running.recorders, running.stopped)
 
     def _reported(self, pid: int, report: Report) -> None:
         running = self._running
@@ -262,6 +273,8 @@ class Driver:
 
     def _execute(self, command: Tell | OfferStore | Start | Stop | LookAtWorkers | Say | Quit) -> None:
         match command:
+            case Tell(Leave() as message):
+                self._farewell = message
             case Tell(message):
                 self._link.send(message)
             case OfferStore():
@@ -358,6 +371,8 @@ class Driver:
             if place.group_rank == 0:
                 self._store = self._store or StorePort(place.store.host, place.store.port)
                 self._store.serve(self._spawner, self._environ, self._children)
+            if self._config.hang_timeout:
+                running.recorders = self._reports.recorders(place.round, place.slots)
             births = [self._birth(running, rank) for rank in range(place.slots)]
             running.group = Group(self._children, self._spawner, births, lambda e: self._exited(running, e))
             await running.group.start()
@@ -381,7 +396,7 @@ class Driver:
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs)
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorders)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
@@ -427,7 +442,9 @@ class Driver:
         binding = self._config.bindings[local_rank] if self._config.bindings else None
         looked_at = self._config.hang_timeout or self._config.timer_pipe
         stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
-        return Birth(env, self._config.entry, logs.stdout(local_rank), logs.stderr(local_rank), binding, stacks)
+        recorder = running.recorders[local_rank] if running.recorders else ""
+        outputs = logs.stdout(local_rank), logs.stderr(local_rank)
+        return Birth(env, self._config.entry, *outputs, binding, stacks, recorder)
 
     def _exited(self, running: Running, exit: Exit) -> None:
         round = running.place.round
@@ -508,6 +525,8 @@ class Driver:
             await running.watch.settle()
         if running.group is not None:
             await running.group.stop(grace, signum)
+        if not running.stopped.done():
+            running.stopped.set_result(None)
         if running.watch is not None:
             running.watch.close()
             running.watch = None
@@ -525,6 +544,13 @@ class Driver:
         self._feed(WorkersStopped(round))
 
     # the end ----------------------------------------------------------------------------------------------------------
+
+    async def _take_leave(self, end: Quit) -> None:
+        """Say good-bye, once those who follow the logs have had the end of them: after it, nothing can be asked."""
+        if self._readers is not None:
+            await self._readers.part(PARTING if end.report is not None else BRIEF)
+        if self._farewell is not None:
+            self._link.send(self._farewell)
 
     async def _clean_up(self) -> None:
         """Leave nothing behind, however it ended."""

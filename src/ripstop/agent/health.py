@@ -4,10 +4,9 @@
 a node has not been in the job: two that disagree are no reason to disturb its training.
 """
 
-from dataclasses import dataclass
-
 from ripstop.config import HealthLimits
 from ripstop.observe.text import amount
+from ripstop.values import dataclass
 
 LONGEST = 300  # characters of a user's words
 

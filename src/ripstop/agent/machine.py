@@ -17,7 +17,7 @@
     coordinator.  From then on it tells what is wrong with it: whether it is needed all the same is not its to decide.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 
 from ripstop.agent.health import Problem
@@ -46,6 +46,7 @@ from ripstop.rendezvous.messages import (
     Succeeded,
 )
 from ripstop.round import Node, Outcome, Place, RankBy
+from ripstop.values import dataclass
 
 SIGTERM = 15
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}

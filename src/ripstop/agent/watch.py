@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ripstop.observe.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.observe.failure import Failure, Hang
@@ -20,11 +20,15 @@ from ripstop.observe.progress import LOOKS, SILENT, Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
 from ripstop.observe.text import clean, cut_middle
 from ripstop.round import Place
+from ripstop.values import dataclass
 from ripstop.workers import linux
 from ripstop.workers.logs import RoundLogs
 from ripstop.workers.look import aside
 from ripstop.workers.reports import Beat, Report, Saved
 from ripstop.workers.stacks import Look, look_at, native, size
+
+if TYPE_CHECKING:
+    from ripstop.workers.flight import Flight
 
 log = logging.getLogger("ripstop.agent")
 
@@ -44,6 +48,7 @@ class Subject:
     host: str
     pids: tuple[int, ...]
     logs: RoundLogs
+    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives
 
 
 class Watch:
@@ -227,12 +232,14 @@ class Watch:
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}
-        looks = await look_at(self._with_file(rank) for rank in ranks)
+        looks, flights = await asyncio.gather(
+            look_at(self._with_file(rank) for rank in ranks), recorded(self._subject.recorders, ranks)
+        )
         failures = [
-            self._failure(rank, found, stuck.get(rank) or Stuck(idle[rank], ""), at)
-            for rank, found in zip(ranks, looks, strict=True)
+            self._failure(rank, found, flight, stuck.get(rank) or Stuck(idle[rank], ""), at)
+            for rank, found, flight in zip(ranks, looks, flights, strict=True)
         ]
-        await self._write(failures, looks, [""] * len(looks))
+        await self._write(failures, looks, flights, [""] * len(looks))
         for rank, failure, found in zip(ranks, failures, looks, strict=True):
             if rank in stuck:
                 where = f"in {failure.hang.call} ({failure.hang.where})" if failure.hang and failure.hang.where else ""
@@ -240,17 +247,18 @@ class Watch:
                     failure.round, failure.rank, found.pid, stuck[rank].seconds, stuck[rank].sign, where
                 )
                 self._record(hangs, logging.WARNING)
-        self._natives = self._loop.create_task(self._add_native(failures, looks))
+        self._natives = self._loop.create_task(self._add_native(failures, looks, flights))
         self._natives.add_done_callback(_say_what_broke)
         return tuple(failures)
 
-    async def _add_native(self, failures: list[Failure], looks: list[Look]) -> None:
+    async def _add_native(self, failures: list[Failure], looks: list[Look], flights: "list[Flight | None]") -> None:
         texts = await native(found.pid for found in looks)
-        await self._write(failures, looks, texts)
+        await self._write(failures, looks, flights, texts)
 
-    def _failure(self, rank: int, found: Look, stuck: Stuck, at: float) -> Failure:
+    def _failure(self, rank: int, found: Look, flight: "Flight | None", stuck: Stuck, at: float) -> Failure:
         place = self._subject.place
         here, file = spot(found.frames), str(self._file(place.first_rank + rank))
+        standings = flight.standings if flight else None
         return Failure(
             rank=place.first_rank + rank,
             local_rank=rank,
@@ -261,29 +269,36 @@ class Watch:
             message=_message(here, stuck, found),
             traceback=cut_middle(clean(found.stack), STACK),
             logs=str(self._subject.logs.directory(rank)),
-            hang=Hang(round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file),
+            hang=Hang(
+                round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file, standings
+            ),
         )
 
-    def _file(self, rank: int) -> Path:
-        return self._subject.logs.hang_directory() / f"rank_{rank}.txt"
+    def _file(self, rank: int, what: str = "txt") -> Path:
+        return self._subject.logs.hang_directory() / f"rank_{rank}.{what}"
 
-    async def _write(self, failures: list[Failure], looks: list[Look], natives: list[str]) -> None:
-        texts = {
-            self._file(failure.rank): self._text(failure, found, native)
-            for failure, found, native in zip(failures, looks, natives, strict=True)
-        }
+    async def _write(
+        self, failures: list[Failure], looks: list[Look], flights: "list[Flight | None]", natives: list[str]
+    ) -> None:
+        files: dict[Path, bytes] = {}
+        for failure, found, flight, stacks in zip(failures, looks, flights, natives, strict=True):
+            text = self._text(failure, found, flight, stacks)
+            files[self._file(failure.rank)] = text.encode("utf-8", "replace")
+            if flight and flight.raw and not stacks:  # once
+                files[self._file(failure.rank, "flight.json")] = flight.raw
         try:
-            await aside(partial(_put, texts), WRITE)
+            await aside(partial(_put, files), WRITE)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             log.warning("stacks cannot be written to %s: %s", self._subject.logs.hang_directory(), why)
 
-    def _text(self, failure: Failure, found: Look, native: str) -> str:
+    def _text(self, failure: Failure, found: Look, flight: "Flight | None", native: str) -> str:
         parts = [
             f"rank {failure.rank}, pid {found.pid} on {failure.host}, round {failure.round}: {failure.message}",
             f"state: {found.doing}",
             f"kernel stack\n{found.kernel}" if found.kernel else "",
             f"Python stacks ({found.source}{f'; {found.why}' if found.why else ''})\n{found.stack}",
+            f"Flight recorder{f': none: {flight.why}' if flight.why else ''}\n{flight.text}".rstrip() if flight else "",
             f"Python and native stacks\n{native}" if native else "",
         ]
         return "\n\n".join(filter(None, parts)) + "\n"
@@ -294,10 +309,19 @@ def _measure(files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, 
     return {rank: size(file) for rank, file in files.items()}, linux.usage_of_sessions(sessions)
 
 
-def _put(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
+async def recorded(sockets: tuple[str, ...], ranks: list[int]) -> "list[Flight | None]":
+    """What these workers, by local rank, have in torch's flight recorders; None where nobody was to ask."""
+    if not sockets:
+        return [None] * len(ranks)
+    from ripstop.workers.flight import ask  # only where something hangs, or somebody asks
+
+    return list(await ask(sockets[rank] for rank in ranks))
+
+
+def _put(files: Mapping[Path, bytes]) -> None:
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")
+        path.write_bytes(content)
 
 
 def _message(here: Spot, stuck: Stuck, found: Look) -> str:

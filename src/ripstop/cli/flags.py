@@ -12,10 +12,10 @@ Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ripstop.config import truth
 from ripstop.errors import UsageError
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ that a choice leaves without effect are said in the notes.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ripstop.cli.flags import Given
 from ripstop.config import (
@@ -26,6 +25,7 @@ from ripstop.config import (
 )
 from ripstop.errors import UsageError
 from ripstop.round import Address, RankBy
+from ripstop.values import dataclass
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")

@@ -5,11 +5,14 @@ from typing import Any
 
 from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
 from ripstop.config import whole
+from ripstop.observe.failure import Standing
+from ripstop.observe.flight import at, in_words
 
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]
 
 Shows where workers are in their code at this moment, one or all; they go on.
+With --hang-timeout, also in which collectives they are.
 {ABOUT_JOBS}"""
 
 
@@ -28,9 +31,15 @@ def main(argv: Sequence[str]) -> int:
 def render(answer: dict[str, Any]) -> list[str]:
     """For people."""
     found: list[str] = []
+    recorded: dict[int, list[Standing]] = {}
     for stack in sorted(answer["stacks"], key=lambda stack: int(stack["rank"])):
         facts = [f"{name}={stack[name]}" for name in ("pid", "state", "wchan", "source") if stack.get(name)]
         found.append(" ".join([f"rank {stack['rank']} on {stack['node']}", *facts]))
         found += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
+        if "standings" in stack:
+            recorded[int(stack["rank"])] = standings = [Standing(**standing) for standing in stack["standings"]]
+            found.append(f"  flight recorder: {at(standings)}")
+    if len(recorded) > 1 and (words := in_words(recorded)):
+        found.append(f"flight recorder: {words}")
     found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
     return found

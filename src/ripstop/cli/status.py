@@ -8,7 +8,8 @@ from ripstop.cli.steering import ABOUT_JOBS, find, get, show_json, words
 HELP = f"""\
 usage: ripstop status [FLAGS]
 
-Says what a job is at this moment: its phase, its round, its nodes and their ranks.
+Says what a job is at this moment: its phase, its round, its nodes and their ranks, and its goodput where workers
+report their steps.
 {ABOUT_JOBS}"""
 
 
@@ -34,6 +35,7 @@ def render(status: dict[str, Any]) -> str:
         f"world {status['world_size']}",
         f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
+        *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
     rows = [("NODE", "HOST", "STATE", "RANKS", "ROLE"), *(_row(node) for node in status["nodes"])]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]

@@ -12,7 +12,6 @@ import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -25,6 +24,7 @@ from ripstop.observe.registry import Sign, signs, socket_address
 from ripstop.observe.run_directory import run_directories
 from ripstop.rendezvous.keepalive import tune
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 ABOUT_JOBS = """
   -j, --job NAME              the job's id, or one of its nodes; not needed where there is one job on this machine

@@ -6,11 +6,11 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ripstop.config import Binding, Numa
 from ripstop.errors import RipstopError
+from ripstop.values import dataclass
 from ripstop.workers import linux
 
 _MPOL_PREFERRED = 1

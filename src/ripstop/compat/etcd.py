@@ -13,11 +13,11 @@ import weakref
 from base64 import b64decode
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ripstop.config import Etcd
 from ripstop.rendezvous.etcd_client import Denied, EtcdClient, Unavailable, as_etcd_answers, b64
+from ripstop.values import dataclass
 
 __all__ = ["Client", "Denied", "Unavailable", "Value"]
 

@@ -13,7 +13,6 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -27,6 +26,7 @@ from ripstop.compat.worker_life import (
     lead_a_session,
 )
 from ripstop.observe.recording import users_part
+from ripstop.values import dataclass
 
 LENGTH = struct.Struct("!Q")  # before the pickled return value
 

@@ -17,7 +17,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import context, get_context, process, reduction
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from ripstop.compat.worker_life import (
 )
 from ripstop.config import Function, Start
 from ripstop.errors import StartError
+from ripstop.values import dataclass
 from ripstop.workers import linux
 from ripstop.workers import process as children
 from ripstop.workers.serve_store import serve

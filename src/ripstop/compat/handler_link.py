@@ -21,7 +21,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,6 +47,7 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.rendezvous.policy import Restarts
 from ripstop.round import Address, Node, Outcome, Place
+from ripstop.values import dataclass
 
 log = logging.getLogger("ripstop.rendezvous")
 

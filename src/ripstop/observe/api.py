@@ -8,8 +8,9 @@ in somebody's browser can ask for one.
 """
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
@@ -18,9 +19,11 @@ from ripstop.errors import NoAnswer
 from ripstop.observe import openapi
 from ripstop.observe.events import Steered, to_dict
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
-from ripstop.observe.status import JobStatus, NodeStatus, Phase
+from ripstop.observe.status import JobStatus, NodeStatus
 from ripstop.observe.steerable import Questions, Refused, Steerable, ask, node_of, placed
 from ripstop.observe.streams import WAIT, Kind, Piece, Streams
+from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, in_words, is_member, objection
+from ripstop.values import dataclass
 
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_EVENTS = 1000  # in one answer
@@ -124,7 +127,9 @@ class Api:
         return _json(openapi.describe(ROUTES))
 
     async def status(self, call: Call) -> web.StreamResponse:
-        return _json(asdict(self.job.status()))
+        job = self.job
+        goodput = await job.goodput()
+        return _json(asdict(replace(job.status(), goodput=goodput)))
 
     async def members(self, call: Call) -> web.StreamResponse:
         return _json({"members": [asdict(node) for node in self.job.status().nodes]})
@@ -197,6 +202,8 @@ class Api:
             begin["tail"] = 100 if words["tail"] is None else words["tail"]
         else:
             begin["offset"] = words["offset"]
+        if words["follow"]:
+            begin["reader"] = secrets.token_hex(8)
         node = node_of(job.status(), words["rank"])
         try:
             first = await self._questions.ask(job, node, "log", begin, PATIENCE)
@@ -204,15 +211,28 @@ class Api:
                 return _json(await self._whole(job, node, begin, first))
         except NoAnswer as why:
             raise Refused(409, str(why)) from why
+        pieces = self._streams.log(job.journal, words["rank"], first, self._following(job, node, begin))
+        return await self._streams.send(call.request, Kind.LOGS, pieces)
+
+    def _following(
+        self, job: Steerable, node: NodeStatus, begin: dict[str, Any]
+    ) -> Callable[[Piece, float], Awaitable[Piece]]:
+        """What asks for the next piece of a log: the node that has the present one until that is all, then the next."""
 
         async def after(piece: Piece, wait: float) -> Piece:
-            node, details = node_of(job.status(), words["rank"]), _after(begin, piece) | {"wait": wait}
-            if wait:
-                return await ask(job, node, "log", details, 2 * WAIT)
-            return await self._questions.ask(job, node, "log", details, PATIENCE)
+            nonlocal node
+            if piece["end"]:
+                node = node_of(job.status(), begin["rank"])
+            details = _after(begin, piece) | {"reader": begin["reader"], "wait": wait}
+            try:
+                if wait:
+                    return await ask(job, node, "log", details, 2 * WAIT)
+                return await self._questions.ask(job, node, "log", details, PATIENCE)
+            except NoAnswer:
+                node = node_of(job.status(), begin["rank"])
+                raise
 
-        pieces = self._streams.log(job.journal, words["rank"], first, after)
-        return await self._streams.send(call.request, Kind.LOGS, pieces)
+        return after
 
     async def _whole(
         self, job: Steerable, node: NodeStatus, begin: dict[str, Any], piece: dict[str, Any]
@@ -228,50 +248,34 @@ class Api:
     # to steer ---------------------------------------------------------------------------------------------------------
 
     async def restart(self, call: Call) -> web.StreamResponse:
-        job, status = self.job, self.job.status()
-        objection = ""
-        if status.phase is not Phase.RUNNING:
-            objection = f"the job is {status.phase}, and only a running one can be restarted; wait, `status` says more"
-        self._audit(job, call, "restart", objection)
-        job.restart(f"restart asked for by {call.by}")
+        status = self._steer(call, Restart(f"restart asked for by {call.by}"))
         return _json({"done": f"round {status.round} is being replaced"})
 
     async def drain(self, call: Call) -> web.StreamResponse:
-        job, node = self.job, call.words["node"]
-        if all(member.name != node for member in job.status().nodes):
-            objection = f"no node {node} is part of the job; `status` lists them"
-            self._audit(job, call, f"drain of node {node}", objection, status=404)
-        objection = self._ending(job) or job.drain(node, f"drained by {call.by}")
-        self._audit(job, call, f"drain of node {node}", objection)
+        node = call.words["node"]
+        self._steer(call, Drain(node, f"drained by {call.by}"))
         return _json({"done": f"node {node} is leaving"})
 
     async def scale(self, call: Call) -> web.StreamResponse:
-        job, nodes, status = self.job, call.words["nodes"], self.job.status()
-        objection = self._ending(job)
-        if not status.min_nodes <= nodes <= status.max_nodes:
-            span = f"{status.min_nodes} to {status.max_nodes} nodes"
-            objection = f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
-        self._audit(job, call, f"scale to {nodes}", objection)
-        job.scale(nodes)
+        nodes = call.words["nodes"]
+        status = self._steer(call, Scale(nodes))
         return _json({"done": f"{nodes} nodes are wanted, {len(placed(status))} have ranks now"})
 
     async def stop(self, call: Call) -> web.StreamResponse:
-        job, why = self.job, call.words["why"]
-        self._audit(job, call, "stop", self._ending(job))
-        job.finish(f"stopped by {call.by}" + (f": {why}" if why else ""))
+        why = call.words["why"]
+        self._steer(call, Close(f"stopped by {call.by}" + (f": {why}" if why else "")))
         return _json({"done": "the job is being stopped"})
 
-    def _ending(self, job: Steerable) -> str:
-        status = job.status()
-        if status.phase in (Phase.CLOSING, Phase.CLOSED):
-            return f"the job is {status.phase} ({status.why}), and cannot be steered any more; start it again"
-        return ""
-
-    def _audit(self, job: Steerable, call: Call, action: str, objection: str, status: int = 409) -> None:
-        """Rule 2; whoever objects has the last word."""
-        job.record(Steered(action, call.by, f"refused: {objection}" if objection else "accepted"))
-        if objection:
-            raise Refused(status, objection)
+    def _steer(self, call: Call, wish: Wish) -> JobStatus:
+        """Pass a wish on, or refuse it; rule 2.  The answer is what the job was when it was asked."""
+        job, status = self.job, self.job.status()
+        why_not = objection(wish, status)
+        job.record(Steered(in_words(wish), call.by, f"refused: {why_not}" if why_not else "accepted"))
+        if why_not:
+            nobody = isinstance(wish, Drain) and not is_member(wish.node, status)
+            raise Refused(404 if nobody else 409, why_not)
+        job.steer(wish)
+        return status
 
 
 # requests and answers -------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ and words can be written as UTF-8, so that no entry, whoever wrote it, breaks wh
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import Any, get_args
+
+from ripstop.values import dataclass
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field

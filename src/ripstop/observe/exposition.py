@@ -6,7 +6,6 @@ short lists.  What is not known is not there: no zeros for GPUs that nobody has,
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +15,7 @@ from prometheus_client.registry import Collector
 from ripstop.observe.metrics import BOUNDS, Histogram, Totals
 from ripstop.observe.sample import GpuSample, NodeSample, RankSample
 from ripstop.observe.status import JobStatus, NodeState, Phase
+from ripstop.values import dataclass
 
 Samples = Mapping[str, NodeSample]  # by node; one that did not answer in time is missing
 

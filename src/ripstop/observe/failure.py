@@ -3,9 +3,25 @@
 Data only, small enough to travel: texts are cut where they are gathered (see `workers/failures.py`).
 """
 
-from dataclasses import dataclass
-
 from ripstop.round import Outcome
+from ripstop.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a worker is in one process group, by torch's flight recorder; `observe/flight.py` says what it means.
+
+    `entered` is the number of the latest operation it has entered, `pending` that of the oldest it has not left; 0:
+    none.  `op` and `size` are of the pending one, else of the latest.
+    """
+
+    group: str
+    label: str
+    entered: int = 0
+    pending: int = 0
+    op: str = ""
+    size: str = ""
+    p2p: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +29,7 @@ class Hang:
     """Where a worker was when its round made no progress; `observe/stacks.py` says what it means.
 
     `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
-    kernel's letter for the process, `file` what has all that was found.
+    kernel's letter for the process, `file` what has all that was found.  `standings` None: it did not tell.
     """
 
     seconds: float
@@ -23,6 +39,7 @@ class Hang:
     waits: bool
     state: str
     file: str = ""
+    standings: tuple[Standing, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ is one word.  Rules: (1) reports may come late, twice and in any order; (2) step
 until a later round begins before them; (3) a round whose end nobody told counts as far as it was seen.
 """
 
-from dataclasses import dataclass
-
 from ripstop.observe.events import Entry, FirstStep, JobClosed, StepsDone
+from ripstop.values import dataclass
 
 MOST_ROUNDS = 1000  # looked at again when a later round begins before them; older ones are settled
 
@@ -81,6 +80,15 @@ class Goodput:
     def known(self) -> bool:
         """Has any worker reported a step?"""
         return bool(self._rounds)
+
+    @property
+    def teller(self) -> tuple[str, int] | None:
+        """The node and the rank whose word counts in the latest round, unless all is told of it."""
+        round = self._rounds[max(self._rounds)] if self._rounds else None
+        if round is None or round.began is None or round.done is not None:
+            return None
+        rank, node, _, _ = round.began
+        return node, rank
 
     def on(self, entry: Entry) -> None:
         """Something happened in the job."""

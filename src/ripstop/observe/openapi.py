@@ -6,11 +6,13 @@ wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` a
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import ripstop
+from ripstop.values import dataclass
 
 PREFIX = "/api/v1"
 MAX_TAIL = 10_000  # lines of a log
@@ -147,12 +149,16 @@ def _list(known: Mapping[str, Value]) -> str:
 
 
 def schema_of(kind: Any) -> Schema:
-    """The JSON schema of a dataclass of numbers, words, and tuples of such."""
+    """The JSON schema of a dataclass of numbers, words, tuples of such, and numbers or words that may be unknown."""
     plain = {str: "string", int: "integer", float: "number", bool: "boolean"}
     if kind in plain:
         return {"type": plain[kind]}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {"type": "string", "enum": [member.value for member in kind]}
+    if isinstance(kind, UnionType):
+        known, unknown = get_args(kind)
+        assert unknown is NoneType and known in plain, f"{kind} has no schema"
+        return {"type": [plain[known], "null"]}
     if get_origin(kind) is tuple:
         return array(schema_of(get_args(kind)[0]))
     assert is_dataclass(kind), f"{kind} has no schema"

@@ -8,7 +8,8 @@ machine stood still or they had no way to report, counts against nobody.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from ripstop.values import dataclass
 
 LOOKS = 4  # in a timeout
 IDLE = 0.01  # of a core: who uses less does nothing

@@ -11,8 +11,10 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
+
+from ripstop.values import dataclass
 
 MAX_FILE = 64 * 1024  # bytes
 LONGEST_PATH = 100  # bytes of a socket's path that every system takes

@@ -3,7 +3,7 @@
 None is what is not known there.  Times are in seconds, sizes in bytes.
 """
 
-from dataclasses import dataclass
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,15 @@ class RankSample:
     steps_per_second: float | None = None
     age: float | None = None
     beats: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """The step that one worker of this round had reported last, at this time of its node's clock."""
+
+    round: int
+    step: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True)

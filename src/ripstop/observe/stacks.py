@@ -5,20 +5,23 @@ the library function that was called there, if one was, gives the name; (2) it w
 one of `torch.distributed`; (3) in a round that hangs, who waits for the others is their victim: the odd ones are
 those that do not wait; where all wait, or none does, those outside the one place that has more than half of them,
 or, if none waits, those that have shown no progress while others have.  A process that was stopped from outside is odd
-before all.
+before all; then those of whom torch's flight recorder says it (`flight.py`), but for those that wait nevertheless.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.failure import Failure, Hang, Standing
+from ripstop.observe.text import named
+from ripstop.values import dataclass
 
 MOST_FRAMES = 200
 # compiled at their first use: most jobs never need them
 _LIBRARY = r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!stdin>|string>)"
 _COLLECTIVE = r"(?:^|/)torch/distributed/(?!elastic/|launcher/|run\.py)"
+_WRAPPER = r"<locals>|torch/distributed/c10d_logger\.py:wrapper$"  # faulthandler leaves out in what it was defined
 _FAULTHANDLER = r'  File "(.*)", line (\d+) in (.*)$'
+_OURS = r"/ripstop/workers/zygote\.py$"  # a thread that waits to be asked what it waits for
 _GROUPS = 4  # of ranks, in one sentence
 
 
@@ -49,7 +52,7 @@ def spot(frames: Sequence[Frame]) -> Spot:
         return Spot()
     inside = next((n for n, frame in enumerate(frames) if not re.search(_LIBRARY, frame.file)), len(frames))
     at = frames[inside] if inside < len(frames) else frames[0]
-    called = [frame for frame in frames[:inside] if "<locals>" not in frame.function]  # not its wrappers
+    called = [frame for frame in frames[:inside] if not re.search(_WRAPPER, f"{frame.file}:{frame.function}")]
     waits = any(re.search(_COLLECTIVE, frame.file) for frame in called)
     call = called[-1].function if called else at.function
     return Spot(call, f"{at.file.rpartition('/')[2]}:{at.line}", waits)
@@ -59,6 +62,11 @@ def odd_ones(hangs: Mapping[int, Hang]) -> frozenset[int]:
     """The ranks that the others wait for; empty when nothing tells them apart."""
     if 0 < len(stopped := [rank for rank, hang in hangs.items() if hang.state in ("T", "t")]) < len(hangs):
         return frozenset(stopped)
+    if recorded := _recorded(hangs):
+        from ripstop.observe import flight  # only where something hangs: every agent loads this module at its start
+
+        if odd := flight.odd_ones(recorded):
+            return frozenset(rank for rank in odd if not hangs[rank].waits) or odd
     known = {rank: hang for rank, hang in hangs.items() if hang.where}
     busy = {rank for rank, hang in known.items() if not hang.waits}
     if 0 < len(busy) < len(known):
@@ -71,7 +79,24 @@ def odd_ones(hangs: Mapping[int, Hang]) -> frozenset[int]:
 
 
 def in_words(hangs: Mapping[int, Hang]) -> str:
-    """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)`."""
+    """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)`, and what is recorded."""
+    return "; ".join(filter(None, [_by_stacks(hangs), _by_records(hangs)]))
+
+
+def _by_records(hangs: Mapping[int, Hang]) -> str:
+    if not (recorded := _recorded(hangs)):
+        return ""
+    from ripstop.observe import flight
+
+    words = flight.in_words(recorded)
+    return f"flight recorder: {words}" if words else ""
+
+
+def _recorded(hangs: Mapping[int, Hang]) -> dict[int, tuple[Standing, ...]]:
+    return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
+
+
+def _by_stacks(hangs: Mapping[int, Hang]) -> str:
     odd = odd_ones(hangs)
     groups = sorted(_groups(hangs).items(), key=lambda group: (group[1][0] in odd, -len(group[1])))
     if len(groups) > _GROUPS:  # the crowd, and as many of the odd ones as there is room for
@@ -96,21 +121,9 @@ def _groups(hangs: Mapping[int, Hang]) -> dict[tuple[str, str, bool, bool], list
 def _group(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
     call, where, waits, stopped = key
     one = len(ranks) == 1
-    who = f"rank {ranks[0]}" if one else f"ranks {ranges(ranks)}"
     verb = ("waits" if one else "wait") if waits else ("is" if one else "are")
     doing = f"{verb} in {call} ({where})" if where else f"{'does' if one else 'do'} not show where"
-    return f"{who} {doing}" + (", stopped by a signal" if stopped else "")
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """`0,1,4-7`, of numbers in order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return f"{named(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
 
 
 # what tools print -----------------------------------------------------------------------------------------------------
@@ -167,8 +180,10 @@ def main_frames(threads: Iterable[Thread]) -> tuple[Frame, ...]:
 
 
 def as_text(threads: Iterable[Thread]) -> str:
-    """For people: the main thread first."""
+    """For people: the main thread first, and none of ours."""
     lines: list[str] = []
     for thread in sorted(threads, key=lambda thread: not thread.main):
+        if thread.frames and not thread.main and re.search(_OURS, thread.frames[-1].file):
+            continue
         lines += [f"thread {thread.name}", *(f"  {frame}" for frame in thread.frames)]
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """What a job is at this moment, for people and programs to read.  Pure data."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from ripstop.values import dataclass
 
 
 class Phase(StrEnum):
@@ -50,7 +51,8 @@ class JobStatus:
     """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
 
     `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
-    `max_restarts` now.
+    `max_restarts` now.  `goodput` is the share of the job's time that was spent in steps that were kept; None where
+    nobody has reported a step, or nobody was asked.
     """
 
     run_id: str
@@ -67,3 +69,4 @@ class JobStatus:
     nodes: tuple[NodeStatus, ...]
     last_failure: str = ""
     charged: int = 0
+    goodput: float | None = None

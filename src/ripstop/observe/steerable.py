@@ -9,6 +9,7 @@ from ripstop.errors import NoAnswer, RipstopError
 from ripstop.observe.events import Event
 from ripstop.observe.journal import Journal
 from ripstop.observe.status import JobStatus, NodeStatus
+from ripstop.observe.wishes import Wish
 
 AT_ONCE = 4  # questions that one node answers at a time; waiting for something to happen is none of its work
 
@@ -29,13 +30,9 @@ class Steerable(Protocol):
 
     async def metrics(self) -> bytes: ...
 
-    def restart(self, why: str) -> None: ...
+    def steer(self, wish: Wish) -> None: ...
 
-    def drain(self, node: str, why: str) -> str: ...
-
-    def scale(self, nodes: int) -> None: ...
-
-    def finish(self, why: str) -> None: ...
+    async def goodput(self) -> float | None: ...
 
 
 class Refused(RipstopError):

@@ -2,13 +2,14 @@
 
 Rules: (1) nobody waits for a reader: its place is a number or an offset, and one that is too slow is cut off; (2) of
 each kind so many are open, so that neither uses up what the other needs; (3) a question that waits at a node is left
-there until it is answered: one is dropped, and asked anew, only when the rank's workers were started anew.
+there until it is answered; (4) when the job is over, all that was answered is written, and with the kernel, before a
+stream ends: a reader loses nothing, unless it has taken nothing for `STUCK` seconds.
 """
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -22,9 +23,10 @@ from ripstop.observe.steerable import Refused
 
 MAX_STREAMS = 64  # of one kind, at a time
 SLOW = 30.0  # seconds a reader may take to make room for more
+STUCK = 1.0  # and when the job is over
 HEARTBEAT = 15.0  # seconds between signs of life in a stream of events
 WAIT = 5.0  # seconds a node waits for a log to grow before it says that it has not
-PAUSE = 1.0  # seconds until a node that could not answer is asked again, if no workers are started before
+PAUSE = 0.5  # seconds until a node that could not answer is asked again, if no workers are started before
 
 Piece = dict[str, Any]  # of a log: as an agent answers
 
@@ -42,6 +44,7 @@ class Streams:
     def __init__(self) -> None:
         self._open: Counter[Kind] = Counter()
         self._listening: set[asyncio.Event] = set()
+        self._writing: dict[asyncio.Timeout, float] = {}  # since when
         self._over = False
 
     def end(self) -> None:
@@ -49,6 +52,9 @@ class Streams:
         self._over = True
         for news in self._listening:
             news.set()
+        for patience, since in self._writing.items():
+            if not patience.expired():
+                patience.reschedule(since + STUCK)
 
     async def send(self, request: web.Request, kind: Kind, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
         """An empty piece is a moment to see whether anybody listens."""
@@ -63,13 +69,14 @@ class Streams:
         self._open[kind] += 1
         try:
             await response.prepare(request)
+            if request.transport is not None:
+                request.transport.set_write_buffer_limits(0)  # rule 4: what was written is not with us any more
             async for piece in pieces:
                 if request.transport is None:
                     break  # it has left
                 if piece:
-                    async with asyncio.timeout(SLOW):
-                        await response.write(piece.encode("utf-8", "replace"))
-            await response.write_eof()
+                    await self._write(response.write(piece.encode("utf-8", "replace")))
+            await self._write(response.write_eof())
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()  # rule 1
@@ -79,6 +86,15 @@ class Streams:
             self._open[kind] -= 1
             await pieces.aclose()
         return response
+
+    async def _write(self, writing: Awaitable[None]) -> None:
+        since = asyncio.get_running_loop().time()
+        async with asyncio.timeout_at(since + (STUCK if self._over else SLOW)) as patience:
+            self._writing[patience] = since
+            try:
+                await writing
+            finally:
+                del self._writing[patience]
 
     async def events(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
         """What came after the event of this number, and what comes."""
@@ -100,20 +116,26 @@ class Streams:
                     yield ": still here\n\n"
 
     async def log(
-        self, journal: Journal, rank: int, piece: Piece, after: Callable[[Piece, float], Coroutine[None, None, Piece]]
+        self, journal: Journal, rank: int, piece: Piece, after: Callable[[Piece, float], Awaitable[Piece]]
     ) -> AsyncGenerator[str, None]:
         """A rank's log from this piece on, through all rounds to come.
 
         `after` has the next piece, for which its node waits so many seconds.
         """
         with self._news(journal, lambda entry: _starts(entry, rank)) as started:
-            while not self._over:
+            again = False  # what was asked for could not be had
+            while True:
                 yield piece["text"]
+                if piece["end"]:  # of its round
+                    await _comes(started, WAIT)
+                if self._over:
+                    return
                 started.clear()
                 try:
-                    piece = await _unless(started, after(piece, 0.0 if piece["text"] else WAIT))
+                    piece = await after(piece, 0.0 if piece["text"] or again else WAIT)
+                    again = False
                 except (Refused, NoAnswer):  # between two rounds, or there is too much to answer
-                    piece = piece | {"text": ""}
+                    piece, again = piece | {"text": "", "end": False}, True
                     await _comes(started, PAUSE)
 
     @contextmanager
@@ -141,16 +163,3 @@ async def _comes(news: asyncio.Event, patience: float) -> bool:
             return await news.wait()
     except TimeoutError:
         return False
-
-
-async def _unless(news: asyncio.Event, asking: Coroutine[None, None, Piece]) -> Piece:
-    """The answer, unless there is news before it: nobody wants it then."""
-    asked, told = asyncio.create_task(asking), asyncio.create_task(news.wait())
-    try:
-        await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            raise NoAnswer("the workers were started anew")
-        return asked.result()
-    finally:
-        told.cancel()
-        asked.cancel()

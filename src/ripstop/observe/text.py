@@ -1,6 +1,7 @@
 """Words that came from elsewhere, made fit to print and to travel: cleaned, cut, on one line.  Pure."""
 
 import re
+from collections.abc import Sequence
 
 # compiled at their first use: most agents never need them
 _ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b."
@@ -41,3 +42,19 @@ def amount(count: int) -> str:
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"
     return f"{count} bytes"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0,1,4-7`, of numbers in order."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """`0,1,4-7`, of numbers in order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -10,8 +10,9 @@ A line on the pipe is torch's: JSON with `pid`, `scope_id`, `expiration_time` (n
 
 import json
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from ripstop.values import dataclass
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Hashable)

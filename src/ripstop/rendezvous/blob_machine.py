@@ -19,13 +19,14 @@ look again later, or be done.  A driver (`compat/rendezvous/dynamic.py`) reads, 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ripstop.errors import ProtocolError
 from ripstop.rendezvous import ranks
 from ripstop.rendezvous.envelope import opened
 from ripstop.round import Address, Node
+from ripstop.values import dataclass
 
 VERSION = 1
 MAX_STATE = 16 << 20  # bytes: 100,000 nodes and room to spare

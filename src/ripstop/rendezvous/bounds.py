@@ -7,7 +7,7 @@ and reasons before they go out: nothing that a node says makes a message of the 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ripstop.observe.failure import Failure
+from ripstop.observe.failure import Failure, Standing
 from ripstop.rendezvous.messages import Failed, FromAgent, Health, Inspected, Join, Leave, Leaving, Stopped
 from ripstop.round import Node, Place
 
@@ -15,6 +15,7 @@ NAME = 256  # characters of a node's name, address, role or label
 PHRASE = 500  # of one thing that a node says
 REASON = 4000  # of all that is known of why something is done
 PROBLEMS = 8  # of an unhealthy node
+STANDINGS = 8  # process groups of a rank that hangs
 INTERVAL = 3600.0  # seconds between two looks at a node's health, as far as others wait for it
 
 
@@ -79,7 +80,21 @@ def _failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
                 call=cut(failure.hang.call, PHRASE),
                 where=cut(failure.hang.where, PHRASE),
                 state=failure.hang.state[:1],
+                standings=failure.hang.standings and _standings(failure.hang.standings),
             ),
         )
         for failure in failures
+    )
+
+
+def _standings(standings: tuple[Standing, ...]) -> tuple[Standing, ...]:
+    return tuple(
+        replace(
+            one,
+            group=cut(one.group, NAME),
+            label=cut(one.label, NAME),
+            op=cut(one.op, NAME),
+            size=cut(one.size, NAME),
+        )
+        for one in standings[:STANDINGS]
     )

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import aiohttp
 from yarl import URL
@@ -37,15 +38,16 @@ from ripstop.rendezvous.messages import (
 )
 from ripstop.rendezvous.resolver import Resolver
 from ripstop.rendezvous.tls import describe as describe_tls
-from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive
+from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, KNOCK, PATH, RETURNING, Outbox, receive
 from ripstop.round import Address
 
 FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease
 PATIENCE = 4  # handshakes that are broken off without a word, until it is taken for a refusal
 NO_TLS = 426  # the HTTP status for a client without TLS where there is TLS
 
-Answer = Welcome | Rejected
-ANSWER: tuple[type[Answer], ...] = (Welcome, Rejected)
+A = TypeVar("A", Challenge, Welcome)
+CHALLENGE: tuple[type[Challenge | Rejected], ...] = (Challenge, Rejected)
+ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 
 class _Refused(Exception):
@@ -177,7 +179,13 @@ class WebSocketLink:
         """A WebSocket, to somebody whose certificate is good.  What TLS objects to will not mend itself."""
         timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH)
         try:
-            ws = await http.ws_connect(url, timeout=timeout, max_msg_size=MAX_FRAME + 1, ssl=self._tls or True)
+            ws = await http.ws_connect(
+                url,
+                timeout=timeout,
+                max_msg_size=MAX_FRAME + 1,
+                ssl=self._tls or True,
+                headers={KNOCK: encode(self._hello(challenge=""))},
+            )
         except aiohttp.ClientConnectorCertificateError as error:
             raise self._no(describe_tls(error.certificate_error), "is not trusted") from error
         except aiohttp.ClientConnectorSSLError as error:
@@ -200,23 +208,30 @@ class WebSocketLink:
 
     async def _greet(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
-            challenge = decode(await _expect(ws), (Challenge,))
-            exchange = secret.Exchange(self._run_id, self._node, challenge.nonce, secrets.token_hex(16))
-            proof = exchange.by_agent(self._token)
+            challenge = self._unless_rejected(decode(await _expect(ws), CHALLENGE))
+            hello = self._hello(challenge.nonce)
             asked = time.monotonic()
-            await ws.send_str(encode(Hello(self._run_id, self._node, exchange.answer, proof)))
-            answer = decode(await _expect(ws), ANSWER)
+            await ws.send_str(encode(hello))
+            answer = self._unless_rejected(decode(await _expect(ws), ANSWER))
             heard = time.monotonic()
         except VersionMismatch as error:
             raise self._no(str(error)) from error
-        if isinstance(answer, Rejected):
-            raise self._no(answer.why) if answer.final else _TryAgain(answer.why)
+        exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce)
         if not secret.same(answer.proof, exchange.by_coordinator(self._token)):
             raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < answer.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
         self._lease = answer.lease
         self._distance = (asked + heard) / 2 - answer.time
+
+    def _hello(self, challenge: str) -> Hello:
+        exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16))
+        return Hello(self._run_id, self._node, exchange.answer, exchange.by_agent(self._token))
+
+    def _unless_rejected(self, answer: A | Rejected) -> A:
+        if isinstance(answer, Rejected):
+            raise self._no(answer.why) if answer.final else _TryAgain(answer.why)
+        return answer
 
     def _no(self, why: str, how: str = "refused") -> _Refused | _TryAgain:
         """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""

@@ -21,22 +21,11 @@ from ripstop.observe.failure import Report
 from ripstop.observe.journal import Journal
 from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
-from ripstop.rendezvous.events import (
-    Close,
-    Drain,
-    Drop,
-    End,
-    Event,
-    Gone,
-    Heard,
-    Record,
-    Restart,
-    Scale,
-    Send,
-    Tick,
-)
-from ripstop.rendezvous.machine import Job, Settings
+from ripstop.observe.wishes import Wish
+from ripstop.rendezvous.events import Drop, End, Event, Gone, Heard, Record, Send, Tick
+from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
+from ripstop.rendezvous.settings import Settings
 
 if TYPE_CHECKING:
     from ripstop.rendezvous.scrape import Scraper
@@ -169,30 +158,15 @@ class Coordinator:
 
     async def metrics(self) -> bytes:
         """The page for Prometheus."""
-        if self._scraper is None:
-            from ripstop.rendezvous.scrape import Scraper  # where somebody asks
+        return await self._scrape().page()
 
-            self._scraper = Scraper(self)
-        return await self._scraper.page()
+    async def goodput(self) -> float | None:
+        """The share of the job's time that was spent in steps that were kept; None while nobody has reported one."""
+        return await self._scrape().goodput() if self.totals.goodput.known else None
 
-    def restart(self, why: str) -> None:
-        """An operator wants a new round."""
-        self._feed(Restart(why))
-
-    def drain(self, node: str, why: str) -> str:
-        """An operator wants a node to leave; the result says why it cannot, and is empty when it does."""
-        objection = self._job.objection_to_drain(node)
-        if not objection:
-            self._feed(Drain(node, why))
-        return objection
-
-    def scale(self, nodes: int) -> None:
-        """An operator wants so many nodes."""
-        self._feed(Scale(nodes))
-
-    def finish(self, why: str) -> None:
-        """An operator wants the job to end."""
-        self._feed(Close(why))
+    def steer(self, wish: Wish) -> None:
+        """An operator wants something; it is had where nothing speaks against it (`observe/wishes.py`)."""
+        self._feed(wish)
 
     def stop(self) -> None:
         """Let go of the timer and of all connections; nothing is decided any more."""
@@ -201,6 +175,13 @@ class Coordinator:
             self._give_up_on(node)
             session.close()
         self._sessions.clear()
+
+    def _scrape(self) -> "Scraper":
+        if self._scraper is None:
+            from ripstop.rendezvous.scrape import Scraper  # where somebody asks
+
+            self._scraper = Scraper(self)
+        return self._scraper
 
     def _feed(self, event: Event) -> None:
         """A machine that breaks ends the coordinator: nobody may wait for one that decides nothing any more."""

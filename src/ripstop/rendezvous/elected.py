@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 
 from ripstop.config import Etcd, Tls
 from ripstop.errors import ProtocolError, RipstopError
@@ -46,11 +45,13 @@ from ripstop.rendezvous.election import (
 from ripstop.rendezvous.endpoint import Bound, bind
 from ripstop.rendezvous.etcd_client import Denied, Entry, EtcdClient, Unavailable, below
 from ripstop.rendezvous.link import Listener
-from ripstop.rendezvous.machine import FAREWELL, Settings
+from ripstop.rendezvous.machine import FAREWELL
 from ripstop.rendezvous.messages import Closed, FromAgent, FromCoordinator
 from ripstop.rendezvous.server import Server
+from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.tls import for_agent, for_coordinator
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 log = logging.getLogger("ripstop.rendezvous")
 

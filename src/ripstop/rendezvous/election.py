@@ -12,10 +12,10 @@ coordinator's state is soft (rule 8 of `machine.py`), so that key is all that et
 """
 
 import json
-from dataclasses import dataclass
 
 from ripstop.rendezvous.envelope import foreign, opened
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 VERSION = 1
 MARGIN = 0.1  # of a lease: clocks that run at different speeds, and the time it takes to stop

@@ -10,11 +10,11 @@ it was told to be the host.
 
 import errno
 import socket
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 from ripstop.errors import UsageError
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 BACKLOG = 4096  # connections the kernel keeps for us while we are busy
 

@@ -15,7 +15,6 @@ import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -26,6 +25,7 @@ from ripstop.errors import RipstopError, UsageError
 from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.resolver import Resolver
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 REQUEST = 2.0  # seconds a member has for an answer
 STATUS = 0.5  # seconds a member has to tell of itself

@@ -1,10 +1,10 @@
 """What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
 
-from dataclasses import dataclass
-
 from ripstop.observe import events as observe
 from ripstop.observe.failure import Report
+from ripstop.observe.wishes import Wish
 from ripstop.rendezvous.messages import FromAgent, FromCoordinator
+from ripstop.values import dataclass
 
 # events ---------------------------------------------------------------------------------------------------------------
 
@@ -29,36 +29,7 @@ class Tick:
     """A deadline has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """An operator wants the job to use so many nodes, if it can."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """An operator wants a new round, of whoever is there; nobody is charged."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """An operator wants this node to leave the job, as if it had been told to stop."""
-
-    node: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """An operator wants the job to end."""
-
-    why: str
-
-
-Event = Heard | Gone | Tick | Scale | Restart | Drain | Close
+Event = Heard | Gone | Tick | Wish
 
 
 # commands -------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ What an agent says of a round carries the round's number.  A `Join` tells the ag
 lost with a connection is never missed and a coordinator that knows nothing can learn the job from its agents.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import get_args
 
 from ripstop.observe.failure import Failure, Report
 from ripstop.round import Node, Outcome, Place, RankBy
+from ripstop.values import dataclass
 
 VERSION = 1
 

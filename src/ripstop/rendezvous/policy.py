@@ -7,11 +7,11 @@ round that hangs is charged to the infrastructure's budget, which has a limit an
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 
 from ripstop.config import Budget
 from ripstop.observe.failure import Failure
+from ripstop.values import dataclass
 
 YOUNG = 10.0  # seconds: a round that fails sooner may be a crash loop
 PATIENCE = 2  # young deaths in a row that are still healed at once

@@ -1,4 +1,5 @@
-"""`/metrics`: asks every node what it is doing, and makes a page of that and of what the coordinator knows.
+"""A job's numbers: for `/metrics`, asks every node what it is doing, and makes a page of that and of what the
+coordinator knows; for the goodput in a job's status, asks the one node whose word counts how far it has come.
 
 Nothing is asked unless somebody wants to know.  Rules: (1) nodes are asked at once, so many at a time, and a node that
 does not answer in `PATIENCE` is missing from the page; (2) readers that come while one is being served, or within
@@ -7,27 +8,30 @@ does not answer in `PATIENCE` is missing from the page; (2) readers that come wh
 
 import asyncio
 import copy
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe.metrics import Totals
-from ripstop.observe.sample import NodeSample
+from ripstop.observe.sample import NodeSample, StepSample
 from ripstop.observe.status import JobStatus
 from ripstop.rendezvous.codec import reader
 from ripstop.rendezvous.coordinator import Coordinator
 
+HASTE = 0.5  # seconds for the node that tells the goodput: a status is wanted, whatever it is
 PATIENCE = 1.0  # seconds for one node
 WHOLE = 3.0  # and for all of them
 AT_ONCE = 512  # nodes
 FRESH = 1.0  # seconds
 
 _read = reader(NodeSample)
+_read_step = reader(StepSample)
 
 
 class Scraper:
-    """Makes the page of one coordinator."""
+    """Makes the page of one coordinator, and knows its goodput."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -40,6 +44,17 @@ class Scraper:
         if self._making is None or (self._making.done() and now - self._made >= FRESH):
             self._making = asyncio.create_task(self._make(), name="ripstop-metrics")
         return await asyncio.shield(self._making)  # a reader that leaves takes nothing from the others
+
+    async def goodput(self) -> float:
+        """By now, or as far as the job was last seen."""
+        found = self._coordinator.totals.goodput
+        if (teller := found.teller) is not None:
+            node, rank = teller
+            with suppress(NoAnswer, ProtocolError):
+                asked = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), patience=HASTE)
+                seen = _read_step(await asked)
+                found.progress(seen.round, node, rank, seen.step, seen.at)
+        return found.spent(time.time()).ratio
 
     async def _make(self) -> bytes:
         try:

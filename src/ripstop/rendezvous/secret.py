@@ -7,7 +7,8 @@ empty secret takes the same path: it proves nothing, and costs nothing.  Pure.
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The coordinator's port: agents at `/agent` (WebSockets), operators at `/api`, Prometheus at `/metrics`, `/healthz`.
 
 A connection is a stranger until it has proven the job's secret: it has `HANDSHAKE` seconds for it, and as many for TLS
-before; when there are too many strangers the oldest makes room.  Whatever a stranger sends, the job does not notice;
-operators do, once per address and kind.  Nothing is decided here: a known agent's messages go to the `Coordinator`.
+before; when there are too many strangers the oldest makes room, and most get no further than the `Doorstep`.  Whatever
+a stranger sends, the job does not notice; operators do, once per address and kind.  Nothing is decided here: a known
+agent's messages go to the `Coordinator`.
 
 Operators show a token that is made of the secret.  A job without one is steered over the network only where TLS asks
 everybody for a certificate; else through the socket on its coordinator's machine (`observe/job_socket.py`).
@@ -28,6 +29,7 @@ from ripstop.rendezvous import secret
 from ripstop.rendezvous.bounds import NAME, is_name
 from ripstop.rendezvous.codec import MAX_FRAME, decode, encode
 from ripstop.rendezvous.coordinator import Coordinator
+from ripstop.rendezvous.doorstep import Doorstep
 from ripstop.rendezvous.keepalive import tune
 from ripstop.rendezvous.messages import (
     FROM_AGENT,
@@ -47,6 +49,7 @@ MAX_STRANGERS = 1024  # connections not yet known, beside one for each node; few
 OWN_DESCRIPTORS = 512  # for what else this process does
 FAIR = 0.5  # seconds that even a crowd leaves each of them
 MAX_COMPLAINTS = 1024  # lines about strangers, in a job's life
+MAX_KNOCKS = 4096  # that are remembered, so that they are not heard twice
 NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
 NO_TLS = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 SIGNS_OF_TLS = ("HTTPS", "\\x16\\x03")  # in aiohttp's complaint about a TLS client, by its version
@@ -81,6 +84,7 @@ class Server:
         self._room = asyncio.Event()
         self._outboxes: set[Outbox] = set()
         self._complaints: set[tuple[str, str]] = set()
+        self._knocks: dict[str, None] = {}  # nonces of good ones, the oldest first
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -99,7 +103,7 @@ class Server:
         )
         await self._runner.setup()
         self._listening.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._runner), name="ripstop-accept")
+        self._accepting = asyncio.create_task(self._accept(), name="ripstop-accept")
 
     async def close(self) -> None:
         """Accept nobody more, let agents take what was sent to them, and end all connections."""
@@ -117,9 +121,8 @@ class Server:
 
     # strangers --------------------------------------------------------------------------------------------------------
 
-    async def _accept(self, runner: web.AppRunner) -> None:
+    async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        assert runner.server is not None
         while True:
             await self._make_room()
             try:
@@ -131,30 +134,30 @@ class Server:
                 await asyncio.sleep(NO_DESCRIPTORS)
                 continue
             try:
-                tune(connection)
                 if self._tls is not None:
-                    self._encrypt_soon(connection, runner.server, self._tls)
+                    self._encrypt_soon(connection, self._tls)
+                    await asyncio.sleep(0)  # a crowd is not let in at one go: this loop has more to do
                     continue
-                transport, _ = await loop.connect_accepted_socket(runner.server, connection)
+                transport, _ = await loop.connect_accepted_socket(self._doorstep, connection)
             except OSError:
                 connection.close()
                 continue
             self._meet(transport)
 
-    def _encrypt_soon(self, connection: socket.socket, protocol: web.Server, tls: ssl.SSLContext) -> None:
+    def _encrypt_soon(self, connection: socket.socket, tls: ssl.SSLContext) -> None:
         """A TLS handshake takes its time, so each has a task of its own, which is a stranger until it is done."""
         host = str(connection.getpeername()[0])
-        task = asyncio.create_task(self._encrypt(connection, host, protocol, tls), name=host)
+        task = asyncio.create_task(self._encrypt(connection, host, tls), name=host)
         self._meet(task)
         task.add_done_callback(self._part)
 
-    async def _encrypt(self, connection: socket.socket, host: str, protocol: web.Server, tls: ssl.SSLContext) -> None:
+    async def _encrypt(self, connection: socket.socket, host: str, tls: ssl.SSLContext) -> None:
         taken = False
         try:
             if await speaks_tls(connection):
                 taken = True
                 loop = asyncio.get_running_loop()
-                transport, _ = await loop.connect_accepted_socket(protocol, connection, ssl=tls)
+                transport, _ = await loop.connect_accepted_socket(self._doorstep, connection, ssl=tls)
                 self._meet(transport)
             else:
                 self._complain(host, "it does not speak TLS, as this coordinator does", kind="tls")
@@ -166,6 +169,18 @@ class Server:
         finally:
             if not taken:
                 connection.close()
+
+    def _doorstep(self) -> Doorstep:
+        return Doorstep(self._examine_knock, self._let_in, self._part)
+
+    def _let_in(self, transport: asyncio.Transport, heard: bytes) -> None:
+        """On to HTTP; a stranger it remains."""
+        assert self._runner is not None and self._runner.server is not None
+        tune(transport.get_extra_info("socket"))
+        handler = self._runner.server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        handler.data_received(heard)
 
     def _meet(self, stranger: Stranger) -> None:
         timer = asyncio.get_running_loop().call_later(HANDSHAKE, self._lose_patience, stranger)
@@ -267,6 +282,27 @@ class Server:
         await ws.close()
         return ws
 
+    def _examine_knock(self, transport: asyncio.Transport, text: str) -> Rejected | None:
+        """What is wrong with how an agent knocks, if anything."""
+        if not self._agents:
+            return None  # HTTP says that they are not served here
+        host = _host(transport)
+        try:
+            hello = decode(text or "{}", (Hello,))  # who has no such header is of another version, or no agent
+        except ProtocolError as error:
+            self._complain(host, str(error), kind="protocol")
+            return Rejected(str(error))
+        rejected = self._examine(hello, "")
+        if rejected is None and hello.nonce in self._knocks:
+            rejected = Rejected("a knock is used once, and this one was")
+        if rejected is not None:
+            self._reject(host, hello, rejected)
+            return rejected
+        self._knocks[hello.nonce] = None
+        if len(self._knocks) > MAX_KNOCKS:
+            del self._knocks[next(iter(self._knocks))]
+        return None
+
     async def _greet(self, ws: web.WebSocketResponse, host: str) -> str | None:
         """The handshake: the node's id, or None when it was not let in."""
         challenge = secrets.token_hex(16)
@@ -281,11 +317,14 @@ class Server:
             raise
         if rejected := self._examine(hello, challenge):
             await ws.send_str(encode(rejected))
-            self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
+            self._reject(host, hello, rejected)
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
         await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
+
+    def _reject(self, host: str, hello: Hello, rejected: Rejected) -> None:
+        self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
 
     def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):

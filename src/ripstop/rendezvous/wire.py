@@ -17,6 +17,7 @@ from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.messages import Answer, Message
 
 PATH = "/agent"
+KNOCK = "Ripstop-Knock"  # the header in which an agent's request says who asks; see `doorstep.py`
 HANDSHAKE = 5.0  # seconds from connecting to being known
 FLUSH = 1.0  # seconds a closing peer has to take what is left
 MAX_BACKLOG = 4 * MAX_FRAME  # bytes that may wait for a peer

@@ -15,11 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ripstop.values import dataclass
 from ripstop.workers.linux import free_range
 
 if TYPE_CHECKING:

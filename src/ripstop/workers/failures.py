@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import stat
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from ripstop.observe.failure import Failure
 from ripstop.observe.text import amount, clean, cut, cut_middle
 from ripstop.round import Place
+from ripstop.values import dataclass
 
 _MESSAGE = 2048
 _TRACEBACK = 8192

@@ -16,10 +16,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGTERM
 
 from ripstop.errors import StartError
+from ripstop.values import dataclass
 from ripstop.workers import linux
 from ripstop.workers.process import UNKILLABLE, Children, End, reap
 from ripstop.workers.spawner import Birth, Starter

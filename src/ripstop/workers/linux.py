@@ -8,10 +8,10 @@ A look at every process of a large host is cheap: one small file each, `/proc/PI
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from ripstop.errors import StartError
+from ripstop.values import dataclass
 
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37

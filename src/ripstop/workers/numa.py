@@ -10,10 +10,10 @@ GPUs on it, whether they have a worker in this job or not, because another job m
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ripstop.config import Binding, Numa
 from ripstop.errors import UsageError
+from ripstop.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ripstop.values import dataclass
 from ripstop.workers import linux
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from ripstop.errors import UsageError
 from ripstop.observe.run_directory import HeldDirectory
+from ripstop.values import dataclass
 
 log = logging.getLogger("ripstop.workers")
 
@@ -64,6 +64,7 @@ class Reports:
         self.path = ""  # where workers find it; empty: there is none
         self._name: tuple[int, int] | None = None  # what is there
         self._said = False
+        self._recorders: tuple[str, ...] = ()
         why = ""
         for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
             try:
@@ -133,8 +134,22 @@ class Reports:
         if self._socket is not None:
             self._loop.add_reader(self._socket, self._read)
 
+    def recorders(self, round: int, workers: int) -> tuple[str, ...]:
+        """Where the workers of this round may listen in turn (`flight.py`); those of the last one are gone."""
+        self._forget_recorders()
+        if self.path:
+            self._recorders = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
+        return self._recorders
+
+    def _forget_recorders(self) -> None:
+        for path in self._recorders:
+            with suppress(OSError):
+                Path(path).unlink(missing_ok=True)
+        self._recorders = ()
+
     def close(self) -> None:
         """Nobody is heard any more, and the name is gone."""
+        self._forget_recorders()
         if self._socket is not None and _number(Path(self.path)) == self._name:
             with suppress(OSError):
                 Path(self.path).unlink()

@@ -18,11 +18,11 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ripstop.config import Binding, Command, Entry, Function, Module, Script, Start
 from ripstop.errors import StartError
+from ripstop.values import dataclass
 from ripstop.workers import process
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class ServeStore:
 @dataclass(frozen=True, slots=True)
 class Birth:
     """One process to start: its complete environment, what it runs, files for its output (None: the agent's), where it
-    is to run (None: anywhere), and where a forked one writes its stacks at which signal (None: nowhere)."""
+    is to run (None: anywhere), where a forked one writes its stacks at which signal (None: nowhere), and the socket at
+    which one with torch tells its collectives ("": nowhere)."""
 
     env: Mapping[str, str]
     entry: Entry | ServeStore
@@ -66,6 +67,7 @@ class Birth:
     stderr: Path | None = None
     binding: Binding | None = None
     stacks: tuple[int, Path] | None = None
+    recorder: str = ""
 
 
 class Starter(Protocol):
@@ -276,6 +278,7 @@ class Spawner:
             "cpus": birth.binding and birth.binding.cpus,
             "memory": _memory(birth.binding),
             "stacks": birth.stacks and (int(birth.stacks[0]), os.fspath(birth.stacks[1])),
+            "recorder": birth.recorder,
         }
         match birth.entry:
             case ServeStore(host=host, port=port):

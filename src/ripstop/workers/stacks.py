@@ -13,11 +13,12 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from ripstop.observe.stacks import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
+from ripstop.values import dataclass
 from ripstop.workers import linux
 from ripstop.workers.look import aside
 

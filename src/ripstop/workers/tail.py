@@ -11,11 +11,11 @@ import asyncio
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ripstop.values import dataclass
 from ripstop.workers.look import aside, settle
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def last_lines(path: Path, lines: int) -> int:
         return at if lines else size
 
 
-def read(path: Path, offset: int) -> Piece:
-    """The next piece from there; from the end, if the file is shorter."""
+def read(path: Path, offset: int, *, whole: bool = False) -> Piece:
+    """The next piece from there; from the end, if the file is shorter.  A `whole` file is not written to any more."""
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
@@ -65,21 +65,22 @@ def read(path: Path, offset: int) -> Piece:
         with suppress(OSError):  # no data from here on
             offset = os.lseek(fd, offset, os.SEEK_DATA)
         data = os.pread(fd, PIECE, offset)
-    data = data[: len(data) - _half_a_character(data)]
+    if not whole or offset + len(data) < size:
+        data = data[: len(data) - _half_a_character(data)]
     return Piece(offset, offset + len(data), size, data.decode("utf-8", "replace"))
 
 
 _followed: dict[tuple[asyncio.AbstractEventLoop, Path], "_Followed"] = {}
 
 
-async def grown(path: Path, size: int, patience: float) -> None:
-    """Wait until a file is larger than that, but not longer than so many seconds."""
+async def grown(path: Path, size: int, patience: float, over: asyncio.Future[None] | None = None) -> None:
+    """Wait until a file is larger than that, but not longer than so many seconds, nor than until it is `over`."""
     key = (asyncio.get_running_loop(), path)
     file = _followed.get(key)
     if file is None:
         file = _followed[key] = _Followed(path)
     try:
-        await file.larger_than(size, patience)
+        await file.larger_than(size, patience, over)
     finally:
         if not file.waiting and _followed.get(key) is file:
             del _followed[key]
@@ -97,13 +98,14 @@ class _Followed:
         self._following = self._loop.create_task(self._follow())
         self.waiting: dict[asyncio.Future[None], int] = {}  # for more than so many bytes
 
-    async def larger_than(self, size: int, patience: float) -> None:
+    async def larger_than(self, size: int, patience: float, over: asyncio.Future[None] | None) -> None:
         if self._size > size:
             return
         enough: asyncio.Future[None] = self._loop.create_future()
         self.waiting[enough] = size
         try:
-            await asyncio.wait([enough, self._following], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            ends = [enough, self._following, *([over] if over is not None else [])]
+            await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self.waiting[enough]
         if self._following.done() and not self._following.cancelled():

@@ -14,12 +14,12 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ripstop.errors import UsageError
 from ripstop.observe.text import clean, cut
 from ripstop.observe.timers import Request, Timers, read_request
+from ripstop.values import dataclass
 from ripstop.workers.failures import signal_name
 
 log = logging.getLogger("ripstop.workers")

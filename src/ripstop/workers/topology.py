@@ -6,10 +6,10 @@ the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID; who reads that here is t
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ripstop.errors import UsageError
+from ripstop.values import dataclass
 from ripstop.workers import nvml
 from ripstop.workers.numa import Cpu, Topology, parse_ranges
 

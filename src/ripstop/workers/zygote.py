@@ -13,7 +13,7 @@ Rules
 4.  A worker dies with the agent (parent-death signal).  What it leaves behind in its session, the zygote kills.
 5.  What stays of ours in a worker: an excepthook that writes the error file, and an exit handler (rule 7).  No file
     descriptor, no entry in sys.path or sys.modules, no variable does.  Where hangs are to be diagnosed, faulthandler
-    and its file stay too.
+    and its file stay too, and where there is torch, a thread that sleeps at a socket until it is asked (`flight.py`).
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
 7.  When an exception ends the script, the worker exits as soon as threads have ended, exit handlers have run and files
     are flushed.  Taking torch's objects apart would take another 0.2 s, and the whole job would wait for it.
@@ -458,6 +458,8 @@ class Worker:
         tell_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.root)
         if self.birth["stacks"]:
             show_stacks(*self.birth["stacks"])
+        if self.birth["recorder"] and "torch" in sys.modules:
+            show_collectives(self.birth["recorder"])
         gc.enable()
 
     def _exec(self, argv: list[str]) -> NoReturn:
@@ -549,6 +551,53 @@ def show_stacks(signum: int, path: str) -> None:
         faulthandler.register(signum, fd, all_threads=True, chain=False)
     except OSError as error:
         sys.stderr.write(f"ripstop: stacks cannot be written to {path}: {error.strerror}.\n")
+
+
+def show_collectives(path: str) -> None:
+    """Has a thread tell whoever connects to this socket what torch's flight recorders have."""
+    import _thread
+
+    def serve() -> None:
+        while True:
+            try:
+                fd = listener._accept()[0]  # type: ignore[attr-defined]
+            except OSError:  # the script has closed all files
+                return
+            asking = _socket.socket(fileno=fd)
+            try:
+                asking.sendall(recorded())
+            except OSError:  # nobody wants to know any more
+                pass
+            finally:
+                asking.close()
+
+    try:
+        listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        listener.bind(path)
+        listener.listen(128)
+    except OSError:  # then there is nobody to ask, which is found out where it matters
+        return
+    # It takes no signal from the script, and none for a reader that has gone; but its own crash may be shown.
+    crashes = {_signal.SIGSEGV, _signal.SIGBUS, _signal.SIGFPE, _signal.SIGILL, _signal.SIGABRT}
+    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals() - crashes)
+    try:
+        _thread.start_new_thread(serve, ())
+    except RuntimeError:  # no thread is left
+        listener.close()
+    finally:
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
+
+
+def recorded() -> bytes:
+    """The dumps of those recorders that this torch has, as one JSON object."""
+    core = sys.modules.get("torch._C._distributed_c10d")
+    dumps: list[bytes] = []
+    for name, function in ((b"fr", "_dump_fr_trace_json"), (b"nccl", "_dump_nccl_trace_json")):
+        try:
+            dumps.append(b'"%s": %s' % (name, getattr(core, function)()))
+        except Exception:  # this one has none
+            continue
+    return b"{%s}" % b", ".join(dumps)
 
 
 _TORCHS_HOOK = "torch.distributed.distributed_c10d"

@@ -19,7 +19,6 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +49,7 @@ from ripstop.rendezvous.blob_machine import (
     encode,
 )
 from ripstop.round import Address
+from ripstop.values import dataclass
 
 __all__ = [
     "DynamicRendezvousHandler",

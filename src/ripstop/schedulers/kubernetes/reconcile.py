@@ -23,12 +23,13 @@ or lost its watches, goes on from what the cluster says.  Rules:
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ripstop.schedulers.kubernetes.manifests import JOB, UID, Owner
 from ripstop.schedulers.kubernetes.spec import FIELDS, PORT, Json, Problem, Spec, changed, read
+from ripstop.values import dataclass
 
 YOUNG = 60.0  # seconds: a pod that lives shorter died quickly
 LONGEST_PAUSE = 300.0

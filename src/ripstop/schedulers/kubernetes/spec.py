@@ -7,8 +7,9 @@ that `read` finds everything again.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from ripstop.values import dataclass
 
 GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
 MOST_REPLICAS = 10_000

@@ -1,0 +1,356 @@
+"""The synchronous agent of torch's documentation: a rendezvous, workers, a look at them every `monitor_interval`, a
+restart of all when one fails or a node waits.
+
+Rules: (1) every step is a hook (`_rendezvous`, `_assign_worker_ranks`, `_start_workers`, `_monitor_workers`, …) that is
+called through `self`, so that a subclass may replace any of them; (2) the keys in the handler's store are torch's, so
+that an agent of torch's and one of ours can meet; (3) events and metrics are torch's, and whoever takes them cannot
+disturb the agent.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import os
+import signal
+import socket
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ripstop.compat import events
+from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from ripstop.compat.event_thread import Teller
+from ripstop.compat.metrics import prof, put_metric, put_run_metrics
+from ripstop.compat.multiprocessing import SignalException
+from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
+from ripstop.compat.store import barrier
+
+log = logging.getLogger("ripstop.compat")
+
+# keys in the handler's store, shared with torch's agents
+_ROLE_INFO = "torchelastic/role_info/"
+_ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+_TERMINAL_STATE = "torchelastic/agent/terminal_state"
+
+
+class ElasticAgent(abc.ABC):
+    """Whoever manages workers."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers, restarting them up to `max_restarts` times; raises what is not a worker's failure."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group, which changes while the agent runs."""
+        raise NotImplementedError
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """An agent for one role; a subclass says how workers are started, watched and stopped."""
+
+    def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: int = 30) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._remaining_restarts = spec.max_restarts
+        self._store: Any = None
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._total_execution_time = 0
+        self._in_exit_barrier = False
+        self._teller: Teller | None = None  # of events, once there is one
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._worker_group
+
+    # for the subclass to say ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the spec's number of workers; their ids by local rank."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, whatever state they are in."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are now."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Free what the agent holds; workers have `timeout` seconds from `death_sig` to SIGKILL."""
+        raise NotImplementedError
+
+    def _wait(self, seconds: float) -> None:
+        """Let time pass between two looks at the workers; may return early when there is news of them."""
+        time.sleep(seconds)
+
+    # a job, start to end ----------------------------------------------------------------------------------------------
+
+    @prof
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        began = time.monotonic()
+        death_sig: signal.Signals = signal.SIGTERM
+        try:
+            result = self._invoke_run(role)
+            self._total_execution_time = int(time.monotonic() - began)
+            self._record_metrics(result)
+            self._record_worker_events(result)
+            return result
+        except SignalException as error:
+            log.warning("Received %s death signal, shutting down workers", error.sigval)
+            death_sig = error.sigval
+            raise
+        except Exception as error:
+            if not is_a(error, RendezvousGracefulExitError):
+                raise
+            log.info("Rendezvous gracefully exited: %s", error)
+            return None  # type: ignore[return-value]  # as torch's does
+        finally:
+            self._shutdown(death_sig, timeout=self._shutdown_timeout)
+            if self._teller is not None:
+                self._teller.close()
+                self._teller = None
+            self._total_execution_time = int(time.monotonic() - began)
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        group = self._worker_group
+        spec = group.spec
+        log.info("[%s] starting workers for entrypoint: %s", spec.role, spec.get_entrypoint_name())
+        self._initialize_workers(group)
+        while True:
+            self._wait(spec.monitor_interval)
+            result = self._monitor_workers(group)
+            group.state = result.state
+            self._put_metric("remaining_restarts", self._remaining_restarts)
+            self._put_metric(result.state.name.lower(), 1)
+            match result.state:
+                case WorkerState.SUCCEEDED:
+                    log.info("[%s] worker group successfully finished", spec.role)
+                    self._exit_barrier()
+                    return result
+                case WorkerState.UNHEALTHY | WorkerState.FAILED if self._remaining_restarts > 0:
+                    left = f"{self._remaining_restarts}/{spec.max_restarts}"
+                    log.info("[%s] Worker group %s. %s attempts left", spec.role, result.state.name, left)
+                    self._remaining_restarts -= 1
+                    self._restart_workers(group)
+                case WorkerState.UNHEALTHY | WorkerState.FAILED:
+                    self._stop_workers(group)
+                    group.state = WorkerState.FAILED
+                    return result
+                case WorkerState.HEALTHY:
+                    if (waiting := spec.rdzv_handler.num_nodes_waiting()) > 0:
+                        log.info("[%s] %s new nodes from group_rank=%s", spec.role, waiting, group.group_rank)
+                        self._restart_workers(group)  # not the workers' fault: no restart is charged
+                case state:
+                    raise RuntimeError(f"[{spec.role}] Worker group in {state.name} state")
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """A rendezvous, then new workers; those before must have been stopped."""
+        self._rendezvous(worker_group)
+        for local_rank, worker_id in self._start_workers(worker_group).items():
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            self._record("START", worker=worker)
+        worker_group.state = WorkerState.HEALTHY
+
+    @prof
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    @prof
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents, and give the group its ranks and its store."""
+        spec = worker_group.spec
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
+        self._store = info.store
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        worker_group.workers = workers
+        worker_group.store = info.store
+        worker_group.group_rank = info.rank
+        worker_group.group_world_size = info.world_size
+        worker_group.master_addr = spec.master_addr or info.bootstrap_store_info.master_addr
+        worker_group.master_port = spec.master_port or info.bootstrap_store_info.master_port
+        log.info(
+            "[%s] rendezvous complete: restart=%d group_rank=%d group_world_size=%d master=%s:%s ranks=%s",
+            spec.role, spec.max_restarts - self._remaining_restarts, info.rank, info.world_size,
+            worker_group.master_addr, worker_group.master_port, [worker.global_rank for worker in workers],
+        )  # fmt: skip
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks in the order of the nodes, in the whole job and within the role.
+
+        Nodes may differ in role and number of workers: node 0 reads what each has and tells each its first ranks.
+        Where `TORCH_ELASTIC_WORKER_IDENTICAL=1` promises that they do not, nobody needs to ask.
+        """
+        size = spec.local_world_size
+        if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
+            first, total = group_rank * size, group_world_size * size
+            return _workers(size, first, total, first, total)
+        mine = {"role": spec.role, "rank": group_rank, "local_world_size": size}
+        store.set(f"{_ROLE_INFO}{group_rank}", json.dumps(mine).encode())
+        if group_rank == 0:
+            infos = store.multi_get([f"{_ROLE_INFO}{rank}" for rank in range(group_world_size)])
+            ranks = _first_ranks([json.loads(info) for info in infos])
+            store.multi_set([f"{_ASSIGNED_RANKS}{rank}" for rank in range(len(ranks))], [json.dumps(r) for r in ranks])
+        return _workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes' workers to finish, so that nobody takes an early end for a lost node."""
+        self._in_exit_barrier = True
+        began = time.monotonic()
+        group = self._worker_group
+        try:
+            barrier(
+                store=self._store,
+                world_size=group.group_world_size or 1,
+                key_prefix=_TERMINAL_STATE,
+                barrier_timeout=self._exit_barrier_timeout,
+            )
+        except SignalException as error:
+            log.warning("Got termination signal: %s", error.sigval)
+            raise
+        except Exception:  # this node's work is done, whatever has become of the others
+            log.exception("Error waiting on exit barrier. Elapsed: %.1f seconds", time.monotonic() - began)
+        finally:
+            self._in_exit_barrier = False
+
+    # events and metrics -----------------------------------------------------------------------------------------------
+
+    def get_event_failed(self) -> events.Event:
+        return self._construct_event("FAILED", events.EventSource.AGENT, raw_error=traceback.format_exc())
+
+    def get_event_succeeded(self) -> events.Event:
+        return self._construct_event("SUCCEEDED", events.EventSource.AGENT)
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._record(state, duration_ms=(time.perf_counter() - began) * 1000)
+
+    def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
+        source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
+        if self._is_heard():
+            self._tell(self._construct_event(state, source, worker, **facts))
+
+    def _is_heard(self) -> bool:
+        """Whether anybody is to hear of events: to make one takes a look at the handler, and a host name's lookup."""
+        return self._worker_group.spec.event_log_handler != "null"
+
+    def _tell(self, event: events.Event) -> None:
+        if self._teller is None:
+            self._teller = Teller(self._worker_group.spec.event_log_handler)
+        self._teller.put(event.serialize())
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            self._record(
+                self._get_worker_state(worker, result),
+                worker,
+                raw_error=json.dumps(failure.error_file_data) if failure else None,
+                exit_code=failure.exitcode if failure else None,
+                worker_pid=failure.pid if failure else None,
+            )
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        failed = worker.global_rank in result.failures
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not failed:
+            return "TERMINATED"  # by the agent, for another's failure
+        if failed or worker.global_rank in result.return_values:
+            return result.state.value
+        raise ValueError(f"rank {worker.global_rank} neither failed nor returned; see what _monitor_workers gave")
+
+    def _construct_event(
+        self,
+        state: str,
+        source: events.EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> events.Event:
+        """An event as torch's handlers know it."""
+        group = self._worker_group
+        spec = group.spec
+        details: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker is not None:
+            details |= {
+                "local_rank": (worker.local_rank,),
+                "role_rank": (worker.role_rank,),
+                "role_world_size": (worker.role_world_size,),
+                "exit_code": (exit_code,),
+                "worker_pid": (worker_pid,),
+            }
+        metadata = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": worker.global_rank if worker else None,
+            "group_rank": group.group_rank,
+            "worker_id": str(worker.id) if worker else None,
+            "role": spec.role,
+            "hostname": _get_fq_hostname(),
+            "state": state,
+            "total_run_time": self._total_execution_time,
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": raw_error,
+            "metadata": json.dumps(details),
+            "agent_restarts": spec.max_restarts - self._remaining_restarts,
+            "duration_ms": duration_ms,
+        }
+        return events.Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        spec = self._worker_group.spec
+        restarts = spec.max_restarts - self._remaining_restarts
+        put_run_metrics(spec.role, failed=group_results.is_failed(), restarts=restarts, max_restarts=spec.max_restarts)
+
+    def _put_metric(self, name: str, value: int) -> None:
+        put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
+
+
+def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
+    return socket.getfqdn(socket.gethostname())
+
+
+def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
+    """For each node: its first rank and the number of all, its first rank and the number of all in its role."""
+    of_role: Counter[str] = Counter()
+    for info in infos:
+        of_role[info["role"]] += info["local_world_size"]
+    total = of_role.total()
+    ranks = []
+    first, first_in_role = 0, Counter[str]()
+    for info in infos:
+        role, size = info["role"], info["local_world_size"]
+        ranks.append((first, total, first_in_role[role], of_role[role]))
+        first += size
+        first_in_role[role] += size
+    return ranks
+
+
+def _workers(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:
+    return [Worker(rank, first + rank, first_in_role + rank, total, of_role) for rank in range(size)]

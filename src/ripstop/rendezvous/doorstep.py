@@ -1,0 +1,90 @@
+"""The coordinator's doorstep: what a connection says first is read here, and strangers get no further.
+
+To speak HTTP and WebSocket with somebody takes this process more than a millisecond, and it is an agent's, with workers
+to look after.  So an agent's request has its `Hello` in a header, a knock, made over an empty challenge, and a request
+without a good one is answered here, for a fraction of that.  A knock opens nothing: the handshake with its challenge
+follows, and who repeats a knock that was overheard fails there at the latest.  Rules:
+
+1.  What cannot be an agent's request goes on at once, as it came: to HTTP, which has words for it.
+2.  An agent's request goes on when `examine` has no objection; else the objection is all that is said.
+3.  Nobody is waited for here: who says nothing is the server's to turn away.
+"""
+
+import asyncio
+import hashlib
+from base64 import b64encode
+from collections.abc import Callable
+
+from ripstop.rendezvous.codec import encode
+from ripstop.rendezvous.messages import Rejected
+from ripstop.rendezvous.wire import KNOCK, PATH
+
+MAX_HEAD = 8192  # bytes of a request before its end; HTTP says that more is too much
+END = b"\r\n\r\n"
+AGENTS = f"GET {PATH} ".encode()
+NO_WEBSOCKET = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
+
+
+class Doorstep(asyncio.Protocol):
+    """One connection, until it is let in or turned away."""
+
+    def __init__(
+        self,
+        examine: Callable[[asyncio.Transport, str], Rejected | None],
+        let_in: Callable[[asyncio.Transport, bytes], None],
+        gone: Callable[[asyncio.Transport], None],
+    ) -> None:
+        self._examine = examine
+        self._let_in = let_in
+        self._gone = gone
+        self._heard = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        self._heard += data
+        if not self._heard.startswith(AGENTS[: len(self._heard)]) or len(self._heard) > MAX_HEAD:
+            self._let_in(self._transport, self._heard)
+        elif END in self._heard:
+            if rejected := self._examine(self._transport, header(self._heard, KNOCK)):
+                self._transport.write(refusal(self._heard, rejected))
+                self._transport.close()
+            else:
+                self._let_in(self._transport, self._heard)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        assert self._transport is not None
+        self._gone(self._transport)
+
+
+def header(head: bytes, name: str) -> str:
+    """A header of a request; empty where it has none of that name."""
+    at = head.lower().find(f"\r\n{name.lower()}:".encode())
+    if at < 0:
+        return ""
+    line = head[at + 2 :].partition(b"\r\n")[0]
+    return line.partition(b":")[2].strip().decode("latin-1")
+
+
+def refusal(head: bytes, rejected: Rejected) -> bytes:
+    """All that is said to who asked so: a WebSocket with one message, and its end."""
+    key = header(head, "Sec-WebSocket-Key")
+    if not key:
+        return NO_WEBSOCKET
+    accept = b64encode(hashlib.sha1(key.encode("latin-1") + MAGIC, usedforsecurity=False).digest())
+    upgrade = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    text = encode(rejected).encode()
+    return b"%sSec-WebSocket-Accept: %s%s%s%s" % (upgrade, accept, END, _frame(text), b"\x88\x02\x03\xe8")
+
+
+def _frame(text: bytes) -> bytes:
+    """A text frame, of fewer than 64 KiB."""
+    size = bytes((len(text),)) if len(text) < 126 else b"\x7e" + len(text).to_bytes(2, "big")
+    return b"\x81" + size + text

@@ -1,0 +1,205 @@
+"""How the round failed: what is known of it, who is to blame, and what follows.  Pure.
+
+Rules: (1) evidence is kept of one round, the live or the last one, and so much of it; (2) every failure that ends a
+round is charged to a budget (`policy.py`), and where none covers it the job has failed; (3) a failure that looks like
+the victim of a lost peer is not the end of a job before the loss had `BLAME` seconds to show itself, and a charge that
+a loss explains within a lease is refunded; (4) a round that hangs is looked at on all its nodes before it is judged,
+for `INSPECTION` seconds at most; a death meanwhile is a failure as ever.
+
+Which nodes the job has, and what a ruling does to it, is the machine's.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ripstop.observe.events import BudgetCharged, Ending, Event, HangDiagnosed
+from ripstop.observe.failure import Failure
+from ripstop.observe.report import how, looks_like_victim, order, root_cause, trim
+from ripstop.observe.stacks import hangs_among, in_words, odd_ones
+from ripstop.rendezvous.bounds import cut
+from ripstop.rendezvous.policy import Cause, Restarts, Verdict, cause_of
+from ripstop.values import dataclass
+
+BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
+INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
+EVIDENCE = 256  # failures kept of a round
+PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """The next round is to form, after the delay."""
+
+    notes: tuple[Event, ...]  # for operators
+    ending: Ending
+    why: str
+    delay: float
+    culprit: int | None  # the rank that is to blame, and no other
+    deed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job is to end."""
+
+    notes: tuple[Event, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A lost node may explain it yet."""
+
+    notes: tuple[Event, ...]
+
+
+Ruling = Heal | Fail | Wait
+
+
+class Inquest:
+    """The failures of one job, a round at a time."""
+
+    def __init__(self) -> None:
+        self.unblamed = 0  # the last round that was charged, and whose culprit may yet be heard of
+        self.inspection: float | None = None  # until when a hanging round is looked at
+        self._suspect: float | None = None  # time of a charge that a loss may still explain
+        self.begin(0)
+
+    def begin(self, round: int) -> None:
+        """Another round is the one that counts."""
+        self._round = round
+        self._failures: list[Failure] = []
+        self._witnesses: set[str] = set()  # nodes that told of a failure
+        self._awaited: set[str] = set()  # nodes that have not told where their workers are
+        self.adjourn()
+
+    def adjourn(self) -> None:
+        """The round is over: nothing more is to be found out before something is done."""
+        self._doom: tuple[float, str] | None = None  # the end, unless a lost node explains the failure by then
+        self.inspection = None
+
+    # evidence ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, failures: Iterable[Failure], round: int) -> None:
+        if round != self._round:
+            return
+        known = {(f.rank, f.at) for f in self._failures}
+        for failure in failures:
+            if (failure.rank, failure.at) in known:
+                continue
+            if len(self._failures) < EVIDENCE:
+                self._failures.append(failure)
+            elif failure.hang and len(self._failures) < PLACES:
+                self._failures.append(replace(failure, traceback="", log_tail=()))
+
+    def testify(self, node: str) -> None:
+        """A node of the round has told of a failure."""
+        self._witnesses.add(node)
+        self._awaited.discard(node)
+
+    def dismiss(self, node: str) -> None:
+        """A node has told where its workers are, or never will."""
+        self._awaited.discard(node)
+
+    def evidence(self) -> tuple[Failure, ...]:
+        """The failures for the report, the culprit first."""
+        return trim(order(self._failures))
+
+    def is_culprit(self, round: int, failures: tuple[Failure, ...]) -> bool:
+        """Whether these explain a round whose victims were heard first, and charged."""
+        return round == self.unblamed and not all(looks_like_victim(f) for f in failures)
+
+    @property
+    def broken(self) -> bool:
+        """A worker of the round failed."""
+        return bool(self._witnesses)
+
+    @property
+    def only_hangs(self) -> bool:
+        return cause_of(self._failures) is Cause.INFRASTRUCTURE
+
+    @property
+    def doomed(self) -> bool:
+        """The job has failed, unless a lost node explains it in a moment."""
+        return self._doom is not None
+
+    # rulings ----------------------------------------------------------------------------------------------------------
+
+    def rule(self, restarts: Restarts, nodes: int, lived: float, now: float) -> Ruling:
+        """Workers have died in the round, of so many nodes, after it had lived so long."""
+        verdict, why, charged = self._charge(restarts, Cause.APPLICATION, lived, now)
+        victims = nodes > 1 and all(looks_like_victim(f) for f in self._failures)
+        if verdict.allowed:
+            self._suspect, self.unblamed = (now, self._round) if victims else (None, 0)
+            culprit = None if victims else root_cause(self._failures)
+            rank = culprit.rank if culprit else None
+            return Heal((charged,), Ending.APPLICATION, why, verdict.delay, rank, self._words())
+        if victims:
+            self._doom = (now + BLAME, verdict.why)
+            return Wait((charged,))
+        return Fail((charged,), why)
+
+    def rule_on_hang(self, restarts: Restarts, lived: float, now: float) -> Ruling:
+        """All that can be known of the hang is known."""
+        self.inspection = None
+        hangs = hangs_among(self._failures, self._round)
+        odd = tuple(sorted(odd_ones(hangs)))
+        verdict, why, charged = self._charge(restarts, Cause.INFRASTRUCTURE, lived, now)
+        notes = (HangDiagnosed(self._round, odd, cut(in_words(hangs))), charged)
+        if not verdict.allowed:
+            return Fail(notes, why)
+        rank = odd[0] if len(odd) == 1 else None
+        return Heal(notes, Ending.INFRASTRUCTURE, why, verdict.delay, rank, f"rank {rank} hung")
+
+    def sentence(self, now: float) -> str:
+        """Why the job has failed, when nobody's loss has explained it in time; empty before."""
+        return f"{self._words()}; {self._doom[1]}" if self._doom and now >= self._doom[0] else ""
+
+    def excuse(self, restarts: Restarts, within: float, now: float) -> bool:
+        """A node of the round is lost: whether that explains the last charge, and it is refunded."""
+        if self._suspect is None or now - self._suspect > within:
+            return False
+        restarts.refund()  # its victims were heard first
+        self._suspect = None
+        self.unblamed = 0
+        return True
+
+    def _charge(self, restarts: Restarts, cause: Cause, lived: float, now: float) -> tuple[Verdict, str, BudgetCharged]:
+        verdict = restarts.charge(now, lived, cause)
+        why = f"{self._words()}; {verdict.why}"
+        used, limit = restarts.spent(cause, now), restarts.limit(cause)
+        return verdict, why, BudgetCharged(self._round, cause, used, limit, verdict.allowed, why)
+
+    def _words(self) -> str:
+        failure = root_cause(self._failures)
+        if failure and failure.hang:
+            return cut(in_words(hangs_among(self._failures, self._round)))
+        return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
+
+    # time -------------------------------------------------------------------------------------------------------------
+
+    def inspect(self, nodes: Iterable[str], now: float) -> list[str]:
+        """Begin to look at a round that hangs: who of these is to be asked where its workers are."""
+        if self.inspection is not None:
+            return []
+        asked = [n for n in nodes if n not in self._witnesses]
+        self.inspection = now + INSPECTION
+        self._awaited = set(asked)
+        return asked
+
+    def is_waiting(self, now: float) -> bool:
+        """Whether more may be known of a hang before its time is over."""
+        return self.inspection is not None and bool(self._awaited) and now < self.inspection
+
+    def deadlines(self) -> Iterator[float]:
+        if self._doom:
+            yield self._doom[0]
+        if self.inspection is not None:
+            yield self.inspection
+
+    def forgive(self, now: float) -> None:
+        """The coordinator was away: what would explain a failure has as long again as a loss takes to show itself."""
+        if self._doom:
+            self._doom = (now + BLAME, self._doom[1])
+        if self.inspection is not None:
+            self.inspection = max(self.inspection, now + BLAME)

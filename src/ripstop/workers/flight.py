@@ -1,0 +1,68 @@
+"""torch's flight recorder, asked of workers: which collectives they have entered, and which they have not left.
+
+A worker that the zygote forked has a thread for it (`zygote.py`), which writes what torch remembers to whoever connects
+to the worker's own socket.  It needs Python's lock for that, which a worker that waits in a collective does not hold.
+Rules: (1) nothing is recorded for it that torch would not record anyway, and nothing is done before somebody asks;
+(2) the socket lies beside the agent's (`reports.py`), in a directory of this user's alone; (3) an answer is bounded in
+time and size, and one that does not come is said in words.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+
+from ripstop.observe.failure import Standing
+from ripstop.observe.flight import as_text, from_torch, standings
+from ripstop.values import dataclass
+from ripstop.workers.look import aside
+
+PATIENCE = 2.0  # seconds for an answer
+LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What one worker's recorder has, or `why` nothing is known; `raw` is torch's own JSON."""
+
+    standings: tuple[Standing, ...] | None = None
+    text: str = ""
+    raw: bytes = b""
+    why: str = ""
+
+
+async def ask(sockets: Iterable[str]) -> list[Flight]:
+    """Several workers, all at the same time."""
+    return list(await asyncio.gather(*map(_ask, sockets)))
+
+
+async def _ask(path: str) -> Flight:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            raw = await _read(path)
+            if len(raw) > LARGEST:
+                return Flight(why=f"it has more than {LARGEST >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE")
+            return await aside(partial(_understand, raw))
+    except TimeoutError:
+        return Flight(why=f"the worker did not answer within {PATIENCE:g} s")
+    except FileNotFoundError:
+        return Flight(why="the worker was not forked with torch loaded (see --start-method and --preload)")
+    except (OSError, RuntimeError) as error:
+        return Flight(why=f"the worker cannot be asked: {error}")
+
+
+async def _read(path: str) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        raw = bytearray()
+        while len(raw) <= LARGEST and (part := await reader.read(1 << 20)):
+            raw += part
+        return bytes(raw)
+    finally:
+        writer.transport.abort()
+
+
+def _understand(raw: bytes) -> Flight:
+    recording = from_torch(raw)
+    if recording is None:
+        return Flight(why="the worker's answer is not what torch's flight recorder prints")
+    return Flight(standings(recording), as_text(recording), raw)

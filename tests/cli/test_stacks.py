@@ -1,0 +1,43 @@
+"""What `ripstop stacks` shows."""
+
+from typing import Any
+
+from ripstop.cli.stacks import render
+
+
+def stack(rank: int, **more: Any) -> dict[str, Any]:
+    return {
+        "node": "a",
+        "rank": rank,
+        "pid": 70 + rank,
+        "state": "S",
+        "source": "py-spy",
+        "stack": "thread Main",
+    } | more
+
+
+def standing(entered: int, pending: int) -> dict[str, Any]:
+    operation = {"op": "all_reduce", "size": "4 Float", "p2p": False}
+    return {"group": "gloo:0", "label": "", "entered": entered, "pending": pending} | operation
+
+
+def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
+    stacks = [stack(1, standings=[standing(3, 0)]), stack(0, standings=[standing(4, 4)])]
+    assert render({"stacks": stacks, "unanswered": []}) == [
+        "rank 0 on a pid=70 state=S source=py-spy",
+        "  thread Main",
+        "  flight recorder: in all_reduce #4",
+        "rank 1 on a pid=71 state=S source=py-spy",
+        "  thread Main",
+        "  flight recorder: in no collective; the last was all_reduce #3",
+        "flight recorder: rank 0 is in all_reduce #4, not entered by rank 1 (last: all_reduce #3)",
+    ]
+
+
+def test_workers_without_a_recorder_are_shown_without_a_word_about_it() -> None:
+    stacks = [stack(0, recorder="none: the worker was not forked with torch loaded")]
+    assert render({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]}) == [
+        "rank 0 on a pid=70 state=S source=py-spy",
+        "  thread Main",
+        "node b did not answer: gone",
+    ]
