@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ripstop import train
+
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -38,6 +40,7 @@ while not over.item():
     if rank == 0 and step % 5 == 0:
         torch.save({"model": model.module.state_dict(), "step": step}, partial)
         partial.rename(checkpoint)
+    train.heartbeat(step)
     over.fill_((folder / "end").exists())
     dist.all_reduce(over)
     time.sleep(0.1)

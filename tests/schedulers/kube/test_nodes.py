@@ -52,6 +52,7 @@ def test_a_job_trains_on_two_nodes(training: Training) -> None:
 
 def test_its_status_is_what_its_coordinator_says(training: Training) -> None:
     eventually(lambda: training.place.job()["status"]["round"] >= 1, PATIENCE)
+    eventually(lambda: 0 < training.place.job()["status"]["goodput"] < 1, PATIENCE)
     assert training.place.phase() == "Running"
 
 
