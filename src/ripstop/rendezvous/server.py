@@ -157,7 +157,9 @@ class Server:
             if await speaks_tls(connection):
                 taken = True
                 loop = asyncio.get_running_loop()
-                transport, _ = await loop.connect_accepted_socket(self._doorstep, connection, ssl=tls)
+                transport, _ = await loop.connect_accepted_socket(
+                    self._doorstep, connection, ssl=tls, ssl_shutdown_timeout=FLUSH
+                )
                 self._meet(transport)
             else:
                 self._complain(host, "it does not speak TLS, as this coordinator does", kind="tls")
@@ -199,8 +201,8 @@ class Server:
         """
         while len(self._strangers) >= self._most_strangers:
             oldest, timer = next(iter(self._strangers.items()))
-            if _has_left(oldest):
-                self._part(oldest)
+            if _has_left(oldest):  # over TLS, one may be long in going
+                self._turn_away(oldest)
                 continue
             patience = timer.when() - HANDSHAKE + FAIR - asyncio.get_running_loop().time()
             if patience > 0:
@@ -294,7 +296,7 @@ class Server:
             return Rejected(str(error))
         rejected = self._examine(hello, "")
         if rejected is None and hello.nonce in self._knocks:
-            rejected = Rejected("a knock is used once, and this one was")
+            rejected = Rejected("a knock is used once, and this one was", final=False)
         if rejected is not None:
             self._reject(host, hello, rejected)
             return rejected
