@@ -156,7 +156,8 @@ class Driver:
         self._end: asyncio.Future[Quit] = self._loop.create_future()
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
-        self._signals = [signal.Signals[name] for name in handled]
+        signums = [signal.Signals[name] for name in handled]
+        self._signals = [s for s in signums if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
         self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
         self._gpus: Gpus | None = None
@@ -167,8 +168,7 @@ class Driver:
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
         for signum in self._signals:
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays so
-                self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
+            self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
         self._link.open(self)
         self._task(self._warm_up())
         self._arm()
@@ -548,7 +548,9 @@ class Driver:
     async def _take_leave(self, end: Quit) -> None:
         """Say good-bye, once those who follow the logs have had the end of them: after it, nothing can be asked."""
         if self._readers is not None:
-            await self._readers.part(PARTING if end.report is not None else BRIEF)
+            parting = self._loop.create_task(self._readers.part(PARTING if end.report is not None else BRIEF))
+            self._let_signals_cancel(parting)
+            await asyncio.wait([parting])
         if self._farewell is not None:
             self._link.send(self._farewell)
 
@@ -586,10 +588,13 @@ class Driver:
     async def _drain(self) -> None:
         """Wait until the console has everything, but not for ever, nor against a signal: the files have it too."""
         drained = self._loop.create_task(self._console.drain())
-        for signum in self._signals:
-            self._loop.add_signal_handler(signum, drained.cancel)
+        self._let_signals_cancel(drained)
         leaving = not self._end.cancelled() and not self._end.exception() and self._end.result().code >= 128
         await asyncio.wait([drained], timeout=HASTY if leaving else DRAIN)
         if not drained.done() or drained.cancelled():
             log.warning("the console is not being read; what it did not show is below %s", self._directory.path)
         drained.cancel()
+
+    def _let_signals_cancel(self, task: asyncio.Task[None]) -> None:
+        for signum in self._signals:
+            self._loop.add_signal_handler(signum, task.cancel)
