@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ripstop.agent.watch import recorded
 from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
@@ -47,7 +46,7 @@ class Workers:
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
     ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
-    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives, by local rank
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
     stopped: asyncio.Future[None] | None = None
 
     @property
@@ -80,6 +79,8 @@ class Node:
 
 async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers are: of one `rank`, or of all of this node's."""
+    from ripstop.workers.flight import ask_ranks  # nobody may ever ask
+
     workers = node.running()
     rank = details.get("rank")
     if rank is not None and type(rank) is not int:
@@ -88,7 +89,7 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     there = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
         look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
-        recorded(workers.recorders, there),
+        ask_ranks(workers.recorder_sockets, there),
     )
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
     told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
