@@ -107,7 +107,7 @@ class Running:
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
     condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -224,7 +224,7 @@ class Driver:
             return None
         group, ended = running.group, frozenset(running.ended)
         paces = running.watch.paces() if running.watch is not None else {}
-        return Workers(running.place, group.pids, running.logs, paces, ended, running.recorders, running.stopped)
+        return Workers(running.place, group.pids, running.logs, paces, ended, running.recorder_sockets, running.stopped)
 
     def _reported(self, pid: int, report: Report) -> None:
         running = self._running
@@ -372,7 +372,7 @@ class Driver:
                 self._store = self._store or StorePort(place.store.host, place.store.port)
                 self._store.serve(self._spawner, self._environ, self._children)
             if self._config.hang_timeout:
-                running.recorders = self._reports.recorders(place.round, place.slots)
+                running.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
             births = [self._birth(running, rank) for rank in range(place.slots)]
             running.group = Group(self._children, self._spawner, births, lambda e: self._exited(running, e))
             await running.group.start()
@@ -396,7 +396,7 @@ class Driver:
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorders)
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorder_sockets)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
@@ -442,7 +442,7 @@ class Driver:
         binding = self._config.bindings[local_rank] if self._config.bindings else None
         looked_at = self._config.hang_timeout or self._config.timer_pipe
         stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
-        recorder = running.recorders[local_rank] if running.recorders else ""
+        recorder = running.recorder_sockets[local_rank] if running.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
         return Birth(env, self._config.entry, *outputs, binding, stacks, recorder)
 
