@@ -31,11 +31,11 @@ class Doorstep(asyncio.Protocol):
 
     def __init__(
         self,
-        examine: Callable[[asyncio.Transport, str], Rejected | None],
+        answer: Callable[[asyncio.Transport, str], Rejected | None],
         let_in: Callable[[asyncio.Transport, bytes], None],
         gone: Callable[[asyncio.Transport], None],
     ) -> None:
-        self._examine = examine
+        self._answer = answer
         self._let_in = let_in
         self._gone = gone
         self._heard = b""
@@ -53,7 +53,7 @@ class Doorstep(asyncio.Protocol):
         if not self._heard.startswith(AGENTS[: len(self._heard)]) or len(self._heard) > MAX_HEAD:
             self._let_in(self._transport, self._heard)
         elif END in self._heard:
-            if rejected := self._examine(self._transport, header(self._heard, KNOCK)):
+            if rejected := self._answer(self._transport, header(self._heard, KNOCK)):
                 self._transport.write(refusal(self._heard, rejected))
                 self._transport.close()
             else:
