@@ -304,9 +304,9 @@ class Job:
     def _carry_out(self, ruling: Ruling, now: float) -> list[Command]:
         self._notes += ruling.notes
         match ruling:
-            case Heal(_, ending, why, delay, culprit, deed):
+            case Heal(_, ending, why, delay, culprit):
                 if culprit is not None:
-                    self._fault(self._roster.home_of(culprit), deed, now)
+                    self._fault(self._roster.home_of(culprit.rank), culprit.deed, now)
                 self._gather(ending, why, now, delay)
             case Fail(_, why):
                 return self._close(Outcome.FAILED, why, now)
@@ -314,7 +314,7 @@ class Job:
 
     def _fault(self, node: str, what: str, now: float) -> None:
         """This node, and no other, is to blame for the end of the round."""
-        self._inquest.unblamed = 0
+        self._inquest.explained()
         if node in self.members:
             self._notes += self._roster.fault(node, what, now)
 
