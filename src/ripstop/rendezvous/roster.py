@@ -190,7 +190,7 @@ class Roster:
             return False
         if self.ready() >= target:
             return True
-        survivors = len(self.able) - len(self.waiting) + self.troubled().inside
+        survivors = len(self.able) - len(self.waiting) + self.troubled().needed_inside
         return not first and (survivors >= self._least or not self.warming)
 
     def candidates(self, most: int) -> list[Candidate]:
