@@ -1,5 +1,6 @@
 """Our quick `dataclass` is the standard one, seen from outside."""
 
+import copy
 import dataclasses
 import inspect
 import pickle
@@ -43,7 +44,67 @@ def classes(decorator: Callable[..., Any]) -> dict[str, Any]:
     class Longer(Wordy):
         size: int = 0
 
-    return {made.__name__: made for made in (Empty, Full, Wordy, Longer)}
+    @decorator(frozen=True, slots=True)
+    class Counted:
+        name: str
+        length: int = dataclasses.field(init=False)
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "length", len(self.name))
+
+    @decorator(frozen=True, slots=True)
+    class Recounted(Counted):
+        factor: int = 2
+
+    @decorator(frozen=True, slots=True)
+    class Fixed:
+        name: str
+        kind: str = dataclasses.field(default="fixed", init=False)
+
+    @decorator(frozen=True, slots=True)
+    class Named:
+        more: int = dataclasses.field(default=0, kw_only=True)
+        name: str
+
+    @decorator(frozen=True, slots=True)
+    class Marked:
+        name: str
+        _: dataclasses.KW_ONLY
+        more: int = 0
+
+    @decorator(frozen=True, slots=True)
+    class Written:
+        name: str
+        _: "dataclasses.KW_ONLY"
+        more: "int" = 0
+
+    @decorator(frozen=True, slots=True)
+    class Passing:
+        name: str
+        unseen: dataclasses.InitVar[int] = 0
+
+    @decorator(frozen=True, slots=True)
+    class Derived(Wordy):
+        more: int = dataclasses.field(default=0, kw_only=True)
+
+    @decorator(frozen=True, slots=True)
+    class Passed(Passing):
+        size: int = 0
+
+    @decorator(frozen=True, slots=True)
+    class Filled(Empty):
+        name: str
+
+    @decorator(frozen=True, slots=True)
+    class Vague:  # noqa: PLW1641 - the decorator makes it
+        name: str
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, type(self)) and other.name[:1] == self.name[:1]
+
+    plain: list[Any] = [Empty, Full, Wordy, Longer, Filled]
+    others: list[Any] = [Counted, Recounted, Fixed, Named, Marked, Written, Passing, Passed, Derived, Vague]
+    return {made.__name__: made for made in plain + others}
 
 
 OURS = classes(dataclass)
@@ -55,6 +116,17 @@ CALLS = [
     ("Wordy", ("a",)),
     ("Longer", ("a",)),
     ("Longer", ("a", 2)),
+    ("Counted", ("abc",)),
+    ("Recounted", ("abc", 3)),
+    ("Fixed", ("a",)),
+    ("Named", ("a",)),
+    ("Marked", ("a",)),
+    ("Written", ("a",)),
+    ("Passing", ("a", 7)),
+    ("Passed", ("a", 7, 1)),
+    ("Derived", ("a",)),
+    ("Filled", ("a",)),
+    ("Vague", ("a",)),
 ]
 
 
@@ -100,6 +172,12 @@ def test_it_is_hashed_by_value_unless_the_class_knows_better() -> None:
         hash(OURS["Full"]("a"))
 
 
+@pytest.mark.parametrize("name", ["Filled", "Vague", "Counted", "Passed"])
+def test_it_can_be_hashed_where_the_standard_one_can(name: str) -> None:
+    for made in (OURS[name], STANDARD[name]):
+        assert hash(made("a")) == hash(made("a"))
+
+
 def test_every_instance_has_a_default_of_its_own_from_a_factory() -> None:
     full = OURS["Full"]
 
@@ -124,6 +202,14 @@ def test_it_survives_pickling() -> None:
     address = rounds.Address("h", 1)
 
     assert pickle.loads(pickle.dumps(address)) == address
+
+
+@pytest.mark.parametrize("decorator", [dataclass, dataclasses.dataclass])
+def test_its_state_is_all_its_fields(decorator: Callable[..., Any]) -> None:
+    derived = classes(decorator)["Derived"]
+
+    assert copy.copy(derived("a", more=4)) == derived("a", more=4)
+    assert copy.copy(derived("a", more=4)).more == 4
 
 
 def test_missing_and_unknown_arguments_are_refused() -> None:

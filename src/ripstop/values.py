@@ -4,7 +4,9 @@ Nearly all our data is of that kind: a start of ripstop defines some 160 such cl
 compiles six methods for each, which was a third of the time from the command to the first worker.  Here one is
 compiled, `__init__`; the others differ between classes by the names of the fields alone.
 
-To a reader and to a type checker it is the standard one, options and all.
+To a reader and to a type checker it is the standard one, options and all: a class that asks for more than this is left
+to the standard decorator.  More are other options, a `__post_init__` or `__eq__`, and fields that `__init__` does
+not take in their order (`init=False`, `kw_only`, `InitVar`), its own or inherited.
 """
 
 TYPE_CHECKING = False  # not from `typing`, which takes milliseconds to import
@@ -23,9 +25,12 @@ else:
         return _frozen if cls is None else _frozen(cls)
 
     def _frozen(cls):
-        own = vars(cls)
-        made = dataclasses.dataclass(init=False, eq=False, repr=False, slots=True)(cls)
+        own, inherits = dict(vars(cls)), hasattr(cls, "__dataclass_fields__")
+        made = dataclasses.dataclass(init=False, eq=False, repr=False, slots=True, frozen=inherits)(cls)
         fields = dataclasses.fields(made)
+        if not _is_plain(made, fields):
+            _undo(cls, own)
+            return dataclasses.dataclass(frozen=True, slots=True)(cls)
         values = _getter([field.name for field in fields if field.compare])
         shown = [field.name for field in fields if field.repr]
 
@@ -42,7 +47,24 @@ else:
         for name, method in (methods | ALIKE).items():
             if name not in own:
                 setattr(made, name, method)
+        made.__dataclass_params__.frozen = True  # others that inherit from it must be, too
         return made
+
+    def _is_plain(made, fields):
+        """Whether `__init__` takes the fields in their order and does no more, and equality is by the fields."""
+        if hasattr(made, "__post_init__") or "__eq__" in vars(made):
+            return False
+        if len(fields) < len(made.__dataclass_fields__):
+            return False  # some are told to `__init__` alone
+        return all(field.init and not field.kw_only for field in fields)
+
+    def _undo(cls, own):
+        """Make a class again what it was before it became a dataclass with slots, which is another class."""
+        for name in vars(cls).keys() - own.keys():
+            delattr(cls, name)
+        for name, value in own.items():
+            if vars(cls).get(name) is not value:
+                setattr(cls, name, value)
 
     def _getter(names):
         return attrgetter(*names) if names else lambda _: ()
@@ -71,7 +93,11 @@ else:
     def _delete(self, name):
         raise FrozenInstanceError(f"cannot delete field {name!r}")
 
-    def _reduce(self):
-        return type(self), tuple(getattr(self, name) for name in self.__match_args__)
+    def _state(self):
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
-    ALIKE = {"__setattr__": _assign, "__delattr__": _delete, "__reduce__": _reduce}
+    def _restore(self, state):
+        for field, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
+
+    ALIKE = {"__setattr__": _assign, "__delattr__": _delete, "__getstate__": _state, "__setstate__": _restore}

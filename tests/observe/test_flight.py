@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ripstop.observe.failure import Hang, Standing
-from ripstop.observe.flight import as_text, at, from_torch, in_words, odd_ones, standings
+from ripstop.observe.flight import as_text, from_torch, in_words, odd_ones, position, standings
 from ripstop.observe.stacks import in_words as hang_in_words
 from ripstop.observe.stacks import odd_ones as odd_in_a_hang
 
@@ -37,14 +37,14 @@ def stood(*entries: dict[str, Any], recorder: str = "fr", **more: Any) -> tuple[
 def test_a_rank_is_in_the_oldest_collective_that_it_has_not_left() -> None:
     (found,) = stood(entry(1), entry(2, done=False), entry(3, "gloo:broadcast", done=False))
     assert found == Standing("gloo:0", "", 3, 2, "all_reduce", "10 Float")
-    assert at([found]) == "in all_reduce #2"
+    assert position([found]) == "in all_reduce #2"
 
 
 def test_a_rank_that_has_left_all_is_at_its_latest() -> None:
     found = stood(entry(1), entry(2, "gloo:barrier", input_sizes=[], input_dtypes=[]))
     assert found == (Standing("gloo:0", "", 2, 0, "barrier", ""),)
-    assert at(found) == "in no collective; the last was barrier #2"
-    assert at(()) == "no collective yet"
+    assert position(found) == "in no collective; the last was barrier #2"
+    assert position(()) == "no collective yet"
 
 
 def test_what_comes_before_a_completed_collective_of_nccl_is_over() -> None:
@@ -72,7 +72,7 @@ def test_groups_have_their_own_numbers_and_messages_between_two_ranks_have_other
         ("nccl:1", "mine", 1, 0, False),
         ("nccl:2", "2", 0, 0, False),
     ]
-    assert at(found) == "in recv 0<-1 #5"
+    assert position(found) == "in recv 0<-1 #5"
 
 
 def test_the_default_group_and_those_it_is_stuck_in_are_never_left_out() -> None:

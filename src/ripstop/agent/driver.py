@@ -64,6 +64,7 @@ from ripstop.observe.events import (
 )
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.link import Link
+from ripstop.rendezvous.machine import FAREWELL
 from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Leave, Rejected
 from ripstop.round import Node, Place
 from ripstop.workers.console import Console
@@ -87,7 +88,7 @@ log = logging.getLogger("ripstop.agent")
 RETRY = 1.0  # seconds until a port is tried again
 QUESTIONS = 64  # of operators that are being answered
 LONGEST = 4096  # characters of a reason why there is no answer
-PARTING = 4.0  # seconds for whoever follows a log of a job that is over; the coordinator waits for a little longer
+PARTING = FAREWELL - 1.0  # seconds for whoever follows a log of a job that is over; the coordinator waits for longer
 BRIEF = 1.0  # and when the job goes on without this node
 DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent

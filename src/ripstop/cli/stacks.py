@@ -6,7 +6,7 @@ from typing import Any
 from ripstop.cli.steering import ABOUT_JOBS, find, get, read_command, show_json
 from ripstop.config import whole
 from ripstop.observe.failure import Standing
-from ripstop.observe.flight import at, in_words
+from ripstop.observe.flight import in_words, position
 from ripstop.observe.text import named
 
 HELP = f"""\
@@ -40,7 +40,7 @@ def render(answer: dict[str, Any]) -> list[str]:
         found += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
         if "standings" in stack:
             recorded[int(stack["rank"])] = standings = [Standing(**standing) for standing in stack["standings"]]
-            found.append(f"  flight recorder: {at(standings)}")
+            found.append(f"  flight recorder: {position(standings)}")
         elif "recorder" in stack:
             unrecorded.setdefault(str(stack["recorder"]), []).append(int(stack["rank"]))
     if len(recorded) > 1 and (words := in_words(recorded)):

@@ -19,8 +19,9 @@ from ripstop.observe import openapi
 from ripstop.observe.events import Steered, to_dict
 from ripstop.observe.failure import Standing
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
+from ripstop.observe.questions import Questions, ask, ask_all
 from ripstop.observe.status import JobStatus, NodeStatus
-from ripstop.observe.steerable import Questions, Refused, Steerable, ask, ask_all, node_of, placed
+from ripstop.observe.steerable import Refused, Steerable, node_of, placed
 from ripstop.observe.streams import WAIT, Kind, Piece, Streams
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, in_words, is_member, objection
 from ripstop.values import dataclass
@@ -171,10 +172,10 @@ class Api:
     ) -> list[tuple[NodeStatus, dict[str, Any] | NoAnswer]]:
         """In the order of the nodes."""
 
-        def ask(node: str) -> Awaitable[dict[str, Any]]:
+        def ask_one(node: str) -> Awaitable[dict[str, Any]]:
             return self._questions.ask(job, node, question, details, PATIENCE)
 
-        answers = await ask_all([node.name for node in nodes], ask, 2 * PATIENCE)  # for a turn, and for the answer
+        answers = await ask_all([node.name for node in nodes], ask_one, 2 * PATIENCE)  # for a turn, and for the answer
         return [(node, answers[node.name]) for node in nodes]
 
     # events -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Data only, small enough to travel: texts are cut where they are gathered (see `w
 from ripstop.round import Outcome
 from ripstop.values import dataclass
 
+MOST_STANDINGS = 8  # of one rank: no more are sent, and no more are heard
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ripstop.observe.failure import Standing
+from ripstop.observe.failure import MOST_STANDINGS, Standing
 from ripstop.observe.text import clean, named
 from ripstop.values import dataclass
 
-MOST_GROUPS = 8  # of one rank that travel; no more are heard of another machine's (`rendezvous/bounds.py`)
 SHOWN = 20  # entries, for people
 _TOLD = 3  # groups, and kinds of ranks in each, in one sentence
 _WORD = 80  # characters of a name that comes from a worker
@@ -166,7 +165,7 @@ def standings(recording: Recording) -> tuple[Standing, ...]:
     used = {standing.group for _, standing in found}
     found += [(-1, Standing(group, label)) for group, label in recording.groups.items() if group not in used]
     found.sort(key=lambda one: (one[1].label != "", not one[1].pending, -one[0]))
-    return tuple(standing for _, standing in found[:MOST_GROUPS])
+    return tuple(standing for _, standing in found[:MOST_STANDINGS])
 
 
 def _pending(operations: Sequence[Entry]) -> int:
@@ -180,7 +179,7 @@ def _pending(operations: Sequence[Entry]) -> int:
     return min((entry.number for entry in operations if not entry.done and entry.number > over), default=0)
 
 
-def at(found: Sequence[Standing]) -> str:
+def position(found: Sequence[Standing]) -> str:
     """`in all_reduce #42`, or what was the last."""
     if pending := [_what(one.op, one.pending, one.label) for one in found if one.pending]:
         return f"in {', '.join(pending)}"

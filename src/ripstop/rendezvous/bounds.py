@@ -7,7 +7,7 @@ and reasons before they go out: nothing that a node says makes a message of the 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ripstop.observe.failure import Failure, Standing
+from ripstop.observe.failure import MOST_STANDINGS, Failure, Standing
 from ripstop.rendezvous.messages import Failed, FromAgent, Inspected, Join, Leave, Leaving, Problems, Stopped
 from ripstop.round import Node, Place
 
@@ -15,7 +15,6 @@ NAME = 256  # characters of a node's name, address, role or label
 PHRASE = 500  # of one thing that a node says
 REASON = 4000  # of all that is known of why something is done
 PROBLEMS = 8  # of an unhealthy node
-STANDINGS = 8  # process groups of a rank that hangs
 INTERVAL = 3600.0  # seconds between two looks at a node's health, as far as others wait for it
 
 
@@ -96,5 +95,5 @@ def _standings(standings: tuple[Standing, ...]) -> tuple[Standing, ...]:
             op=cut(one.op, NAME),
             size=cut(one.size, NAME),
         )
-        for one in standings[:STANDINGS]
+        for one in standings[:MOST_STANDINGS]
     )

@@ -31,11 +31,11 @@ class Doorstep(asyncio.Protocol):
 
     def __init__(
         self,
-        examine: Callable[[asyncio.Transport, str], Rejected | None],
+        answer: Callable[[asyncio.Transport, str], Rejected | None],
         let_in: Callable[[asyncio.Transport, bytes], None],
         gone: Callable[[asyncio.Transport], None],
     ) -> None:
-        self._examine = examine
+        self._answer = answer
         self._let_in = let_in
         self._gone = gone
         self._heard = b""
@@ -54,7 +54,7 @@ class Doorstep(asyncio.Protocol):
             self._let_in(self._transport, self._heard)
         elif (end := self._heard.find(END, 0, MAX_HEAD)) >= 0:
             head = self._heard[: end + len(END)]
-            if rejected := self._examine(self._transport, header(head, KNOCK)):
+            if rejected := self._answer(self._transport, header(head, KNOCK)):
                 self._turn_away(refusal(head, rejected))
             else:
                 self._let_in(self._transport, self._heard)

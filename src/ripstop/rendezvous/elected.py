@@ -348,17 +348,15 @@ class ElectedLink:
 
     def _bind(self, host: str) -> Bound:
         """At the port that was asked for; an election does not fail for one that is taken."""
-        for port in (self._port, 0):
-            try:
-                bound = bind(Address(host, port), demanded=True)
-            except RipstopError as error:
-                if not port:
-                    raise
-                log.warning("%s; any other will do for the nodes, who learn it from etcd", error)
-            else:
-                assert bound is not None, "a demanded address is bound, or an error"
-                return bound
-        raise AssertionError("port 0 is bound, or an error")
+        try:
+            bound = bind(Address(host, self._port), demanded=True)
+        except RipstopError as error:
+            if not self._port:
+                raise
+            log.warning("%s; any other will do for the nodes, who learn it from etcd", error)
+            bound = bind(Address(host, 0), demanded=True)
+        assert bound is not None, "a demanded address is bound, or an error"
+        return bound
 
     def _withdraw(self) -> None:
         """Give back what a candidacy that came to nothing had."""

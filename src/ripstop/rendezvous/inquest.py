@@ -27,6 +27,14 @@ PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 
 
 @dataclass(frozen=True, slots=True)
+class Culprit:
+    """The rank that is to blame, and no other, and for what."""
+
+    rank: int
+    deed: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """The next round is to form, after the delay."""
 
@@ -34,8 +42,7 @@ class Heal:
     ending: Ending
     why: str
     delay: float
-    culprit: int | None  # the rank that is to blame, and no other
-    deed: str = ""
+    culprit: Culprit | None  # None: nobody's own fault, as far as is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Inquest:
     """The failures of one job, a round at a time."""
 
     def __init__(self) -> None:
-        self.unblamed = 0  # the last round that was charged, and whose culprit may yet be heard of
+        self._unexplained_round = 0  # the last round that was charged, if its culprit may yet be heard of
         self.inspection: float | None = None  # until when a hanging round is looked at
         self._suspect: float | None = None  # time of a charge that a loss may still explain
         self.begin(0)
@@ -107,7 +114,11 @@ class Inquest:
 
     def is_culprit(self, round: int, failures: tuple[Failure, ...]) -> bool:
         """Whether these explain a round whose victims were heard first, and charged."""
-        return round == self.unblamed and not all(looks_like_victim(f) for f in failures)
+        return round == self._unexplained_round and not all(looks_like_victim(f) for f in failures)
+
+    def explained(self) -> None:
+        """It is known who is to blame for the last round that was charged."""
+        self._unexplained_round = 0
 
     @property
     def broken(self) -> bool:
@@ -130,10 +141,10 @@ class Inquest:
         verdict, why, charged = self._charge(restarts, Cause.APPLICATION, lived, now)
         victims = nodes > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
-            self._suspect, self.unblamed = (now, self._round) if victims else (None, 0)
-            culprit = None if victims else root_cause(self._failures)
-            rank = culprit.rank if culprit else None
-            return Heal((charged,), Ending.APPLICATION, why, verdict.delay, rank, self._words())
+            self._suspect, self._unexplained_round = (now, self._round) if victims else (None, 0)
+            first = None if victims else root_cause(self._failures)
+            culprit = Culprit(first.rank, self._words()) if first else None
+            return Heal((charged,), Ending.APPLICATION, why, verdict.delay, culprit)
         if victims:
             self._doom = (now + BLAME, verdict.why)
             return Wait((charged,))
@@ -148,8 +159,8 @@ class Inquest:
         notes = (HangDiagnosed(self._round, odd, cut(in_words(hangs))), charged)
         if not verdict.allowed:
             return Fail(notes, why)
-        rank = odd[0] if len(odd) == 1 else None
-        return Heal(notes, Ending.INFRASTRUCTURE, why, verdict.delay, rank, f"rank {rank} hung")
+        culprit = Culprit(odd[0], f"rank {odd[0]} hung") if len(odd) == 1 else None
+        return Heal(notes, Ending.INFRASTRUCTURE, why, verdict.delay, culprit)
 
     def sentence(self, now: float) -> str:
         """Why the job has failed, when nobody's loss has explained it in time; empty before."""
@@ -161,7 +172,7 @@ class Inquest:
             return False
         restarts.refund()  # its victims were heard first
         self._suspect = None
-        self.unblamed = 0
+        self.explained()
         return True
 
     def _charge(self, restarts: Restarts, cause: Cause, lived: float, now: float) -> tuple[Verdict, str, BudgetCharged]:

@@ -27,6 +27,7 @@ failure and what follows (`inquest.py`).  The rules of the whole:
 11. A round that hangs is looked at on all its nodes before it ends: who hangs on one may wait for a rank of another.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -66,7 +67,7 @@ from ripstop.rendezvous.roster import Roster
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import Member
 from ripstop.rendezvous.transitions import TRANSITIONS
-from ripstop.round import Address, Node, Outcome, Place
+from ripstop.round import Node, Outcome, Place
 
 FAREWELL = 5.0  # seconds everybody has to take the last word
 
@@ -82,7 +83,8 @@ class Job:
         self.report: Report | None = None
         self._presence = Presence(settings.timing.lease, settings.own)
         self._roster = Roster(settings, self._presence)
-        self.members, self.places = self._roster.members, self._roster.places  # to look at; the roster changes them
+        self.members: Mapping[str, Member] = self._roster.members  # to look at: the roster changes them
+        self.places: Mapping[str, Place] = self._roster.places
         self._inquest = Inquest()
         self._highest = 0  # the highest number anybody has heard of
         self._target = settings.max_nodes if settings.target is None else settings.target
@@ -185,7 +187,7 @@ class Job:
 
     def _hear(self, node: str, message: FromAgent, now: float) -> list[Command]:
         if self.phase is Phase.CLOSED:
-            return self._hear_after_the_end(node, message)
+            return self._hear_after_the_end(node, message, now)
         if isinstance(message, Join):
             return self._join(node, message, now)
         if node not in self.members:
@@ -216,14 +218,15 @@ class Job:
                 pass
         return []
 
-    def _hear_after_the_end(self, node: str, message: FromAgent) -> list[Command]:
+    def _hear_after_the_end(self, node: str, message: FromAgent, now: float) -> list[Command]:
         assert self.report is not None
         match message:
             case Join(node=who):
-                self.members.setdefault(node, Member(who))
+                self._roster.join_late(node, who, now)
                 return [Send(node, Closed(self.report))]
             case Leave():
-                self.members.pop(node, None)
+                if node in self.members:
+                    self._roster.lose(node, now)
                 return [Drop(node)]
             case _:
                 return []
@@ -302,9 +305,9 @@ class Job:
     def _carry_out(self, ruling: Ruling, now: float) -> list[Command]:
         self._notes += ruling.notes
         match ruling:
-            case Heal(_, ending, why, delay, culprit, deed):
+            case Heal(_, ending, why, delay, culprit):
                 if culprit is not None:
-                    self._fault(self._roster.home_of(culprit), deed, now)
+                    self._fault(self._roster.home_of(culprit.rank), culprit.deed, now)
                 self._gather(ending, why, now, delay)
             case Fail(_, why):
                 return self._close(Outcome.FAILED, why, now)
@@ -312,7 +315,7 @@ class Job:
 
     def _fault(self, node: str, what: str, now: float) -> None:
         """This node, and no other, is to blame for the end of the round."""
-        self._inquest.unblamed = 0
+        self._inquest.explained()
         if node in self.members:
             self._notes += self._roster.fault(node, what, now)
 
@@ -555,12 +558,11 @@ class Job:
 
     def _form(self, candidates: list[ranks.Candidate], now: float) -> list[Command]:
         nodes = ranks.order(candidates, self.settings.rank_by)
-        host = self.members[nodes[0].id]
-        if not host.port:
-            return self._hold(f"waiting for node {nodes[0].id} to offer a port for the store ({self._why})")
+        host = nodes[0].id
+        if not self.members[host].port:
+            return self._hold(f"waiting for node {host} to offer a port for the store ({self._why})")
         self.round = self._highest = max(self.round, self._highest) + 1
-        store = Address(host.node.host, host.port)
-        host.port, host.served = 0, self.round
+        store = self._roster.take_port(host, self.round)
         places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used)
         before = [n for n in self.places if n in self.members]
         self._begin({node.id: place for node, place in zip(nodes, places, strict=True)}, now)

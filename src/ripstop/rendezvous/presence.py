@@ -45,6 +45,10 @@ class Presence:
         self._heard.pop(node, None)
         self.absent.setdefault(node, now)
 
+    def leaves(self, node: str) -> None:
+        """It said that it goes."""
+        self.leaving.add(node)
+
     def forget(self, node: str) -> None:
         """It is part of the job no more."""
         self._heard.pop(node, None)

@@ -14,7 +14,7 @@ from ripstop.rendezvous.quarantine import Quarantine
 from ripstop.rendezvous.ranks import Candidate
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import NOBODY, Member, Stand, Troubled, stand_of, weigh
-from ripstop.round import Node, Place
+from ripstop.round import Address, Node, Place
 
 
 class Roster:
@@ -56,6 +56,11 @@ class Roster:
         self._presence.came(name, now)
         return notes + self.note_problems(name, join.problems, now)
 
+    def join_late(self, node: str, who: Node, now: float) -> None:
+        """It has come after the end, for the last word alone."""
+        self.members.setdefault(node, Member(who))
+        self._update(node, now)
+
     def offer(self, node: str, offer: Ready, now: float) -> None:
         """It is ready, and has a port for a store; of an offer older than its last store's round nothing is known."""
         member = self.members[node]
@@ -63,6 +68,13 @@ class Roster:
             member.port = offer.store_port
         member.ready = True
         self._update(node, now)
+
+    def take_port(self, node: str, round: int) -> Address:
+        """Where the store of this round is; the port that the node has offered serves no other."""
+        member = self.members[node]
+        store = Address(member.node.host, member.port)
+        member.port, member.served = 0, round
+        return store
 
     def note_problems(self, node: str, problems: tuple[str, ...], now: float) -> list[Event]:
         """It has told what speaks against it, or that nothing does any more."""
@@ -83,7 +95,7 @@ class Roster:
 
     def leave(self, node: str, now: float) -> None:
         """It is going, and counts no more."""
-        self._presence.leaving.add(node)
+        self._presence.leaves(node)
         self._update(node, now)
 
     def lose(self, node: str, now: float) -> None:
@@ -178,7 +190,7 @@ class Roster:
             return False
         if self.ready() >= target:
             return True
-        survivors = len(self.able) - len(self.waiting) + self.troubled().inside
+        survivors = len(self.able) - len(self.waiting) + self.troubled().needed_inside
         return not first and (survivors >= self._least or not self.warming)
 
     def candidates(self, most: int) -> list[Candidate]:

@@ -15,9 +15,9 @@ from contextlib import suppress
 
 from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe.metrics import Totals
+from ripstop.observe.questions import ask_all
 from ripstop.observe.sample import NodeSample, StepSample
 from ripstop.observe.status import JobStatus
-from ripstop.observe.steerable import ask_all
 from ripstop.rendezvous.codec import reader
 from ripstop.rendezvous.coordinator import Coordinator
 

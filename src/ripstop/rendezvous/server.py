@@ -173,7 +173,7 @@ class Server:
                 connection.close()
 
     def _doorstep(self) -> Doorstep:
-        return Doorstep(self._examine_knock, self._let_in, self._part)
+        return Doorstep(self._answer_knock, self._let_in, self._part)
 
     def _let_in(self, transport: asyncio.Transport, heard: bytes) -> None:
         """On to HTTP; a stranger it remains."""
@@ -284,8 +284,8 @@ class Server:
         await ws.close()
         return ws
 
-    def _examine_knock(self, transport: asyncio.Transport, text: str) -> Rejected | None:
-        """What is wrong with how an agent knocks, if anything."""
+    def _answer_knock(self, transport: asyncio.Transport, text: str) -> Rejected | None:
+        """Why an agent that knocks is not let in; None: it is, and its knock is used up."""
         if not self._agents:
             return None  # HTTP says that they are not served here
         host = _host(transport)
@@ -294,16 +294,23 @@ class Server:
         except ProtocolError as error:
             self._complain(host, str(error), kind="protocol")
             return Rejected(str(error))
-        rejected = self._examine(hello, "")
-        if rejected is None and hello.nonce in self._knocks:
-            rejected = Rejected("a knock is used once, and this one was", final=False)
-        if rejected is not None:
-            self._reject(host, hello, rejected)
+        if rejected := self._objection_to_knock(hello):
+            self._complain_of(host, hello, rejected)
             return rejected
-        self._knocks[hello.nonce] = None
+        self._use_up(hello.nonce)
+        return None
+
+    def _objection_to_knock(self, hello: Hello) -> Rejected | None:
+        if rejected := self._objection(hello, ""):
+            return rejected
+        if hello.nonce in self._knocks:
+            return Rejected("a knock is used once, and this one was; connect again with a new nonce", final=False)
+        return None
+
+    def _use_up(self, nonce: str) -> None:
+        self._knocks[nonce] = None
         if len(self._knocks) > MAX_KNOCKS:
             del self._knocks[next(iter(self._knocks))]
-        return None
 
     async def _greet(self, ws: web.WebSocketResponse, host: str) -> str | None:
         """The handshake: the node's id, or None when it was not let in."""
@@ -317,18 +324,18 @@ class Server:
         except ProtocolError as error:
             await ws.send_str(encode(Rejected(str(error))))
             raise
-        if rejected := self._examine(hello, challenge):
+        if rejected := self._objection(hello, challenge):
             await ws.send_str(encode(rejected))
-            self._reject(host, hello, rejected)
+            self._complain_of(host, hello, rejected)
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
         await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
         return hello.node
 
-    def _reject(self, host: str, hello: Hello, rejected: Rejected) -> None:
+    def _complain_of(self, host: str, hello: Hello, rejected: Rejected) -> None:
         self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
 
-    def _examine(self, hello: Hello, challenge: str) -> Rejected | None:
+    def _objection(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
             return Rejected(f"a run id, a node id and a nonce are text of 1 to {NAME} characters, these are not")
         if hello.run_id != self._run_id:

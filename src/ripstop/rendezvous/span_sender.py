@@ -25,7 +25,7 @@ from ripstop.values import dataclass
 if TYPE_CHECKING:
     import aiohttp
 
-log = logging.getLogger("ripstop.observe")
+log = logging.getLogger("ripstop.tracing")  # not the rendezvous's, which is silent in a job of one node
 
 TOGETHER = 1.0  # seconds that a span waits for others
 WAITING = 16_384  # spans

@@ -61,18 +61,18 @@ class Troubled:
     """What follows for the reserve from how everybody stands."""
 
     needed: dict[str, None]  # those that have a place all the same, by rank
-    inside: int  # how many of these are in the round
+    needed_inside: int  # how many of these are in the round
     shared: bool  # most of the round is unhealthy, which is likely nobody's own fault
-    spared: list[tuple[float, str]]  # the others in the round, and when they may lose their place; the first first
+    dispensable: list[tuple[float, str]]  # the others in the round, and when they may lose their place; the first first
 
     def replaceable(self, now: float) -> str | None:
         """A node of the round without which the job is better off."""
-        return self.spared[0][1] if self.spared and now >= self.spared[0][0] else None
+        return self.dispensable[0][1] if self.dispensable and now >= self.dispensable[0][0] else None
 
     def next_after(self, now: float) -> list[float]:
         """When the next one may lose its place, if there is one."""
-        later = bisect_right(self.spared, now, key=itemgetter(0))
-        return [when for when, _ in self.spared[later : later + 1]]
+        later = bisect_right(self.dispensable, now, key=itemgetter(0))
+        return [when for when, _ in self.dispensable[later : later + 1]]
 
 
 NOBODY = Troubled({}, 0, False, [])
@@ -91,8 +91,8 @@ def weigh(
         short = max(short, len(inside))
     needed = dict.fromkeys([*inside, *benched][:short])
     recheck = max((member.recheck() for n in places if (member := members.get(n))), default=0.0)
-    spared = sorted((_may_go(members[n], recheck), n) for n in inside if n not in needed)
-    return Troubled(needed, min(short, len(inside)), shared, spared)
+    dispensable = sorted((_may_go(members[n], recheck), n) for n in inside if n not in needed)
+    return Troubled(needed, min(short, len(inside)), shared, dispensable)
 
 
 def _may_go(member: Member, recheck: float) -> float:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from ripstop.errors import NoAnswer
-from ripstop.observe import steerable
-from ripstop.observe.steerable import ask_all
+from ripstop.observe import questions
+from ripstop.observe.questions import ask_all
 
 
 def test_each_node_has_its_answer_or_the_reason_why_there_is_none() -> None:
@@ -21,13 +21,13 @@ def test_each_node_has_its_answer_or_the_reason_why_there_is_none() -> None:
     assert [(node, str(answer)) for node, answer in found.items()] == [
         ("a", "a says"),
         ("b", "it is busy"),
-        ("c", "not all nodes answered in 0.05 s"),
+        ("c", "node c did not answer in 0.05 s; ask again"),
     ]
     assert asyncio.run(ask_all([], ask, 0.05)) == {}
 
 
 def test_so_many_nodes_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steerable, "NODES_AT_ONCE", 3)
+    monkeypatch.setattr(questions, "NODES_AT_ONCE", 3)
     asked = most = 0
 
     async def ask(node: str) -> None:
