@@ -121,6 +121,15 @@ def test_the_text_has_the_latest_and_counts_the_rest() -> None:
     assert lines[-1] == "evil #30, no data: scheduled"
 
 
+@pytest.mark.parametrize("sizes", ["[[Infinity]]", "[[NaN]]", f"[[{'9' * 4000}, {'9' * 4000}]]", "[[null]]", "7"])
+def test_sizes_that_are_none_are_passed_over(sizes: str) -> None:
+    text = json.dumps({"fr": {"entries": [entry(1, input_sizes=0)]}}).replace(
+        '"input_sizes": 0', f'"input_sizes": {sizes}'
+    )
+    recording = from_torch(text)
+    assert recording is not None and "no data" in as_text(recording)
+
+
 # all ranks together ---------------------------------------------------------------------------------------------------
 
 

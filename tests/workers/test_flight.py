@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,6 +18,7 @@ from ripstop.workers import flight, process
 from ripstop.workers.flight import Flight, ask
 from ripstop.workers.process import Children
 from ripstop.workers.spawner import Birth, Spawner, Start
+from ripstop.workers.zygote import recorded
 from tests.e2e.harness import wait_until
 
 DEADLINE = 60.0
@@ -119,12 +121,22 @@ def test_a_rank_that_holds_pythons_lock_is_not_waited_for(stage, monkeypatch: py
 def test_a_worker_without_torch_has_nothing_of_ours_and_is_said_to_have_no_recorder(stage, start: Start) -> None:
     async def script(sockets: list[str]) -> None:
         assert {one.why for one in await ask(sockets)} == {
-            "the worker was not forked with torch loaded (see --start-method and --preload)"
+            "the worker has no socket: it was not forked with torch loaded (--start-method, --preload)"
         }
 
     code = "import os, time; print('ready', len(os.listdir('/proc/self/task')), flush=True); time.sleep(1000)"
     with_workers(stage, script, code=code, start=start)
     assert "ready 1" in (stage.directory / "0.out").read_text()
+
+
+def test_a_healthy_worker_is_not_asked_for_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torch:
+        _dump_fr_trace_json = staticmethod(lambda: b"1")
+        _dump_nccl_trace_json = staticmethod(lambda: b"2")
+
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Torch)
+    assert recorded(hanging=False) == b'{"fr": 1}'
+    assert recorded(hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
 # answers that are none ------------------------------------------------------------------------------------------------
@@ -149,6 +161,7 @@ def test_an_answer_that_is_none_says_why(
         def serve() -> None:
             asking, _ = server.accept()
             with asking:
+                asking.recv(1)
                 asking.sendall(answer)
 
         serving = threading.Thread(target=serve)

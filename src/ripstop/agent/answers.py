@@ -84,7 +84,7 @@ class Node:
 
 async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers are: of one `rank`, or of all of this node's."""
-    from ripstop.workers.flight import ask_ranks  # nobody may ever ask
+    from ripstop.workers.flight import HEALTHY, ask_ranks  # nobody may ever ask
 
     workers = node.running()
     rank = details.get("rank")
@@ -94,7 +94,7 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     there = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
         look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
-        ask_ranks(workers.recorder_sockets, there),
+        ask_ranks(workers.recorder_sockets, there, HEALTHY),
     )
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
     told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
@@ -118,8 +118,8 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(flight: "Flight") -> dict[str, Any]:
     """What torch's flight recorder has of a worker, or why nothing is known."""
-    if flight.standings is None:
-        return {"recorder": f"none: {flight.why}"}
+    if not flight.standings:
+        return {"recorder": f"none: {flight.why or 'nothing is recorded; of NCCL, only where a worker hangs'}"}
     return {"standings": [asdict(standing) for standing in flight.standings]}
 
 

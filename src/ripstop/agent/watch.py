@@ -229,13 +229,14 @@ class Watch:
             raise
 
     async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
-        from ripstop.workers.flight import ask_ranks  # only where something hangs
+        from ripstop.workers.flight import HANGING, ask_ranks  # only where something hangs
 
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}
         looks, flights = await asyncio.gather(
-            look_at(self._with_file(rank) for rank in ranks), ask_ranks(self._subject.recorder_sockets, ranks)
+            look_at(self._with_file(rank) for rank in ranks),
+            ask_ranks(self._subject.recorder_sockets, ranks, HANGING),
         )
         failures = [
             self._failure(rank, found, flight, stuck.get(rank) or Stuck(idle[rank], ""), at)

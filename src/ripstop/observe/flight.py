@@ -133,8 +133,8 @@ def _size(entry: Mapping[str, Any]) -> str:
     """`1024 Float`: how many elements of what kind go in."""
     shapes, kinds = entry.get("input_sizes"), entry.get("input_dtypes")
     try:
-        elements = sum(math.prod(int(side) for side in shape) for shape in shapes or ())
-    except (TypeError, ValueError):
+        elements = str(sum(math.prod(int(side) for side in shape) for shape in shapes or ()))
+    except (TypeError, ValueError, OverflowError):
         return ""
     return f"{elements} {_word(str(kinds[0]))}" if isinstance(kinds, list) and kinds else ""
 

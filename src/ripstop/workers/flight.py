@@ -4,7 +4,8 @@ A worker that the zygote forked has a thread for it (`zygote.py`), which writes 
 to the worker's own socket.  It needs Python's lock for that, which a worker that waits in a collective does not hold.
 Rules: (1) nothing is recorded for it that torch would not record anyway, and nothing is done before somebody asks;
 (2) the socket lies beside the agent's (`reports.py`), in a directory of this user's alone; (3) an answer is bounded in
-time and size, and one that does not come is said in words.
+time and size, and one that does not come is said in words; (4) NCCL's recorder asks the GPU, which would spoil a CUDA
+graph that is being captured: it is asked only of workers that hang.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from ripstop.workers.look import aside
 
 PATIENCE = 2.0  # seconds for an answer
 READING = 1.5  # and to understand it; all nodes together have five
+HANGING, HEALTHY = b"!", b"?"  # what a worker is taken for by who asks it; `zygote.py` knows the first
 LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
 
 
@@ -31,37 +33,40 @@ class Flight:
     why: str = ""
 
 
-async def ask_ranks(sockets: Sequence[str], ranks: Sequence[int]) -> list[Flight | None]:
+async def ask_ranks(sockets: Sequence[str], ranks: Sequence[int], taken_for: bytes) -> list[Flight | None]:
     """The workers of these local ranks; None of each where workers have no sockets, since nobody is to ask them."""
-    return list(await ask(sockets[rank] for rank in ranks)) if sockets else [None] * len(ranks)
+    return list(await ask((sockets[rank] for rank in ranks), taken_for)) if sockets else [None] * len(ranks)
 
 
-async def ask(sockets: Iterable[str]) -> list[Flight]:
+async def ask(sockets: Iterable[str], taken_for: bytes = HANGING) -> list[Flight]:
     """Several workers, all at the same time."""
-    return list(await asyncio.gather(*map(_ask, sockets)))
+    return list(await asyncio.gather(*(_ask(path, taken_for) for path in sockets)))
 
 
-async def _ask(path: str) -> Flight:
+async def _ask(path: str, taken_for: bytes) -> Flight:
     try:
         async with asyncio.timeout(PATIENCE):
-            raw = await _read(path)
+            raw = await _read(path, taken_for)
         if len(raw) > LARGEST:
             return Flight(why=f"it has more than {LARGEST >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE")
     except TimeoutError:
         return Flight(why=f"the worker did not answer within {PATIENCE:g} s")
     except FileNotFoundError:
-        return Flight(why="the worker was not forked with torch loaded (see --start-method and --preload)")
+        return Flight(why="the worker has no socket: it was not forked with torch loaded (--start-method, --preload)")
     except OSError as error:
         return Flight(why=f"the worker cannot be asked: {error}")
     try:
         return await aside(partial(_understand, raw), READING)
     except (TimeoutError, RuntimeError) as error:
         return Flight(raw=raw, why=f"this node is too busy to read the worker's answer: {error}".rstrip(": "))
+    except Exception as defect:  # of ours: a hang is told all the same
+        return Flight(raw=raw, why=f"the worker's answer cannot be understood: {defect!r}")
 
 
-async def _read(path: str) -> bytes:
+async def _read(path: str, taken_for: bytes) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
+        writer.write(taken_for)
         raw = bytearray()
         while len(raw) <= LARGEST and (part := await reader.read(1 << 20)):
             raw += part

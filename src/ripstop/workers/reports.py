@@ -28,6 +28,7 @@ from ripstop.values import dataclass
 log = logging.getLogger("ripstop.workers")
 
 LARGEST = 4096  # bytes of a datagram
+LONGEST_PATH = 107  # bytes of a Unix socket's name, in Linux
 BURST = 64  # datagrams read in a row
 PAUSE = 0.05  # seconds for everybody else, after as many
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -137,7 +138,7 @@ class Reports:
     def renew_recorder_sockets(self, round: int, workers: int) -> tuple[str, ...]:
         """Where the workers of this round may listen in turn (`flight.py`); those of the last one are removed."""
         self._remove_recorder_sockets()
-        if self.path:
+        if self.path and len(f"{self.path}-{round}-{workers}".encode()) <= LONGEST_PATH:
             self._recorder_sockets = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
         return self._recorder_sockets
 

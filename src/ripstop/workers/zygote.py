@@ -558,14 +558,17 @@ def show_collectives(path: str) -> None:
     import _thread
 
     def serve() -> None:
+        ours = identity(listener.fileno())
         while True:
             try:
+                if identity(listener.fileno()) != ours:
+                    return  # the script has closed all files, and opened others
                 fd = listener._accept()[0]  # type: ignore[attr-defined]
             except OSError:  # the script has closed all files
                 return
             asking = _socket.socket(fileno=fd)
             try:
-                asking.sendall(recorded())
+                asking.sendall(recorded(hanging=asking.recv(1) == b"!"))
             except OSError:  # nobody wants to know any more
                 pass
             finally:
@@ -588,11 +591,18 @@ def show_collectives(path: str) -> None:
         _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
-def recorded() -> bytes:
-    """The dumps of those recorders that this torch has, as one JSON object."""
+def identity(fd: int) -> tuple[int, int]:
+    """Of an open file."""
+    about = os.fstat(fd)
+    return about.st_dev, about.st_ino
+
+
+def recorded(hanging: bool) -> bytes:
+    """The dumps of those recorders that this torch has, as one JSON object; NCCL's only of one that hangs."""
     core = sys.modules.get("torch._C._distributed_c10d")
     dumps: list[bytes] = []
-    for name, function in ((b"fr", "_dump_fr_trace_json"), (b"nccl", "_dump_nccl_trace_json")):
+    recorders = [(b"fr", "_dump_fr_trace_json"), (b"nccl", "_dump_nccl_trace_json")]
+    for name, function in recorders if hanging else recorders[:1]:
         try:
             dumps.append(b'"%s": %s' % (name, getattr(core, function)()))
         except Exception:  # this one has none
