@@ -291,9 +291,9 @@ def etcd(
         endpoints=tuple(dict.fromkeys(address(name, part, default_port=ETCD_PORT) for part in bare)),
         prefix="/" + said.get("prefix", ETCD_PREFIX).strip("/"),
         tls=tls,
-        ca=_readable(conf_name, "ca", said),
-        cert=_readable(conf_name, "cert", said),
-        key=_readable(conf_name, "key", said),
+        ca=_pem_if_said(conf_name, "ca", said),
+        cert=_pem_if_said(conf_name, "cert", said),
+        key=_pem_if_said(conf_name, "key", said),
         user=environ.get("RIPSTOP_ETCD_USER", ""),
         password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
         port=port(f"{conf_name} coordinator_port", said.get("port", "0"), least=0),
@@ -320,17 +320,17 @@ def _etcd_tls(name: str, text: str, conf_name: str, said: Mapping[str, str]) -> 
     return bool(files) or "https" in schemes
 
 
-def _readable(name: str, key: str, said: Mapping[str, str]) -> Path | None:
-    if key not in said:
-        return None
-    path = Path(said[key])
+def _pem_if_said(name: str, key: str, said: Mapping[str, str]) -> Path | None:
+    return pem_file(f"{name} {key}", said[key]) if key in said else None
+
+
+def pem_file(name: str, text: str) -> Path:
+    """A file of certificates or a key that can be read."""
     try:
-        path.open("rb").close()
+        Path(text).open("rb").close()
     except OSError as error:
-        raise UsageError(
-            f"{name} {key}={path}: cannot be read: {error.strerror}; name a PEM file you may read"
-        ) from None
-    return path
+        raise UsageError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
+    return Path(text)
 
 
 def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
@@ -340,7 +340,7 @@ def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if one in conf and other not in conf:
             raise UsageError(f"{name} {one}={conf[one]}: a certificate and its key go together; add {other}=FILE")
-    ca, cert, key = (_readable(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
+    ca, cert, key = (_pem_if_said(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
     notes = []
     if key is not None and key.stat().st_mode & 0o004:
         notes.append(f"{name} tls_key={key}: everyone can read it; chmod 600 {key}")

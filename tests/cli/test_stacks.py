@@ -34,10 +34,20 @@ def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
     ]
 
 
-def test_workers_without_a_recorder_are_shown_without_a_word_about_it() -> None:
-    stacks = [stack(0, recorder="none: the worker was not forked with torch loaded")]
-    assert render({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]}) == [
+def test_why_recorders_do_not_tell_is_said_once_for_all_ranks() -> None:
+    none = "none: the worker was not forked with torch loaded"
+    stacks = [stack(2, recorder=none), stack(1, recorder="none: the worker did not answer"), stack(0, recorder=none)]
+    shown = render({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]})
+    assert shown[-3:] == [
+        f"flight recorder of ranks 0,2: {none}",
+        "flight recorder of rank 1: none: the worker did not answer",
+        "node b did not answer: gone",
+    ]
+    assert not any("flight" in line for line in shown[:-3])
+
+
+def test_of_workers_that_have_no_recorder_to_ask_nothing_is_said() -> None:
+    assert render({"stacks": [stack(0)], "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",
-        "node b did not answer: gone",
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from ripstop.observe.api import ROUTES
-from ripstop.observe.openapi import Malformed, Value, describe, read_body, read_words, schema_of
+from ripstop.observe.openapi import Malformed, Value, describe, read_body, read_words, record, schema_of
 from ripstop.observe.status import JobStatus
 
 COUNT = Value("count", int, "how many", least=1, most=9, default=3)
@@ -73,6 +73,12 @@ def test_a_dataclass_has_a_schema() -> None:
     assert found["properties"]["nodes"]["items"]["properties"]["first_rank"] == {"type": "integer"}
     assert found["properties"]["goodput"] == {"type": ["number", "null"]}
     assert schema_of(Inner)["properties"] == {"share": {"type": "number"}}
+
+
+def test_what_is_optional_is_described_and_not_required() -> None:
+    found = record({"rank": {"type": "integer"}}, optional={"recorder": {"type": "string"}})
+    assert list(found["properties"]) == ["rank", "recorder"]
+    assert (found["required"], found["additionalProperties"]) == (["rank"], False)
 
 
 def test_every_route_is_described_once() -> None:

@@ -191,6 +191,14 @@ def test_a_newcomer_only_starts_and_what_a_spare_did_before_is_not_counted() -> 
     ]  # fmt: skip
 
 
+def test_a_newcomer_whose_workers_report_has_a_first_step_too() -> None:
+    job = Job()
+    job.runs(0.0, 1, "a")
+    job.tell(10.0, RoundEnded(1, "node_joined", "node b joined", 0.0), formed(2, "a", "b"))
+    job.tell(11.0, started(2), node="b")
+    assert story(job.tell(11.5, FirstStep(2, 1, 7, 0.5), node="b")) == [("first_step", 11.0, 11.5)]
+
+
 def test_a_recovery_that_does_not_heal_is_an_error_and_the_next_is_linked_to_it() -> None:
     job = Job()
     job.runs(0.0, 1, "a", "b")

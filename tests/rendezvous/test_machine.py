@@ -635,6 +635,14 @@ def test_a_new_coordinator_that_was_told_of_fewer_nodes_lets_a_larger_round_go_o
     assert (job.phase, job.round, job.status(2.0).target) == (Phase.RUNNING, 5, 2)
 
 
+def test_a_size_that_an_operator_asked_a_new_coordinator_for_stands_against_a_larger_round() -> None:
+    job = new_job(1, 4)
+    on(job, Scale(1), 0.5)
+    for rank, name in enumerate("ab"):
+        hear(job, name, join(job, name, held=place(5, rank, 2), status=Status.RUNNING, newest=5), 1.0)
+    assert job.status(2.0).target == 1
+
+
 def test_a_new_coordinator_forms_a_new_round_when_a_member_stays_away_for_a_lease() -> None:
     job = new_job(1, 2)
     hear(job, "a", join(job, "a", held=place(5, 1, 2), status=Status.RUNNING, newest=5), 1.0)

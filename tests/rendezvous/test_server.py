@@ -228,6 +228,35 @@ def test_an_agents_request_may_come_in_pieces(harness: Any) -> None:
     asyncio.run(scenario())
 
 
+LONG = b"GET /agent HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: %s\r\n" % (n, b"x" * 1000) for n in range(10))
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()])
+def test_an_agents_request_that_is_too_long_is_not_read_on(harness: Any, end: bytes) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(LONG + end)
+            async with asyncio.timeout(DEADLINE):
+                assert b"400" in await reader.readline()
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_follows_a_bad_knock_in_one_go_does_not_help_it(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"\r\n" + b"x" * 10_000)
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(DEADLINE):
+                    assert b"Rejected" in await reader.read()
+            writer.close()
+
+    asyncio.run(scenario())
+
+
 def test_another_version_is_rejected_with_the_remedy(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:

@@ -1,7 +1,10 @@
 """Agents and the coordinator over TLS: who is let in, and what both sides are told when somebody is not."""
 
 import asyncio
+import contextlib
 import shutil
+import socket
+import ssl
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from ripstop.errors import UsageError
 from ripstop.launch import bind_endpoint
 from ripstop.rendezvous import server
 from ripstop.rendezvous.messages import Assign, Closed, Leave, Succeeded
-from ripstop.rendezvous.tls import examine_host
+from ripstop.rendezvous.tls import examine_host, for_agent
 from ripstop.round import Address, Outcome
 from tests.certificates import Authority
 from tests.e2e.harness import free_port
@@ -167,6 +170,34 @@ def test_handshakes_that_never_end_hold_up_nobody(
             await works(harness, coordinator, address, authority.node("b"))
             for _, writer in idle:
                 writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_is_refused_and_does_not_go_takes_no_more_descriptors_than_strangers_may(
+    harness: Any, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    context = for_agent(authority.node("b"))
+
+    def connect(address: Address) -> ssl.SSLSocket:
+        """It asks as an agent without a knock, and never reads, so it never hears of the connection's end."""
+        plain = socket.create_connection((address.host, address.port), DEADLINE)
+        encrypted = context.wrap_socket(plain, server_hostname=address.host)
+        encrypted.sendall(b"GET /agent HTTP/1.1\r\nHost: x\r\n\r\n")
+        return encrypted
+
+    def descriptors() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    async def scenario() -> None:
+        async with harness.serving(tls=authority.node("a")) as (coordinator, address):
+            before = descriptors()
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(20):
+                    stack.enter_context(await asyncio.to_thread(connect, address))
+                await works(harness, coordinator, address, authority.node("b"))
+                assert descriptors() - before - 20 <= 4 + 1 + 4  # strangers, as many as nodes, and what works leaves
 
     asyncio.run(scenario())
 

@@ -219,7 +219,7 @@ def test_a_job_with_spares_that_has_not_answered_for_long_is_a_condition_with_a_
     job = replace(a_job(spares=1), unheard="10.0.0.7: timed out")
     decision = decide(job, [running(0), running(1), running(2)], NOW)
     message = condition(decision, "Unheard")["message"]
-    assert "10.0.0.7: timed out; let its pod reach port 29400" in message
+    assert "10.0.0.7: timed out; let the operator's pod reach port 29400 of the job's pods" in message
     heard = decide(replace(after(job, decision), unheard=""), [running(0), running(1), running(2)], NOW)
     assert condition(heard, "Unheard")["status"] == "False"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ripstop.config import Logs, StreamMap, Streams
 from ripstop.errors import StartError, UsageError
 from ripstop.round import Address, Place
-from ripstop.workers.console import Console, Prefixer
+from ripstop.workers.console import Console, Prefixer, _Copier
 from ripstop.workers.inotify import Watch
 from ripstop.workers.logs import LogDirectory, RoundLogs, file_name, write_whole
 
@@ -501,6 +501,29 @@ def test_each_stream_reaches_its_own_console(tmp_path: Path, tee: int, out: byte
     )
     assert (agent.stdout, agent.stderr) == (out, err)
     assert (tmp_path / "round_1" / "1" / "stderr.log").read_bytes() == b"err 1"
+
+
+def test_a_copier_that_obeys_before_it_hears_the_bell_ends_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = _Copier(os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT))
+    busy, obeyed = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        obeyed.wait(20)
+
+    def ring_late(fd: int, data: bytes) -> int:
+        obeyed.set()
+        copier._thread.join(20)
+        return write(fd, data)
+
+    write = os.write
+    copier.reach(wait)
+    assert busy.wait(20)
+    monkeypatch.setattr("ripstop.workers.console.os.write", ring_late)
+    copier.close()
+    assert not copier._thread.is_alive()
 
 
 # inotify

@@ -60,10 +60,10 @@ def test_bytes_that_are_no_text_are_replaced_and_half_a_character_waits(path: Pa
 
 def test_half_a_character_waits_for_nothing_in_a_file_that_is_whole(path: Path) -> None:
     path.write_bytes(b"ok \xe2\x82")
-    assert tail.read(path, 0, whole=True).text == "ok \ufffd"
+    assert tail.read(path, 0, finished=True).text == "ok \ufffd"
     path.write_bytes(b"x" * (tail.PIECE - 1) + "\u20ac".encode())
-    first = tail.read(path, 0, whole=True)
-    assert tail.read(path, first.next, whole=True).text == "\u20ac"
+    first = tail.read(path, 0, finished=True)
+    assert tail.read(path, first.next, finished=True).text == "\u20ac"
 
 
 def test_nobody_waits_for_a_file_that_is_over(path: Path) -> None:

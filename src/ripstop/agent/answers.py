@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ripstop.agent.watch import recorded
 from ripstop.config import Streams
 from ripstop.errors import NoAnswer
 from ripstop.observe.progress import Pace
@@ -47,11 +46,11 @@ class Workers:
     logs: RoundLogs
     progress: Mapping[int, Pace]  # of those that report, by local rank
     ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
-    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives, by local rank
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
     stopped: asyncio.Future[None] | None = None
 
     @property
-    def gone(self) -> bool:
+    def all_stopped(self) -> bool:
         return self.stopped is not None and self.stopped.done()
 
     def local_rank(self, rank: int) -> int:
@@ -71,15 +70,22 @@ class Node:
     workers: Workers | None
     readers: "Readers"
 
+    @property
+    def present(self) -> Workers | None:
+        """The workers that run now."""
+        return None if self.workers is None or self.workers.all_stopped else self.workers
+
     def running(self) -> Workers:
-        """The workers, for a question that is about them."""
-        if self.workers is None or self.workers.gone:
+        """The same, for a question that is about them."""
+        if (workers := self.present) is None:
             raise NoAnswer("no workers run on this node now")
-        return self.workers
+        return workers
 
 
 async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers are: of one `rank`, or of all of this node's."""
+    from ripstop.workers.flight import ask_ranks  # nobody may ever ask
+
     workers = node.running()
     rank = details.get("rank")
     if rank is not None and type(rank) is not int:
@@ -88,7 +94,7 @@ async def _stacks(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     there = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
         look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
-        recorded(workers.recorders, there),
+        ask_ranks(workers.recorder_sockets, there),
     )
     looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
     told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
@@ -170,20 +176,20 @@ async def _piece(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     if round < now:
         before = await aside(partial(workers.logs.earlier, round, rank, stream))
         if before is not None:
-            piece = await aside(partial(tail.read, before, offset, whole=True))
+            piece = await aside(partial(tail.read, before, offset, finished=True))
             if piece.text:
                 return {"round": round, "end": False} | asdict(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     if "tail" in details:
         offset = await aside(partial(tail.last_lines, path, int(details["tail"])))
-    gone = workers.gone  # before it is read: after that, nothing is written
-    piece = await aside(partial(tail.read, path, offset, whole=gone))
-    if wait and not piece.text and not gone:
+    finished = workers.all_stopped  # before it is read: after that, nothing is written
+    piece = await aside(partial(tail.read, path, offset, finished=finished))
+    if wait and not piece.text and not finished:
         await tail.grown(path, piece.size, min(wait, LONGEST_WAIT), workers.stopped)
-        gone = workers.gone
-        piece = await aside(partial(tail.read, path, offset, whole=gone))
-    return {"round": now, "end": gone and piece.next >= piece.size} | asdict(piece)
+        finished = workers.all_stopped
+        piece = await aside(partial(tail.read, path, offset, finished=finished))
+    return {"round": now, "end": finished and piece.next >= piece.size} | asdict(piece)
 
 
 async def _log_file(workers: Workers, rank: int, stream: Streams) -> Path:
@@ -204,8 +210,7 @@ async def _sample(node: Node, details: Mapping[str, Any]) -> dict[str, Any]:
     from ripstop.workers import samples  # only where somebody asks
 
     gpus = await node.gpus.sample()
-    workers = node.workers
-    if workers is None or workers.gone:
+    if (workers := node.present) is None:
         return asdict(samples.sample(None, (), None, {}, gpus))
     place, pids, logs, progress = (workers.place, workers.pids, workers.logs, workers.progress)
     return asdict(await aside(partial(samples.sample, place, pids, logs, progress, gpus)))

@@ -108,7 +108,7 @@ class Running:
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
     condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
 
     def was_told_to_end(self, exit: Exit) -> bool:
         """A worker that is being stopped may end as it likes; an exception it wrote down is evidence all the same."""
@@ -157,7 +157,8 @@ class Driver:
         self._end: asyncio.Future[Quit] = self._loop.create_future()
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
-        self._signals = [signal.Signals[name] for name in handled]
+        signums = [signal.Signals[name] for name in handled]
+        self._signals = [s for s in signums if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
         self._outage: Outage | None = None  # of the workers that are to be replaced
         self._diary = Diary(node.id, link.send, sinks)
         self._gpus: Gpus | None = None
@@ -168,8 +169,7 @@ class Driver:
     async def run(self) -> Quit:
         """Take part in the job until it is over for this node."""
         for signum in self._signals:
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays so
-                self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
+            self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
         self._link.open(self)
         self._task(self._warm_up())
         self._arm()
@@ -225,7 +225,7 @@ class Driver:
             return None
         group, ended = running.group, frozenset(running.ended)
         paces = running.watch.paces() if running.watch is not None else {}
-        return Workers(running.place, group.pids, running.logs, paces, ended, running.recorders, running.stopped)
+        return Workers(running.place, group.pids, running.logs, paces, ended, running.recorder_sockets, running.stopped)
 
     def _reported(self, pid: int, report: Report) -> None:
         running = self._running
@@ -373,7 +373,7 @@ class Driver:
                 self._store = self._store or StorePort(place.store.host, place.store.port)
                 self._store.serve(self._spawner, self._environ, self._children)
             if self._config.hang_timeout:
-                running.recorders = self._reports.recorders(place.round, place.slots)
+                running.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
             births = [self._birth(running, rank) for rank in range(place.slots)]
             running.group = Group(self._children, self._spawner, births, lambda e: self._exited(running, e))
             await running.group.start()
@@ -397,7 +397,7 @@ class Driver:
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorders)
+        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorder_sockets)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
@@ -443,7 +443,7 @@ class Driver:
         binding = self._config.bindings[local_rank] if self._config.bindings else None
         looked_at = self._config.hang_timeout or self._config.timer_pipe
         stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
-        recorder = running.recorders[local_rank] if running.recorders else ""
+        recorder = running.recorder_sockets[local_rank] if running.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
         return Birth(env, self._config.entry, *outputs, binding, stacks, recorder)
 
@@ -549,7 +549,9 @@ class Driver:
     async def _take_leave(self, end: Quit) -> None:
         """Say good-bye, once those who follow the logs have had the end of them: after it, nothing can be asked."""
         if self._readers is not None:
-            await self._readers.part(PARTING if end.report is not None else BRIEF)
+            parting = self._loop.create_task(self._readers.part(PARTING if end.report is not None else BRIEF))
+            self._let_signals_cancel(parting)
+            await asyncio.wait([parting])
         if self._farewell is not None:
             self._link.send(self._farewell)
 
@@ -587,10 +589,13 @@ class Driver:
     async def _drain(self) -> None:
         """Wait until the console has everything, but not for ever, nor against a signal: the files have it too."""
         drained = self._loop.create_task(self._console.drain())
-        for signum in self._signals:
-            self._loop.add_signal_handler(signum, drained.cancel)
+        self._let_signals_cancel(drained)
         leaving = not self._end.cancelled() and not self._end.exception() and self._end.result().code >= 128
         await asyncio.wait([drained], timeout=HASTY if leaving else DRAIN)
         if not drained.done() or drained.cancelled():
             log.warning("the console is not being read; what it did not show is below %s", self._directory.path)
         drained.cancel()
+
+    def _let_signals_cancel(self, task: asyncio.Task[None]) -> None:
+        for signum in self._signals:
+            self._loop.add_signal_handler(signum, task.cancel)

@@ -48,7 +48,7 @@ class Subject:
     host: str
     pids: tuple[int, ...]
     logs: RoundLogs
-    recorders: tuple[str, ...] = ()  # the sockets at which they tell their collectives
+    recorder_sockets: tuple[str, ...] = ()
 
 
 class Watch:
@@ -229,11 +229,13 @@ class Watch:
             raise
 
     async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
+        from ripstop.workers.flight import ask_ranks  # only where something hangs
+
         ranks = list(self._live)
         now, at = self._loop.time(), time.time()
         idle = {rank: self._progress.idle(rank, now) for rank in ranks}
         looks, flights = await asyncio.gather(
-            look_at(self._with_file(rank) for rank in ranks), recorded(self._subject.recorders, ranks)
+            look_at(self._with_file(rank) for rank in ranks), ask_ranks(self._subject.recorder_sockets, ranks)
         )
         failures = [
             self._failure(rank, found, flight, stuck.get(rank) or Stuck(idle[rank], ""), at)
@@ -307,15 +309,6 @@ class Watch:
 def _measure(files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, int], dict[int, linux.Usage]]:
     """The sizes of stacks that workers wrote, which are no sign of life; and what these sessions use."""
     return {rank: size(file) for rank, file in files.items()}, linux.usage_of_sessions(sessions)
-
-
-async def recorded(sockets: tuple[str, ...], ranks: list[int]) -> "list[Flight | None]":
-    """What these workers, by local rank, have in torch's flight recorders; None where nobody was to ask."""
-    if not sockets:
-        return [None] * len(ranks)
-    from ripstop.workers.flight import ask  # only where something hangs, or somebody asks
-
-    return list(await ask(sockets[rank] for rank in ranks))
 
 
 def _put(files: Mapping[Path, bytes]) -> None:

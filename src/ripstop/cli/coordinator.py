@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.flags import Flag, read
-from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, traces
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, tracing_if_asked
 from ripstop.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.errors import UsageError
 from ripstop.spelling import HEALTH_CONF, address, nodes, pairs, quarantine, rank_by, secret, target, timing, word
@@ -84,7 +84,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         budget=budget(given, notes),
         timing=waits,
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
-        tracing=traces(environ, notes),
+        tracing=tracing_if_asked(environ, notes),
         quarantine=quarantine(conf_name, conf),
         token=token,
         tls=tls,

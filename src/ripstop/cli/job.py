@@ -58,8 +58,8 @@ def open_door(endpoint: object, tls: Tls | None) -> list[str]:
     return [f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"]
 
 
-def traces(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
-    """Where the job's traces go, if OpenTelemetry's variables name a place."""
+def tracing_if_asked(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
+    """Where the job's traces go: as `tracing` says, whose import a job without an endpoint is spared."""
     if not any(environ.get(f"OTEL_EXPORTER_OTLP_{of}ENDPOINT") for of in ("", "TRACES_")):
         return None
     from ripstop.cli.tracing import tracing

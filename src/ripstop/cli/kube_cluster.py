@@ -307,14 +307,14 @@ def install(given: Given, objects: Sequence[dict[str, Any]]) -> int:
 
 def operate(given: Given) -> int:
     from ripstop.rendezvous.secret import api_token
+    from ripstop.schedulers.kubernetes.job_api import JobApi
     from ripstop.schedulers.kubernetes.operator import run_operator
-    from ripstop.schedulers.kubernetes.telemetry import Telemetry
 
     run_operator(
         given.text("--namespace", "") or None,
         home=given.text("--home", HOME),
         health=given.text("--health", "") or None,
-        speaks=Telemetry(api_token),
+        api=JobApi(api_token),
     )
     return 0
 

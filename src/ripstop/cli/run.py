@@ -10,7 +10,7 @@ from pathlib import Path
 from ripstop.cli import handlers
 from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.health import health
-from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, traces
+from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, tracing_if_asked
 from ripstop.cli.meeting import Meeting, meeting, ranking
 from ripstop.cli.output import event_handler, logs
 from ripstop.cli.program import entry, preload, start
@@ -269,7 +269,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         signals=_signals(given),
         event_handler=event_handler(given),
         timer_pipe=timer_pipe(environ, notes),
-        tracing=traces(environ, notes, coordinated=place.backend is not Backend.HANDLER),
+        tracing=tracing_if_asked(environ, notes, coordinated=place.backend is not Backend.HANDLER),
         token=token or (_made_up() if place.backend is Backend.LOCAL and api is None else ""),
         tls=tls,
         api=api,

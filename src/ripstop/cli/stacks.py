@@ -1,4 +1,4 @@
-"""`ripstop stacks`: where workers are in their code."""
+"""`ripstop stacks`: where workers are in their code, and in which collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from ripstop.cli.steering import ABOUT_JOBS, find, get, read_command, show_json
 from ripstop.observe.failure import Standing
 from ripstop.observe.flight import in_words, position
+from ripstop.observe.text import named
 from ripstop.spelling import whole
 
 HELP = f"""\
@@ -32,6 +33,7 @@ def render(answer: dict[str, Any]) -> list[str]:
     """For people."""
     found: list[str] = []
     recorded: dict[int, list[Standing]] = {}
+    unrecorded: dict[str, list[int]] = {}  # why, and the ranks: it is often the same of all
     for stack in sorted(answer["stacks"], key=lambda stack: int(stack["rank"])):
         facts = [f"{name}={stack[name]}" for name in ("pid", "state", "wchan", "source") if stack.get(name)]
         found.append(" ".join([f"rank {stack['rank']} on {stack['node']}", *facts]))
@@ -39,7 +41,10 @@ def render(answer: dict[str, Any]) -> list[str]:
         if "standings" in stack:
             recorded[int(stack["rank"])] = standings = [Standing(**standing) for standing in stack["standings"]]
             found.append(f"  flight recorder: {position(standings)}")
+        elif "recorder" in stack:
+            unrecorded.setdefault(str(stack["recorder"]), []).append(int(stack["rank"]))
     if len(recorded) > 1 and (words := in_words(recorded)):
         found.append(f"flight recorder: {words}")
+    found += [f"flight recorder of {named(ranks)}: {why}" for why, ranks in unrecorded.items()]
     found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
     return found

@@ -6,10 +6,11 @@ said, and the job runs without.
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ripstop.config import Tracing
+from ripstop.errors import UsageError
+from ripstop.spelling import pem_file
 
 OTLP = "OTEL_EXPORTER_OTLP_"
 SERVICE = "ripstop"  # the name that spans are found by, unless there is another
@@ -27,7 +28,7 @@ def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool) 
         return None
     try:
         return _read(environ, name, endpoint.strip(), notes, coordinated=coordinated)
-    except ValueError as error:
+    except UsageError as error:
         notes.append(f"{error}; the job runs without traces")
         return None
 
@@ -35,13 +36,13 @@ def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool) 
 def _read(
     environ: Mapping[str, str], name: str, endpoint: str, notes: list[str], *, coordinated: bool
 ) -> Tracing | None:
-    """`ValueError` says why there are no traces."""
+    """`UsageError` says why there are no traces."""
     if not coordinated:
-        raise ValueError(f"{name} has no effect on nodes that meet through another package's handler")
+        raise UsageError(f"{name} has no effect on nodes that meet through another package's handler")
     wanted, protocol = _ours(environ, "PROTOCOL")
     if protocol.strip() == "grpc":
         own = f"{OTLP}TRACES_ENDPOINT=http://HOST:4318/v1/traces"
-        raise ValueError(
+        raise UsageError(
             f"{wanted}=grpc: ripstop sends spans over HTTP; write {own} and {OTLP}TRACES_PROTOCOL=http/json"
         )
     where, certificate = _ours(environ, "CERTIFICATE")
@@ -56,7 +57,7 @@ def _read(
         url=_url(name, endpoint, whole="TRACES_" in name),
         headers=sent,
         resource=tuple(resource.items()),
-        ca=_readable(where, certificate) if certificate else None,
+        ca=pem_file(where, certificate) if certificate else None,
         parent=_parent(environ.get("TRACEPARENT", ""), notes),
     )
 
@@ -75,9 +76,9 @@ def _url(name: str, text: str, *, whole: bool) -> str:
     except ValueError:  # its port, or its brackets
         fits = False
     if not fits or not text.isprintable() or " " in text:
-        raise ValueError(f"{name}={text!r}: not an address of HTTP; write http://HOST:4318")
+        raise UsageError(f"{name}={text!r}: not an address of HTTP; write http://HOST:4318")
     if "@" in parts.netloc:
-        raise ValueError(f"{name}: has a user or a password in it; write them as {OTLP}HEADERS=authorization=…")
+        raise UsageError(f"{name}: has a user or a password in it; write them as {OTLP}HEADERS=authorization=…")
     return text if whole else parts._replace(path=f"{parts.path.rstrip('/')}/v1/traces", fragment="").geturl()
 
 
@@ -99,14 +100,6 @@ def _is_header(key: str) -> bool:
     return key.isascii() and all(c.isalnum() or c in "!#$%&'*+-.^_`|~" for c in key)
 
 
-def _readable(name: str, text: str) -> Path:
-    try:
-        Path(text).open("rb").close()
-    except OSError as error:
-        raise ValueError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
-    return Path(text)
-
-
 def _parent(text: str, notes: list[str]) -> tuple[str, str] | None:
     """Of a W3C `traceparent`: version, trace, span, flags.  Versions after the first may go on behind these."""
     if not text:
@@ -120,5 +113,5 @@ def _parent(text: str, notes: list[str]) -> tuple[str, str] | None:
         notes.append(f"TRACEPARENT={text!r}: not a W3C trace context; the job's traces begin anew")
         return None
     if not int(found["flags"], 16) & 1:
-        raise ValueError(f"TRACEPARENT={text}: its trace is not recorded (the last bit is 0)")
+        raise UsageError(f"TRACEPARENT={text}: its trace is not recorded (the last bit is 0)")
     return found["trace"], found["span"]

@@ -17,6 +17,7 @@ from aiohttp import web
 from ripstop.errors import NoAnswer
 from ripstop.observe import openapi
 from ripstop.observe.events import Steered, to_dict
+from ripstop.observe.failure import Standing
 from ripstop.observe.openapi import MAX_TAIL, PREFIX, Malformed, Route, Value, array, record, schema_of
 from ripstop.observe.questions import Questions, ask, ask_all
 from ripstop.observe.status import JobStatus, NodeStatus
@@ -335,9 +336,22 @@ _LOG = record(
         "text": _TEXT,
     }
 )
+_STACK = record(
+    {"node": _TEXT, "rank": _NUMBER},
+    optional={
+        "pid": _NUMBER,
+        "stack": _TEXT,
+        "wchan": _TEXT,
+        "state": _TEXT,
+        "source": _TEXT,
+        "standings": array(schema_of(Standing)) | {"description": "its process groups, by torch's flight recorder"},
+        "recorder": _TEXT | {"description": "instead of them: why they are not known"},
+    },
+    more=True,
+)
 _STACKS = record(
     {
-        "stacks": array(record({"node": _TEXT, "rank": _NUMBER}, more=True)),
+        "stacks": array(_STACK),
         "unanswered": array(record({"node": _TEXT, "why": _TEXT})),
     }
 )
@@ -392,7 +406,7 @@ ROUTES = (
         "GET",
         f"{PREFIX}/stacks",
         Api.stacks,
-        "Where workers are in their code.",
+        "Where workers are in their code; with --hang-timeout, also in which collectives.",
         _STACKS,
         query=(Value("rank", int, "of this worker alone"),),
         refusals=(404, 409),

@@ -166,11 +166,11 @@ def schema_of(kind: Any) -> Schema:
     return record({field.name: schema_of(hints[field.name]) for field in fields(kind)})
 
 
-def record(properties: Mapping[str, Schema], *, more: bool = False) -> Schema:
-    """An object with all of these; `more`: and perhaps others."""
+def record(properties: Mapping[str, Schema], *, optional: Mapping[str, Schema] = {}, more: bool = False) -> Schema:
+    """An object with all of these, and perhaps the `optional` ones; `more`: and perhaps others."""
     return {
         "type": "object",
-        "properties": dict(properties),
+        "properties": {**properties, **optional},
         "required": list(properties),
         "additionalProperties": more,
     }

@@ -18,7 +18,7 @@ made of a seed and of names, so that a link can lead to what is not over yet.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from hashlib import blake2b
 
@@ -27,6 +27,7 @@ from ripstop.observe.events import (
     BudgetRefunded,
     Ending,
     Entry,
+    Event,
     FirstStep,
     HangDiagnosed,
     JobClosed,
@@ -53,6 +54,7 @@ from ripstop.values import dataclass
 
 MOST_MOMENTS = 32  # of one span: of a round the latest, for its end is of interest, and of a recovery the first
 LEAST = 0.001  # seconds of waiting that are worth a span of their own
+ANY = 0  # no round has this number
 FAULTS = (Ending.APPLICATION, Ending.INFRASTRUCTURE, Ending.NODE_LOST)
 
 Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
@@ -99,7 +101,7 @@ class _Round:
     start: float
     attributes: Attributes
     nodes: frozenset[str] | None = None
-    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOST_MOMENTS))
+    noted: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_MOMENTS))
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ class _Recovery:
     end: float
     attributes: Attributes
     links: tuple[Context, ...]
-    moments: list[Moment]
+    noted: list[Entry]
     before: frozenset[str] | None  # the nodes of the old round
     next: int = 0
     nodes: frozenset[str] = frozenset()  # of the next one
@@ -205,12 +207,11 @@ class Spans:
         last = self._recovery
         if last is not None and last.next == number and set(last.parts) < last.nodes:
             links += (last.context,)  # this one goes on with what that one did not achieve
-        moments = list(self._round.moments) if self._round else []
+        noted = list(self._round.noted) if self._round else []
         about: Attributes = {"ripstop.round": number, "ripstop.cause": cause, "ripstop.why": why}
         before = self._round.nodes if self._round else None
-        return _Recovery(
-            number, context, at, at, about | _culprit(cause, moments) | _budget(moments), links, moments, before
-        )
+        about |= _culprit(cause, noted) | _budget(noted)
+        return _Recovery(number, context, at, at, about, links, noted, before)
 
     def _end_round(self, at: float, cause: str, error: str, links: tuple[Context, ...]) -> Iterator[Span]:
         if (round := self._round) is None:
@@ -219,7 +220,7 @@ class Spans:
         about = self._common | {"ripstop.round": round.number} | round.attributes | {"ripstop.cause": cause}
         context = Context(self._job.trace, self._id(8, f"round {round.number}"))
         yield Span(
-            context, self._job.span, "round", round.start, at, about, tuple(round.moments),
+            context, self._job.span, "round", round.start, at, about, _moments(round.noted),
             () if self._parent else links, error,
         )  # fmt: skip
 
@@ -261,30 +262,41 @@ class Spans:
         context = Context(recovery.context.trace, self._id(8, f"recovery {recovery.number} {node}"))
         start = min((start for _, start, _ in phases), default=at)
         part = recovery.parts[node] = _Part(context, start, at, started.first_rank, len(started.pids))
-        for number, (name, begin, end) in enumerate(phases):
-            yield self._phase(recovery, node, f"{number} {name}", name, begin, end, {})
+        for ordinal, (name, begin, end) in enumerate(phases):
+            yield self._phase(recovery, node, name, begin, end, ordinal=ordinal)
         if node not in self._reporting:
-            yield self._give(recovery, node, part)
-        yield from self._finish(recovery)
+            yield self._node_span(recovery, node, part)
+        yield from self._finish_if_done(recovery)
 
     def _steps(self, entry: Entry, recovery: _Recovery, rank: int, step: int, seconds: float) -> Iterator[Span]:
-        part, about = recovery.parts[entry.node], Attributes({"ripstop.rank": rank, "ripstop.step": step})
+        part = recovery.parts[entry.node]
         end = max(part.end, entry.at)
-        yield self._phase(recovery, entry.node, "first_step", "first_step", end - max(0.0, seconds), end, about)
+        about: Attributes = {"ripstop.rank": rank, "ripstop.step": step}
+        yield self._phase(recovery, entry.node, "first_step", end - max(0.0, seconds), end, about)
         if not part.given:
             part.end = end
-            yield self._give(recovery, entry.node, part)
-        yield from self._finish(recovery)
+            yield self._node_span(recovery, entry.node, part)
+        yield from self._finish_if_done(recovery)
 
     def _phase(
-        self, recovery: _Recovery, node: str, unique: str, name: str, start: float, end: float, about: Attributes
+        self,
+        recovery: _Recovery,
+        node: str,
+        name: str,
+        start: float,
+        end: float,
+        about: Attributes | None = None,
+        *,
+        ordinal: int | None = None,
     ) -> Span:
+        """`ordinal` tells phases of one name apart."""
         part = recovery.parts[node]
+        unique = name if ordinal is None else f"{ordinal} {name}"
         context = Context(part.context.trace, self._id(8, f"recovery {recovery.number} {node} {unique}"))
-        attributes = self._common | {"ripstop.round": recovery.number, "ripstop.node": node} | about
+        attributes = self._common | {"ripstop.round": recovery.number, "ripstop.node": node} | (about or {})
         return Span(context, part.context.span, name, start, end, attributes)
 
-    def _give(self, recovery: _Recovery, node: str, part: _Part) -> Span:
+    def _node_span(self, recovery: _Recovery, node: str, part: _Part) -> Span:
         part.given = True
         about: Attributes = {
             "ripstop.round": recovery.number, "ripstop.node": node,
@@ -297,17 +309,17 @@ class Spans:
     def _open(self) -> _Recovery | None:
         return None if self._recovery is None or self._recovery.over else self._recovery
 
-    def _finish(self, recovery: _Recovery) -> Iterator[Span]:
-        """Whether it is over, that is: everybody runs, and those who tell of steps have told of one."""
+    def _finish_if_done(self, recovery: _Recovery) -> Iterator[Span]:
+        """It is over when everybody runs, and those who tell of steps have told of one."""
         parts = recovery.parts
         if not recovery.over and all(node in parts and parts[node].given for node in recovery.nodes):
-            yield self._root(recovery, "")
+            yield self._recovery_span(recovery, "")
 
     def _give_up(self, at: float, why: str) -> Iterator[Span]:
         """The recovery, if one goes on, is over before all its nodes were done."""
         if (recovery := self._open()) is None:
             return
-        yield from [self._give(recovery, node, part) for node, part in recovery.parts.items() if not part.given]
+        yield from [self._node_span(recovery, node, part) for node, part in recovery.parts.items() if not part.given]
         error = ""
         if not recovery.next:
             error = f"no other round was formed: {why}"
@@ -315,40 +327,41 @@ class Spans:
             error = f"round {recovery.next} was over before {missing} of its {len(recovery.nodes)} nodes ran: {why}"
         if error:
             recovery.end = max(recovery.end, at)
-        yield self._root(recovery, error)
+        yield self._recovery_span(recovery, error)
 
-    def _root(self, recovery: _Recovery, error: str) -> Span:
+    def _recovery_span(self, recovery: _Recovery, error: str) -> Span:
         recovery.over = True
         start = min([recovery.start, *(part.start for part in recovery.parts.values())])
         end = max([recovery.end, *(part.end for part in recovery.parts.values())])
         parent = self._job.span if self._parent else ""
         about = self._common | recovery.attributes
-        moments = tuple(recovery.moments)
+        moments = _moments(recovery.noted)
         return Span(recovery.context, parent, "recovery", start, end, about, moments, recovery.links, error)
 
     # what is noted ----------------------------------------------------------------------------------------------------
 
     def _note(self, entry: Entry) -> None:
         """Entries that say why are moments of the round they end, and of the recovery from it."""
-        match entry.event:
+        if (number := self._round_of(entry.event)) is None:
+            return
+        if self._round is not None and number in (ANY, self._round.number):
+            self._round.noted.append(entry)
+        elif (recovery := self._open()) is not None and len(recovery.noted) < MOST_MOMENTS:
+            recovery.noted.append(entry)
+
+    def _round_of(self, event: Event) -> int | None:
+        """The round whose end this may explain; `ANY`: the one that runs, whichever it is; None: it explains none."""
+        match event:
             case WorkerFailed(number) | WorkerHangs(number) | TimersMissed(number) | HangDiagnosed(number):
-                pass
+                return number
             case BudgetCharged(number) | BudgetRefunded(number) | RoundEnded(number) | RoundFormed(number):
-                pass
+                return number
             case NodeGone(name) | NodeLeaving(name) | NodeUnhealthy(name):
                 nodes = self._round.nodes if self._round else None
-                if nodes is not None and name not in nodes:
-                    return  # nobody's round ends with it
-                number = 0
+                return ANY if nodes is None or name in nodes else None
             case JobClosing() | Steered():
-                number = 0
-            case _:
-                return
-        moment = _moment(entry)
-        if self._round is not None and number in (0, self._round.number):
-            self._round.moments.append(moment)
-        elif (recovery := self._open()) is not None and len(recovery.moments) < MOST_MOMENTS:
-            recovery.moments.append(moment)
+                return ANY
+        return None
 
     def _id(self, size: int, name: str) -> str:
         return blake2b(f"{size} {name}".encode(), digest_size=size, key=self._seed).hexdigest()
@@ -377,6 +390,10 @@ def _trouble(closed: JobClosed) -> str:
     return "" if closed.outcome == Outcome.SUCCEEDED else closed.why
 
 
+def _moments(entries: Iterable[Entry]) -> tuple[Moment, ...]:
+    return tuple(map(_moment, entries))
+
+
 def _moment(entry: Entry) -> Moment:
     record = to_dict(entry)
     hidden = ("v", "seq", "at", "kind") if entry.node else ("v", "seq", "at", "kind", "node")
@@ -384,18 +401,20 @@ def _moment(entry: Entry) -> Moment:
     return Moment(entry.at, kind(entry.event), about)
 
 
-def _culprit(cause: str, moments: list[Moment]) -> Attributes:
+def _culprit(cause: str, noted: list[Entry]) -> Attributes:
     """Who is to be named for a round's end: the first worker at fault, or the node that went."""
     match cause:
         case Ending.APPLICATION | Ending.INFRASTRUCTURE:
-            at_fault = [one.attributes for one in moments if one.name in ("worker_failed", "worker_hangs")]
-            return {name: at_fault[0][name] for name in ("ripstop.node", "ripstop.rank")} if at_fault else {}
+            for entry in noted:
+                if isinstance(entry.event, WorkerFailed | WorkerHangs):
+                    return {"ripstop.node": entry.node, "ripstop.rank": entry.event.rank}
         case Ending.NODE_LOST | Ending.NODE_LEFT | Ending.NODE_UNFIT:
-            going = [one for one in moments if one.name in ("node_gone", "node_leaving", "node_unhealthy")]
-            return {"ripstop.node": going[-1].attributes["ripstop.name"]} if going else {}
+            for entry in reversed(noted):
+                if isinstance(entry.event, NodeGone | NodeLeaving | NodeUnhealthy):
+                    return {"ripstop.node": entry.event.name}
     return {}
 
 
-def _budget(moments: list[Moment]) -> Attributes:
-    charges = [moment.attributes for moment in moments if moment.name == "budget_charged"]
-    return {"ripstop.restarts_limit": charges[-1]["ripstop.limit"]} if charges else {}
+def _budget(noted: list[Entry]) -> Attributes:
+    charges = [entry.event for entry in noted if isinstance(entry.event, BudgetCharged)]
+    return {"ripstop.restarts_limit": charges[-1].limit} if charges else {}

@@ -5,7 +5,8 @@ the library function that was called there, if one was, gives the name; (2) it w
 one of `torch.distributed`; (3) in a round that hangs, who waits for the others is their victim: the odd ones are
 those that do not wait; where all wait, or none does, those outside the one place that has more than half of them,
 or, if none waits, those that have shown no progress while others have.  A process that was stopped from outside is odd
-before all; then those of whom torch's flight recorder says it (`flight.py`), but for those that wait nevertheless.
+before all; then those of whom torch's flight recorder says it (`flight.py`); of these, those that do not wait in their
+stacks, if there are any.
 """
 
 import re

@@ -170,6 +170,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Let go of the timer and of all connections; nothing is decided any more."""
+        self._may_decide = lambda: False
         self._disarm()
         for node, session in self._sessions.items():
             self._give_up_on(node)

@@ -19,7 +19,7 @@ from ripstop.rendezvous.codec import encode
 from ripstop.rendezvous.messages import Rejected
 from ripstop.rendezvous.wire import KNOCK, PATH
 
-MAX_HEAD = 8192  # bytes of a request before its end; HTTP says that more is too much
+MAX_HEAD = 8192  # bytes of an agent's request, more than any needs
 END = b"\r\n\r\n"
 AGENTS = f"GET {PATH} ".encode()
 NO_WEBSOCKET = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -50,14 +50,21 @@ class Doorstep(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._heard += data
-        if not self._heard.startswith(AGENTS[: len(self._heard)]) or len(self._heard) > MAX_HEAD:
+        if not self._heard.startswith(AGENTS[: len(self._heard)]):
             self._let_in(self._transport, self._heard)
-        elif END in self._heard:
-            if rejected := self._answer(self._transport, header(self._heard, KNOCK)):
-                self._transport.write(refusal(self._heard, rejected))
-                self._transport.close()
+        elif (end := self._heard.find(END, 0, MAX_HEAD)) >= 0:
+            head = self._heard[: end + len(END)]
+            if rejected := self._answer(self._transport, header(head, KNOCK)):
+                self._turn_away(refusal(head, rejected))
             else:
                 self._let_in(self._transport, self._heard)
+        elif len(self._heard) >= MAX_HEAD:
+            self._turn_away(NO_WEBSOCKET)
+
+    def _turn_away(self, word: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(word)
+        self._transport.close()
 
     def connection_lost(self, _: Exception | None) -> None:
         assert self._transport is not None

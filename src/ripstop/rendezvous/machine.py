@@ -88,6 +88,7 @@ class Job:
         self._inquest = Inquest()
         self._highest = 0  # the highest number anybody has heard of
         self._target = settings.max_nodes if settings.target is None else settings.target
+        self._scaled = False  # the target is an operator's wish, made here
         self._witness: Place | None = None  # the first place heard of in the round that is being recovered
         self._since = now  # when this phase began
         self._not_before = now  # a restart's pause
@@ -343,7 +344,7 @@ class Job:
             case Drain(node, why):
                 return [Send(node, Depart(why))]
             case Scale(nodes):
-                self._target = nodes
+                self._target, self._scaled = nodes, True
             case Close(why):
                 return self._close(Outcome.STOPPED, why, now)
         return []
@@ -408,7 +409,8 @@ class Job:
         ]
         first = not self.round or self.phase is Phase.RECOVERING
         self.round, self._witness = held.round, held
-        self._target = max(self._target, min(held.group_size, self.settings.max_nodes))  # it was asked for since
+        if first and not self._scaled:  # an operator asked the last coordinator for it
+            self._target = max(self._target, min(held.group_size, self.settings.max_nodes))
         self._begin({}, now)
         if not first:
             self._gather(Ending.COORDINATOR, f"round {held.round} was alive elsewhere", now)

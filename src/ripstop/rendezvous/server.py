@@ -157,7 +157,9 @@ class Server:
             if await speaks_tls(connection):
                 taken = True
                 loop = asyncio.get_running_loop()
-                transport, _ = await loop.connect_accepted_socket(self._doorstep, connection, ssl=tls)
+                transport, _ = await loop.connect_accepted_socket(
+                    self._doorstep, connection, ssl=tls, ssl_shutdown_timeout=FLUSH
+                )
                 self._meet(transport)
             else:
                 self._complain(host, "it does not speak TLS, as this coordinator does", kind="tls")
@@ -199,8 +201,8 @@ class Server:
         """
         while len(self._strangers) >= self._most_strangers:
             oldest, timer = next(iter(self._strangers.items()))
-            if _has_left(oldest):
-                self._part(oldest)
+            if _has_left(oldest):  # over TLS, one may be long in going
+                self._turn_away(oldest)
                 continue
             patience = timer.when() - HANDSHAKE + FAIR - asyncio.get_running_loop().time()
             if patience > 0:
@@ -302,7 +304,7 @@ class Server:
         if rejected := self._objection(hello, ""):
             return rejected
         if hello.nonce in self._knocks:
-            return Rejected("a knock is used once, and this one was; connect again with a new nonce")
+            return Rejected("a knock is used once, and this one was; connect again with a new nonce", final=False)
         return None
 
     def _use_up(self, nonce: str) -> None:

@@ -71,7 +71,7 @@ class SpanSender:
         self._hurry.set()
         self._take(lambda spans: spans.end())
         if (sending := self._sending) is not None:
-            await asyncio.to_thread(_load)  # takes as long as it takes; the second is the collector's
+            await self._prepare()  # takes as long as it takes; the second is the collector's
             await asyncio.wait([sending], timeout=GOODBYE)
             sending.cancel()
             await asyncio.wait([sending])
@@ -98,9 +98,9 @@ class SpanSender:
 
     async def _send(self) -> None:
         await self._rest(TOGETHER)
-        await asyncio.to_thread(_load)
+        await self._prepare()
         pause = PAUSES[0]
-        while self._waiting:
+        while self._waiting and self._spans is not None:
             batch = list(islice(self._waiting, BATCH))
             answer = await self._post(batch)
             if answer.why:
@@ -118,6 +118,14 @@ class SpanSender:
                 await self._rest(max(pause, answer.pause))
                 pause = min(2 * pause, PAUSES[1])
         self._sending = None
+
+    async def _prepare(self) -> None:
+        """Load what sending takes, out of the loop's way; where that fails, there are no traces."""
+        try:
+            await asyncio.to_thread(_load)
+        except Exception as defect:  # no thread is left, or no file
+            self._spans = None
+            log.warning("the job goes on without traces: %r", defect)
 
     async def _post(self, batch: list[Span]) -> _Answer:
         """Rule 2: whatever is wrong with a collector, or with the way to it, is an answer."""

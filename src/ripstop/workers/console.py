@@ -247,8 +247,12 @@ class _Copier:
         self._order(done)
 
     def close(self) -> None:
+        """At last.  The pipe is closed on this side: the thread may obey before it hears the bell."""
         self._order(self._stop)
         self._thread.join(timeout=1.0)  # one that is stuck at its console ends with the process
+        if not self._thread.is_alive():
+            os.close(self._alarm)
+            os.close(self._bell)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -277,8 +281,6 @@ class _Copier:
             self._forget(fd)
         if self._watch:
             self._watch.close()
-        os.close(self._alarm)
-        os.close(self._bell)
 
     def _obey(self) -> None:
         with suppress(BlockingIOError):

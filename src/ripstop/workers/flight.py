@@ -8,7 +8,7 @@ time and size, and one that does not come is said in words.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ripstop.observe.failure import Standing
@@ -29,6 +29,11 @@ class Flight:
     text: str = ""
     raw: bytes = b""
     why: str = ""
+
+
+async def ask_ranks(sockets: Sequence[str], ranks: Sequence[int]) -> list[Flight | None]:
+    """The workers of these local ranks; None of each where workers have no sockets, since nobody is to ask them."""
+    return list(await ask(sockets[rank] for rank in ranks)) if sockets else [None] * len(ranks)
 
 
 async def ask(sockets: Iterable[str]) -> list[Flight]:

@@ -17,6 +17,7 @@ asyncio is imported late: the spawner needs the registry before it needs a loop.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -253,9 +254,12 @@ class Children:
 
 
 def _open(pid: int) -> int | None:
+    """None if it is gone; its number may be that of a thread by now, which kernels refuse in words of their own."""
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+            raise
         return None
 
 

@@ -64,7 +64,7 @@ class Reports:
         self.path = ""  # where workers find it; empty: there is none
         self._name: tuple[int, int] | None = None  # what is there
         self._said = False
-        self._recorders: tuple[str, ...] = ()
+        self._recorder_sockets: tuple[str, ...] = ()
         why = ""
         for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
             try:
@@ -134,22 +134,22 @@ class Reports:
         if self._socket is not None:
             self._loop.add_reader(self._socket, self._read)
 
-    def recorders(self, round: int, workers: int) -> tuple[str, ...]:
-        """Where the workers of this round may listen in turn (`flight.py`); those of the last one are gone."""
-        self._forget_recorders()
+    def renew_recorder_sockets(self, round: int, workers: int) -> tuple[str, ...]:
+        """Where the workers of this round may listen in turn (`flight.py`); those of the last one are removed."""
+        self._remove_recorder_sockets()
         if self.path:
-            self._recorders = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
-        return self._recorders
+            self._recorder_sockets = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
+        return self._recorder_sockets
 
-    def _forget_recorders(self) -> None:
-        for path in self._recorders:
+    def _remove_recorder_sockets(self) -> None:
+        for path in self._recorder_sockets:
             with suppress(OSError):
                 Path(path).unlink(missing_ok=True)
-        self._recorders = ()
+        self._recorder_sockets = ()
 
     def close(self) -> None:
         """Nobody is heard any more, and the name is gone."""
-        self._forget_recorders()
+        self._remove_recorder_sockets()
         if self._socket is not None and _number(Path(self.path)) == self._name:
             with suppress(OSError):
                 Path(self.path).unlink()

@@ -56,8 +56,8 @@ def last_lines(path: Path, lines: int) -> int:
         return at if lines else size
 
 
-def read(path: Path, offset: int, *, whole: bool = False) -> Piece:
-    """The next piece from there; from the end, if the file is shorter.  A `whole` file is not written to any more."""
+def read(path: Path, offset: int, *, finished: bool = False) -> Piece:
+    """The next piece from there; from the end, if the file is shorter.  To a `finished` file nothing is added."""
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
@@ -65,7 +65,7 @@ def read(path: Path, offset: int, *, whole: bool = False) -> Piece:
         with suppress(OSError):  # no data from here on
             offset = os.lseek(fd, offset, os.SEEK_DATA)
         data = os.pread(fd, PIECE, offset)
-    if not whole or offset + len(data) < size:
+    if not finished or offset + len(data) < size:
         data = data[: len(data) - _half_a_character(data)]
     return Piece(offset, offset + len(data), size, data.decode("utf-8", "replace"))
 

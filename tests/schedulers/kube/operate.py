@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from ripstop.schedulers.kubernetes.client import Cluster
+from ripstop.schedulers.kubernetes.job_api import JobApi
 from ripstop.schedulers.kubernetes.operator import run_operator
 from tests.schedulers.kube.lab import SAYS, TALKATIVE
 
@@ -27,7 +28,7 @@ def counting(self: Cluster, method: str, *words: Any, **options: Any) -> dict[st
     return answer
 
 
-class Talkative:
+class Talkative(JobApi):
     """All jobs at that address."""
 
     def __init__(self) -> None:
@@ -46,4 +47,4 @@ class Talkative:
 
 if last:
     Cluster.request = counting  # type: ignore[method-assign]
-run_operator(namespace or None, home=home, speaks=Talkative())
+run_operator(namespace or None, home=home, api=Talkative())

@@ -127,7 +127,7 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         run_id=run_id(owner),
         host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
         conf=_conf(spec, slot),
-        flags={NUMBER: str(slot)},
+        variables={NUMBER: str(slot)},
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
 
@@ -147,17 +147,17 @@ def make_node(
     run_id: str,
     host: str,
     conf: str = "",
-    flags: Mapping[str, str] = {},
+    variables: Mapping[str, str] = {},
     probes: Json = PROBES,
 ) -> None:
     """Make a pod's body that of a node: its first container knows all that `ripstop run` is to know.
 
-    `host` is where nodes meet if not at etcd's, and `conf` what `--rdzv-conf` says besides.  What the user's template
-    sets itself stays as it is.
+    `host` is where nodes meet if not at etcd's, `conf` what `--rdzv-conf` says besides, and `variables` what else is in
+    its environment.  What the user's template sets itself stays as it is.
     """
     body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
     trainer = body["containers"][0]
-    told = {**_flags(spec, run_id, host, conf), **flags}
+    told = {**_flags(spec, run_id, host, conf), **variables}
     trainer["env"] = _environment(secret, told, trainer.get("env") or ())
     if not any(probe in trainer for probe in PROBES):
         trainer |= probes
@@ -165,12 +165,12 @@ def make_node(
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
 
 
-def _environment(secret: str, flags: Mapping[str, str], given: Sequence[Json]) -> list[Json]:
+def _environment(secret: str, variables: Mapping[str, str], given: Sequence[Json]) -> list[Json]:
     ours: list[Json] = [
         {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
         {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        *({"name": name, "value": value} for name, value in flags.items()),
+        *({"name": name, "value": value} for name, value in variables.items()),
     ]
     mine = {variable["name"] for variable in given}
     return [*(variable for variable in ours if variable["name"] not in mine), *given]

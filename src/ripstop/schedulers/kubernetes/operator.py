@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ripstop.errors import RipstopError
 from ripstop.schedulers.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.schedulers.kubernetes.deeds import Deeds, Refused, operator_key
+from ripstop.schedulers.kubernetes.job_api import JobApi
 from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner, run_id
 from ripstop.schedulers.kubernetes.observe import coordinator_addresses, node_of, seen_job, seen_pods, silent_since
 from ripstop.schedulers.kubernetes.reconcile import CreatePod, Decision, Tell, decide
@@ -39,16 +40,9 @@ LONG = 3  # times that it did not answer
 P = ParamSpec("P")
 T = TypeVar("T")
 Name = tuple[str, str]  # namespace and name of a job
+Secret = tuple[str, str]  # of a job, and its run id
 
 log = logging.getLogger("ripstop.operator")
-
-
-class Speaks(Protocol):
-    """To the job at this address, with this token and run id; raises when it cannot."""
-
-    def ask(self, address: str, token: str, run_id: str) -> Json: ...
-
-    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -82,10 +76,10 @@ class Tended:
 class Operator:
     """Looks after all jobs that it hears of."""
 
-    def __init__(self, cluster: Cluster, key: bytes, speaks: Speaks | None = None) -> None:
+    def __init__(self, cluster: Cluster, key: bytes, api: JobApi | None = None) -> None:
         self._cluster = cluster
         self._deeds = Deeds(cluster, key)
-        self._speaks = speaks
+        self._api = api
         self._threads = ThreadPoolExecutor(THREADS, "ripstop-api")
         self._tended: dict[Name, Tended] = {}
         self._silent: dict[str, float] = {}  # nodes, and since when
@@ -178,18 +172,16 @@ class Operator:
             tended.furnished, tended.refused = True, ""
         except Refused as error:
             tended.refused = str(error)
-        speaks = self._speaks if decision.status.get("phase") == "Running" else None
-        if speaks is not None:
-            await self._speak(speaks, tended, job.owner, decision, pods)
+        api = self._api if decision.status.get("phase") == "Running" else None
+        if api is not None:
+            await self._speak(api, tended, job.owner, decision, pods)
         if (tended.refused, tended.unheard, tended.telemetry) != known:
             tended.woken.set()  # for the status to say so
-        return min(decision.again or RESYNC, RESYNC if speaks is None else TELEMETRY)
+        return min(decision.again or RESYNC, RESYNC if api is None else TELEMETRY)
 
     # speaking to a job ------------------------------------------------------------------------------------------------
 
-    async def _speak(
-        self, speaks: Speaks, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]
-    ) -> None:
+    async def _speak(self, api: JobApi, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Tell a running job what it should know, and hear how it is doing, if it can be reached."""
         spec = decision.spec
         if spec is None or spec.secret_name:
@@ -197,52 +189,62 @@ class Operator:
         secret = self._deeds.token(owner), run_id(owner)
         for action in decision.actions:
             if isinstance(action, Tell) and tended.seat:
-                await self._tell(speaks, tended, owner, secret, action.nodes)
-        if time.monotonic() - tended.asked < TELEMETRY:
-            return
-        tended.asked = time.monotonic()
-        addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
-        addresses.sort(key=lambda address: address != tended.seat)
-        tended.seat, why = "", "no pod that could be its coordinator runs"
-        for address in addresses:
-            try:
-                tended.telemetry = await self._call(speaks.ask, address, *secret)
-                tended.seat, tended.silences = address, 0
-                return
-            except Exception as error:  # whatever it is: the job goes on without
-                why = f"{address}: {error}"
-            if time.monotonic() - tended.asked > LOOKING:
-                break
-        tended.silences, tended.silence = tended.silences + 1, why
-        log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, why)
+                await self._tell_size(api, tended, owner, secret, action.nodes)
+        if time.monotonic() - tended.asked >= TELEMETRY:
+            addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
+            await self._listen(api, tended, owner, secret, addresses)
 
-    async def _tell(self, speaks: Speaks, tended: Tended, owner: Owner, secret: tuple[str, str], nodes: int) -> None:
+    async def _tell_size(self, api: JobApi, tended: Tended, owner: Owner, secret: Secret, nodes: int) -> None:
         where = f"job={owner.namespace}/{owner.name}"
         try:
-            await self._call(speaks.tell, tended.seat, *secret, nodes)
+            await self._call(api.tell, tended.seat, *secret, nodes)
             tended.telemetry = {**tended.telemetry, "target": nodes}
             log.info("%s was told that %d nodes are to train", where, nodes)
         except Exception as error:  # it is told again when it has been heard
             tended.asked = 0.0
             log.warning("%s could not be told that %d nodes are to train: %s", where, nodes, error)
 
+    async def _listen(
+        self, api: JobApi, tended: Tended, owner: Owner, secret: Secret, addresses: Sequence[str]
+    ) -> None:
+        """Hear how the job is doing, at whichever of these addresses answers."""
+        tended.asked = time.monotonic()
+        tended.seat, said = await self._find(api, secret, sorted(addresses, key=lambda one: one != tended.seat))
+        if isinstance(said, str):
+            tended.silences, tended.silence = tended.silences + 1, said
+            log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, said)
+        else:
+            tended.silences, tended.telemetry = 0, said
+
+    async def _find(self, api: JobApi, secret: Secret, addresses: Sequence[str]) -> tuple[str, Json | str]:
+        """Where the coordinator is, and what it says; or nowhere, and why."""
+        began, why = time.monotonic(), "no pod that could be its coordinator runs"
+        for address in addresses:
+            try:
+                return address, await self._call(api.ask, address, *secret)
+            except Exception as error:  # whatever it is: the job goes on without
+                why = f"{address}: {error}"
+            if time.monotonic() - began > LOOKING:
+                break
+        return "", why
+
     async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
 
 
 def run_operator(
-    namespace: str | None = None, *, home: str = HOME, health: str | None = None, speaks: Speaks | None = None
+    namespace: str | None = None, *, home: str = HOME, health: str | None = None, api: JobApi | None = None
 ) -> None:
     """Look after the ElasticJobs of a namespace, or of all, until SIGTERM.
 
     `home` is the namespace of the operator's own key, `health` the HOST:PORT where `GET /healthz` is answered,
-    `speaks` to a job's API.
+    `api` that of the jobs; without, they are not spoken to.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     cluster = Cluster()
-    operator = Operator(cluster, operator_key(cluster, home), speaks)
+    operator = Operator(cluster, operator_key(cluster, home), api)
     if namespace is not None:
         _defined(cluster, namespace)
     asyncio.run(_watch(cluster, operator, namespace, health))

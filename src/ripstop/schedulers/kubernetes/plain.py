@@ -54,7 +54,7 @@ def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
         "replicas": spec.pods,
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": {INSTANCE: name}},
-        "template": _template(name, spec, flags={"PET_LINGER": "1"}, probes=ready),
+        "template": _template(name, spec, variables={"PET_LINGER": "1"}, probes=ready),
     }
 
 
@@ -77,7 +77,7 @@ def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _template(name: str, spec: Spec, *, flags: Mapping[str, str] = {}, probes: Json = PROBES) -> dict[str, Any]:
+def _template(name: str, spec: Spec, *, variables: Mapping[str, str] = {}, probes: Json = PROBES) -> dict[str, Any]:
     template: dict[str, Any] = deepcopy(dict(spec.template))
     metadata = template.pop("metadata", {})
     labels = {**(metadata.get("labels") or {}), INSTANCE: name}
@@ -87,7 +87,7 @@ def _template(name: str, spec: Spec, *, flags: Mapping[str, str] = {}, probes: J
         secret=_secret_name(name, spec),
         run_id=name,
         host=f"{name}-0.{name}",
-        flags=flags,
+        variables=variables,
         probes=probes,
     )
     return {"metadata": {**metadata, "labels": labels}, **template}

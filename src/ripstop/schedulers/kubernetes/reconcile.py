@@ -394,7 +394,7 @@ class _Deciding:
                 self.again.append(ended + spec.ttl - self.now)
 
 
-_OPEN = f"let its pod reach port {PORT} of the job's"
+_OPEN = f"let the operator's pod reach port {PORT} of the job's pods"
 _FREE = frozenset(field.name for field in FIELDS if not field.fixed)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.schedulers.kubernetes.telemetry import LONGEST, NoTelemetry, Telemetry
+from ripstop.errors import NoAnswer
+from ripstop.schedulers.kubernetes.job_api import LONGEST, JobApi
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def bearer(token: str, run_id: str) -> str:
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     with a_coordinator(json.dumps(status).encode()) as port:
-        return Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")
+        return JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
 
 
 def test_a_job_says_how_it_is_doing() -> None:
@@ -75,25 +76,49 @@ def test_a_long_word_is_cut() -> None:
 def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
     heard: list[tuple[str, bytes]] = []
     with a_coordinator(b"{}", heard) as port:
-        Telemetry(bearer, port).tell("127.0.0.1", "secret", "run", 3)
-        with pytest.raises(NoTelemetry, match="401"):
-            Telemetry(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
+        JobApi(bearer, port).tell("127.0.0.1", "secret", "run", 3)
+        with pytest.raises(NoAnswer, match="401"):
+            JobApi(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
     assert heard == [("/api/v1/scale", b'{"nodes": 3}')]
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{", b"\xff", b""])
-def test_an_answer_that_is_none_is_a_silence(body: bytes) -> None:
-    with a_coordinator(body) as port, pytest.raises(NoTelemetry):
-        Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"[7]", r"its status is not a JSON object: '\[7\]'"),
+        (b"{", "Expecting"),
+        (b"\xff", "utf-8"),
+        (b"", "Expecting"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_silence(body: bytes, why: str) -> None:
+    with a_coordinator(body) as port, pytest.raises(NoAnswer, match=why):
+        JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
 
 
 def test_a_job_that_knows_us_not_is_a_silence() -> None:
-    with a_coordinator(b"{}") as port, pytest.raises(NoTelemetry, match="401"):
-        Telemetry(bearer, port).ask("127.0.0.1", "wrong", "run")
+    with a_coordinator(b"{}") as port, pytest.raises(NoAnswer, match="401"):
+        JobApi(bearer, port).ask("127.0.0.1", "wrong", "run")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error": "no target\\nbelow 2"}', "HTTP 401: no target below 2"),
+        (b"<b>a proxy\x1b</b>", "HTTP 401: <b>a proxy </b>"),
+        (b'{"error": "%s"}' % (b"x" * 5000), f"HTTP 401: {'x' * LONGEST}"),
+        (b"7", "HTTP 401: 7"),
+        (b"", "HTTP 401"),
+    ],
+)
+def test_why_a_job_refuses_is_said_in_one_short_line(body: bytes, said: str) -> None:
+    with a_coordinator(body) as port, pytest.raises(NoAnswer) as refused:
+        JobApi(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
+    assert str(refused.value) == said
 
 
 def test_nobody_there_is_a_silence() -> None:
     with a_coordinator(b"{}") as port:
         pass
-    with pytest.raises(NoTelemetry):
-        Telemetry(bearer, port).ask("127.0.0.1", "secret", "run")
+    with pytest.raises(NoAnswer):
+        JobApi(bearer, port).ask("127.0.0.1", "secret", "run")

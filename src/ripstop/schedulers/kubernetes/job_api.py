@@ -10,7 +10,7 @@ from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from ripstop.errors import RipstopError
+from ripstop.errors import NoAnswer
 from ripstop.schedulers.kubernetes.spec import PORT
 
 PATIENCE = 2.0  # seconds
@@ -22,12 +22,8 @@ DIGITS = 2  # of a share: enough to read, and seldom another
 Bearer = Callable[[str, str], str]  # makes the API's token of the job's secret and its run id
 
 
-class NoTelemetry(RipstopError):
-    """The job says nothing, or nothing of use."""
-
-
-class Telemetry:
-    """Speaks to the coordinator of a job at its pod's address."""
+class JobApi:
+    """Speaks to the coordinator at its pod's address; `NoAnswer` when it is silent, refuses, or makes no sense."""
 
     def __init__(self, bearer: Bearer, port: int = PORT) -> None:
         self._bearer = bearer
@@ -49,17 +45,26 @@ class Telemetry:
             answer = connection.getresponse()
             text = answer.read(MOST)
             if answer.status != 200:
-                raise NoTelemetry(f"HTTP {answer.status}")
+                raise NoAnswer(f"HTTP {answer.status}: {_error(text)}".rstrip(": "))
             return json.loads(text)
         except (OSError, HTTPException, ValueError) as error:
-            raise NoTelemetry(str(error)) from error
+            raise NoAnswer(str(error)) from error
         finally:
             connection.close()
 
 
+def _error(text: bytes) -> str:
+    """What a refusal says, as the API or as somebody else would, in one line."""
+    try:
+        said = json.loads(text)["error"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        said = text[: 4 * LONGEST].decode("utf-8", "replace")
+    return " ".join("".join(c if c.isprintable() else " " for c in str(said)[:LONGEST]).split())
+
+
 def _said(status: Any) -> dict[str, Any]:
     if not isinstance(status, dict):
-        raise NoTelemetry("no object")
+        raise NoAnswer(f"its status is not a JSON object: {str(status)[:80]!r}")
     numbers = {name: status.get(name) for name in ("round", "restarts", "target")}
     found: dict[str, Any] = {
         name: value for name, value in numbers.items() if type(value) is int and 0 <= value <= LARGEST
