@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.completion import commands_flags
-from ripstop.config import ETCD_CONF, IDLE_CONF, RDZV_CONF
 from ripstop.rendezvous.transitions import TRANSITIONS
+from ripstop.spelling import ETCD_CONF, IDLE_CONF, RDZV_CONF
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 

@@ -6,22 +6,9 @@ from pathlib import Path
 
 from ripstop.cli.flags import Flag, read
 from ripstop.cli.job import JOB_FLAGS, budget, certificates, open_door, tracing_if_asked
-from ripstop.config import (
-    COORDINATOR_PORT,
-    HEALTH_CONF,
-    CoordinatorConfig,
-    Timing,
-    address,
-    nodes,
-    pairs,
-    quarantine,
-    rank_by,
-    secret,
-    target,
-    timing,
-    word,
-)
+from ripstop.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.errors import UsageError
+from ripstop.spelling import HEALTH_CONF, address, nodes, pairs, quarantine, rank_by, secret, target, timing, word
 
 HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]

@@ -7,10 +7,10 @@ from typing import Any
 
 from ripstop.cli.flags import Flag
 from ripstop.cli.steering import ABOUT_JOBS, COMMON, Target, find, get, lines, read_command
-from ripstop.config import whole
 from ripstop.observe.events import from_json
 from ripstop.observe.events import words as in_words
 from ripstop.observe.text import one_line
+from ripstop.spelling import whole
 
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]

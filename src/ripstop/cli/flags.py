@@ -13,8 +13,8 @@ Pure.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ripstop.config import truth
 from ripstop.errors import UsageError
+from ripstop.spelling import truth
 from ripstop.values import dataclass
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ripstop.cli.flags import Given
 from ripstop.cli.meeting import BACKENDS, MASTER, Meeting, idle
-from ripstop.config import Backend, Handler, host, pairs
+from ripstop.config import Backend, Handler
+from ripstop.spelling import host, pairs
 
 GROUP = "torchrun.handlers"
 PROGRAM = "import sys; sys.path.append({root!r}); from ripstop.compat.handler_run import main; sys.exit(main())"

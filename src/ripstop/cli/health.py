@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ripstop.cli.flags import Given
-from ripstop.config import HealthLimits, duration, health_limits
+from ripstop.config import HealthLimits
 from ripstop.errors import UsageError
+from ripstop.spelling import duration, health_limits
 
 
 def health(given: Given, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> HealthLimits:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from ripstop.cli.flags import Flag, Given
-from ripstop.config import Budget, Tls, Tracing, duration, tls, whole
+from ripstop.config import Budget, Tls, Tracing
+from ripstop.spelling import duration, tls, whole
 
 HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (

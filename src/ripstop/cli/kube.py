@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from ripstop.cli import kube_job
 from ripstop.cli.flags import Flag, Given, read_mixed
 from ripstop.cli.job import HELP as HELP_FLAG
-from ripstop.config import whole
 from ripstop.errors import UsageError
 from ripstop.schedulers.kubernetes.to_yaml import to_yaml
+from ripstop.spelling import whole
 
 USAGE = """\
 usage: ripstop kube COMMAND …

@@ -13,10 +13,11 @@ from ripstop.cli.flags import Flag, Given, read
 from ripstop.cli.job import HELP as HELP_FLAG
 from ripstop.cli.job import MOST_RESTARTS
 from ripstop.cli.run import FLAGS as RUN_FLAGS
-from ripstop.config import ETCD_CONF, IDLE_CONF, MOST_SLOTS, RDZV_CONF, duration, nodes, pairs, whole
+from ripstop.config import MOST_SLOTS
 from ripstop.errors import UsageError
 from ripstop.schedulers.kubernetes import plain, spec
 from ripstop.schedulers.kubernetes.spec import GROUP, KIND, VERSION, Problem, Spec
+from ripstop.spelling import ETCD_CONF, IDLE_CONF, RDZV_CONF, duration, nodes, pairs, whole
 
 HELP = """\
   --name NAME                 the job's name (the script's)

@@ -20,9 +20,9 @@ from ripstop.cli.steering import (
     read_command,
     show_json,
 )
-from ripstop.config import whole
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.openapi import MAX_TAIL
+from ripstop.spelling import whole
 
 HELP = f"""\
 usage: ripstop logs [RANK] [-f] [--tail N] [--stream stdout|stderr] [FLAGS]

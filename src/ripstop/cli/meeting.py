@@ -9,22 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ripstop.cli.flags import Given
-from ripstop.config import (
-    COORDINATOR_PORT,
-    ETCD_PORT,
-    MASTER_PORT,
-    MOST_NODES,
-    Backend,
-    address,
-    host,
-    port,
-    rank_by,
-    truth,
-    whole,
-    word,
-)
+from ripstop.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MOST_NODES, Backend
 from ripstop.errors import UsageError
 from ripstop.round import Address, RankBy
+from ripstop.spelling import address, host, port, rank_by, truth, whole, word
 from ripstop.values import dataclass
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")

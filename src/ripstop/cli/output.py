@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ripstop.cli.flags import Given
-from ripstop.config import Logs, StreamMap, Streams, local_ranks, streams, words
+from ripstop.config import Logs, StreamMap, Streams
 from ripstop.errors import UsageError
+from ripstop.spelling import local_ranks, streams, words
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"

@@ -15,16 +15,10 @@ from ripstop.cli.meeting import Meeting, meeting, ranking
 from ripstop.cli.output import event_handler, logs
 from ripstop.cli.program import entry, preload, start
 from ripstop.cli.timers import timer_pipe
-from ripstop.config import (
-    API_PORT,
-    LEAVING,
-    MOST_SLOTS,
-    Backend,
-    Binding,
-    Etcd,
-    Numa,
-    RunConfig,
-    Tls,
+from ripstop.config import API_PORT, LEAVING, MOST_SLOTS, Backend, Binding, Etcd, Numa, RunConfig, Tls
+from ripstop.errors import UsageError
+from ripstop.round import Address
+from ripstop.spelling import (
     address,
     duration,
     etcd,
@@ -39,8 +33,6 @@ from ripstop.config import (
     whole,
     word,
 )
-from ripstop.errors import UsageError
-from ripstop.round import Address
 
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ripstop.cli.steering import ABOUT_JOBS, find, post, read_command
-from ripstop.config import MOST_NODES, whole
+from ripstop.config import MOST_NODES
 from ripstop.errors import UsageError
+from ripstop.spelling import whole
 
 HELP = f"""\
 usage: ripstop scale N [FLAGS]

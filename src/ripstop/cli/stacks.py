@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ripstop.cli.steering import ABOUT_JOBS, find, get, read_command, show_json
-from ripstop.config import whole
 from ripstop.observe.failure import Standing
 from ripstop.observe.flight import in_words, position
 from ripstop.observe.text import named
+from ripstop.spelling import whole
 
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]

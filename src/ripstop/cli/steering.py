@@ -17,13 +17,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ripstop.cli.flags import Flag, Given, read_mixed
-from ripstop.config import COORDINATOR_PORT, TLS_CONF, Tls, address, pairs, secret, tls, word
+from ripstop.config import COORDINATOR_PORT, Tls
 from ripstop.errors import RipstopError, UsageError
 from ripstop.observe.openapi import PREFIX
 from ripstop.observe.registry import Sign, signs, socket_address
 from ripstop.observe.run_directory import run_directories
 from ripstop.rendezvous.keepalive import tune
 from ripstop.round import Address
+from ripstop.spelling import TLS_CONF, address, pairs, secret, tls, word
 from ripstop.values import dataclass
 
 ABOUT_JOBS = """

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 
 from ripstop.cli.steering import NAMING, read_command, show_json
-from ripstop.config import secret, word
 from ripstop.errors import UsageError
 from ripstop.rendezvous.secret import api_token
+from ripstop.spelling import secret, word
 
 HELP = """\
 usage: ripstop token [--job NAME] [--json]

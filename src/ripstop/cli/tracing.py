@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import unquote, urlsplit
 
-from ripstop.config import Tracing, pem_file
+from ripstop.config import Tracing
 from ripstop.errors import UsageError
+from ripstop.spelling import pem_file
 
 OTLP = "OTEL_EXPORTER_OTLP_"
 SERVICE = "ripstop"  # the name that spans are found by, unless there is another

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ripstop import config
+from ripstop import spelling
 from ripstop.compat.etcd import Client, Denied, Unavailable
 from ripstop.compat.rendezvous import RendezvousConnectionError
 from ripstop.compat.rendezvous.dynamic import RendezvousBackend
@@ -95,8 +95,8 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
 
     conf = {key: str(value) for key, value in params.config.items()}
     try:
-        read_timeout = config.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT)), positive=True)
-        settings, _ = config.etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
+        read_timeout = spelling.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT)), positive=True)
+        settings, _ = spelling.etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
     client = Client(settings)

@@ -48,13 +48,14 @@ from ripstop.compat.rendezvous import (
     rendezvous_handler_registry,
 )
 from ripstop.compat.utils import macros
-from ripstop.config import Command, Entry, Module, RunConfig, Script, Start, duration
+from ripstop.config import Command, Entry, Module, RunConfig, Script, Start
 from ripstop.errors import UsageError
 from ripstop.observe.events import Sink
 from ripstop.observe.failure import Failure
 from ripstop.rendezvous.endpoint import Bound
 from ripstop.rendezvous.link import Link
 from ripstop.round import Outcome
+from ripstop.spelling import duration
 from ripstop.workers import process
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory

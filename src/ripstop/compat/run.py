@@ -20,8 +20,9 @@ from ripstop.compat.launcher import LaunchConfig, elastic_launch
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from ripstop.compat.numa import AffinityMode, NumaOptions
 from ripstop.compat.utils import macros
-from ripstop.config import MASTER_PORT, truth
+from ripstop.config import MASTER_PORT
 from ripstop.errors import UsageError
+from ripstop.spelling import truth
 
 __all__ = [
     "config_from_args",

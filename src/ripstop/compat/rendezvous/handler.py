@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from ripstop.config import truth
 from ripstop.errors import UsageError
+from ripstop.spelling import truth
 
 __all__ = [
     "RendezvousClosedError",
