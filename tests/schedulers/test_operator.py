@@ -108,6 +108,39 @@ def test_a_job_that_hangs_when_it_is_asked_does_not_delay_the_care_of_its_pods()
     tended(cluster, api, story)
 
 
+def test_a_definition_of_an_older_version_costs_what_the_job_says_and_not_the_care_of_its_pods(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster, api = Shelf(number_is_text=True), Talkative()
+    api.answers.set()
+
+    async def story(operator: Operator) -> None:
+        await until(lambda: cluster.made == 2)
+        operator.job_changed(NAME)
+        await until(lambda: "ripstop kube install" in caplog.text)
+        del cluster.pods["train-1"]
+        operator.job_changed(NAME)
+        await until(lambda: cluster.made == 3)
+        operator.job_changed(NAME)
+        await until(lambda: cluster.job["status"]["replicas"] == 2)
+        assert "round" not in cluster.job["status"]
+
+    with caplog.at_level(logging.WARNING):
+        tended(cluster, api, story)
+    assert len(caplog.records) == 1
+
+
+def test_what_an_older_version_wrote_goes_when_the_definition_forbids_it() -> None:
+    cluster, api = Shelf(number_is_text=True), Talkative()
+    cluster.job["status"] = {"goodput": 0.97, "restarts": 1}  # the other way round: what is stored is wrong
+
+    async def story(operator: Operator) -> None:
+        await until(lambda: cluster.made == 2)
+        assert "goodput" not in cluster.job["status"]
+
+    tended(cluster, api, story)
+
+
 def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -> None:
     cluster, api = Shelf(minReplicas=2), Talkative()
     api.answers.set()
