@@ -1,15 +1,17 @@
 """What a running job says of itself, and what is made of jobs that say something else."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from ripstop.errors import NoAnswer
+from ripstop.schedulers.kubernetes import job_api
 from ripstop.schedulers.kubernetes.job_api import LONGEST, JobApi
 
 
@@ -32,7 +34,7 @@ def a_coordinator(body: bytes, heard: list[tuple[str, bytes]] | None = None) -> 
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield server.server_address[1]
@@ -122,3 +124,47 @@ def test_nobody_there_is_a_silence() -> None:
         pass
     with pytest.raises(NoAnswer):
         JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+
+
+@contextmanager
+def a_dripping_pod(start: bytes, drop: bytes, bell: threading.Event) -> Iterator[int]:
+    """Says `start`, then a drop at a time, until the bell rings or who listens has gone."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def drip() -> None:
+        with suppress(OSError):
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(start)
+                while not bell.wait(0.02):
+                    peer.sendall(drop)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        bell.set()
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "), (b"HTTP/1.1 200 OK\r\nX: ", b"x"), (b"", b"H")],
+)
+def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
+    start: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_api, "PATIENCE", 0.2)
+    bell = threading.Event()
+    rescue = threading.Timer(5.0, bell.set)  # for a listener who would wait
+    rescue.start()
+    try:
+        with a_dripping_pod(start, drop, bell) as port:
+            with pytest.raises(NoAnswer, match="timed out"):
+                JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+            assert not bell.is_set()
+    finally:
+        rescue.cancel()

@@ -229,6 +229,21 @@ def test_a_job_without_spares_need_not_answer() -> None:
     assert condition(decision, "Unheard") is None
 
 
+@pytest.mark.parametrize(
+    ("spec", "pods", "phase"),
+    [
+        ({}, [said(0, "succeeded"), running(1), running(2)], "Succeeded"),
+        ({}, [], "Recovering"),
+        ({"suspend": True}, [running(0), running(1), running(2)], "Suspended"),
+    ],
+)
+def test_only_a_job_that_runs_is_waited_for(spec: dict[str, Any], pods: list[Pod], phase: str) -> None:
+    job = settled(replace(a_job(spares=1), unheard="timed out"), running(0), running(1), running(2))
+    decision = decide(replace(job, spec={**job.spec, **spec}), pods, NOW + 1)
+    assert decision.status["phase"] == phase
+    assert condition(decision, "Unheard")["status"] == "False"
+
+
 def test_a_running_job_says_how_it_is_doing() -> None:
     says = {"round": 7, "restarts": 2, "goodput": 0.97, "lastFailure": "rank 3 was killed", "target": 4}
     status = decide(trains(a_job(), **says), [running(0), running(1)], NOW).status

@@ -30,6 +30,7 @@ from ripstop.schedulers.kubernetes.manifests import KEY, Owner
 from ripstop.schedulers.kubernetes.observe import owned
 from ripstop.schedulers.kubernetes.reconcile import (
     MOST_TEXT,
+    SAID,
     Action,
     CreatePod,
     Decision,
@@ -87,6 +88,7 @@ class Deeds:
         self._cluster = cluster
         self._key = key
         self._budgets = ""  # the API of disruption budgets that this cluster has
+        self._outdated = False  # the definition of ElasticJobs, and it was said
 
     def token(self, owner: Owner) -> str:
         """The job's secret."""
@@ -94,7 +96,11 @@ class Deeds:
         return hmac.new(self._key, words.encode(), hashlib.sha256).hexdigest()
 
     def write_status(self, item: dict[str, Any], status: Json) -> dict[str, Any]:
-        """The job with its new status; raises Conflict when it is not as it was read."""
+        """The job with its new status; raises Conflict when it is not as it was read.
+
+        A definition of another version may know other types, of fields that are only to be looked at.  Pods are cared
+        for once the status is written, so it is written without these then.
+        """
         before: Json = item.get("status") or {}
         changes = {name: value for name, value in status.items() if before.get(name) != value}
         changes |= {name: None for name in before if name not in status}
@@ -103,7 +109,24 @@ class Deeds:
         metadata = item["metadata"]
         path = jobs_path(metadata["namespace"], metadata["name"], part="status")
         version = {"resourceVersion": metadata["resourceVersion"]}
-        return self._cluster.patch(path, {"metadata": version, "status": changes})
+        try:
+            return self._cluster.patch(path, {"metadata": version, "status": changes})
+        except ApiError as error:
+            if error.code != 422:
+                raise
+            answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(SAID)})
+            self._say_outdated(str(error))
+            return answer
+
+    def _say_outdated(self, why: str) -> None:
+        if not self._outdated:
+            self._outdated = True
+            log.warning(
+                "the cluster's definition of ElasticJobs is not this operator's, so their status is without %s: %s; "
+                "`ripstop kube install` brings it up to date",
+                ", ".join(SAID),
+                why,
+            )
 
     def carry_out(self, item: Json, owner: Owner, decision: Decision, *, furnish: bool) -> None:
         """Do what was decided; `furnish`: also what may be there already.  Raises Refused, when all else is done."""

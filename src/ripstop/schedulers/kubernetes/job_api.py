@@ -6,6 +6,8 @@ run what users like: its size, its time and its types are bounded.
 """
 
 import json
+import socket
+import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from ripstop.errors import NoAnswer
 from ripstop.schedulers.kubernetes.spec import PORT
 
-PATIENCE = 2.0  # seconds
+PATIENCE = 2.0  # seconds, from the connection to the last byte
 MOST = 1 << 20  # bytes of an answer
 LARGEST = 2**31 - 1
 LONGEST = 300  # characters of a text
@@ -38,9 +40,10 @@ class JobApi:
         self._request("POST", "scale", {"nodes": nodes}, address, token, run_id)
 
     def _request(self, method: str, what: str, body: Any, address: str, token: str, run_id: str) -> Any:
-        connection = HTTPConnection(address, self._port, timeout=PATIENCE)
+        connection = HTTPConnection(address, self._port)
         headers = {"Authorization": f"Bearer {self._bearer(token, run_id)}", "Content-Type": "application/json"}
         try:
+            connection.sock = _connected(address, self._port)
             connection.request(method, f"/api/v1/{what}", None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             text = answer.read(MOST)
@@ -51,6 +54,30 @@ class JobApi:
             raise NoAnswer(str(error)) from error
         finally:
             connection.close()
+
+
+class _Hurried(socket.socket):
+    """Who drips gets no more time: a timeout begins anew with every byte, a deadline does not."""
+
+    deadline = 0.0
+
+    def recv_into(self, *words: Any) -> int:
+        self.hurry()
+        return super().recv_into(*words)
+
+    def hurry(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+
+
+def _connected(address: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + PATIENCE
+    hurried = _Hurried(fileno=socket.create_connection((address, port), PATIENCE).detach())
+    hurried.deadline = deadline
+    hurried.hurry()  # what is sent is little, and one call
+    return hurried
 
 
 def _error(text: bytes) -> str:

@@ -23,9 +23,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from ripstop.errors import RipstopError
 from ripstop.schedulers.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.schedulers.kubernetes.conversation import TELEMETRY, Conversation
 from ripstop.schedulers.kubernetes.deeds import Deeds, Refused, operator_key
 from ripstop.schedulers.kubernetes.job_api import JobApi
-from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner, run_id
+from ripstop.schedulers.kubernetes.manifests import HOME, JOB, Owner
 from ripstop.schedulers.kubernetes.observe import coordinator_addresses, node_of, seen_job, seen_pods, silent_since
 from ripstop.schedulers.kubernetes.reconcile import CreatePod, Decision, Tell, decide
 from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
@@ -33,14 +34,10 @@ from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
 RESYNC = 600.0  # a job is looked at so often although nothing happened
-TELEMETRY = 10.0  # a running job is asked so often
-LOOKING = 5.0  # seconds in which the coordinator is looked for among its pods
-LONG = 3  # times that it did not answer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Name = tuple[str, str]  # namespace and name of a job
-Secret = tuple[str, str]  # of a job, and its run id
 
 log = logging.getLogger("ripstop.operator")
 
@@ -56,21 +53,23 @@ class Tended:
     uid: str = ""  # of the job that the rest is about: there may be another of its name
     furnished: bool = False  # its service, its secret and its budget are there
     refused: str = ""
-    telemetry: Json = field(default_factory=dict)
-    asked: float = 0.0
-    seat: str = ""  # where it answered last
-    silences: int = 0  # times in a row that it did not
-    silence: str = ""  # and why
+    talk: Conversation | None = None  # while it runs
 
     def meet(self, uid: str) -> None:
         """Forget what was about another job."""
         if self.uid != uid:
-            self.uid, self.furnished, self.refused, self.telemetry, self.asked = uid, False, "", {}, 0.0
-            self.seat, self.silences, self.silence = "", 0, ""
+            self.uid, self.furnished, self.refused = uid, False, ""
+            self.hush()
+
+    def hush(self) -> None:
+        if self.talk is not None:
+            self.talk.end()
+            self.talk = None
 
     @property
-    def unheard(self) -> str:
-        return self.silence if self.silences >= LONG else ""
+    def heard(self) -> tuple[Json, str]:
+        """What the job said last, and why it has not said anything for long."""
+        return ({}, "") if self.talk is None else (self.talk.telemetry, self.talk.unheard)
 
 
 class Operator:
@@ -81,6 +80,7 @@ class Operator:
         self._deeds = Deeds(cluster, key)
         self._api = api
         self._threads = ThreadPoolExecutor(THREADS, "ripstop-api")
+        self._talkers = ThreadPoolExecutor(THREADS, "ripstop-jobs")
         self._tended: dict[Name, Tended] = {}
         self._silent: dict[str, float] = {}  # nodes, and since when
         self._gone: dict[str, float] = {}  # nodes that the cluster forgot, and pods of ours did not
@@ -128,6 +128,7 @@ class Operator:
             again = await self._look(name, tended)
             took = min(time.monotonic() - began, LONGEST_PAUSE)
             if again is None and not tended.woken.is_set():
+                tended.hush()
                 del self._tended[name]
                 return
             with suppress(TimeoutError):
@@ -162,8 +163,8 @@ class Operator:
         pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
         tended.nodes = frozenset(filter(None, map(node_of, pods)))
         tended.meet(item["metadata"]["uid"])
-        known = (tended.refused, tended.unheard, tended.telemetry)
-        job = seen_job(item, telemetry=tended.telemetry, refused=tended.refused, unheard=tended.unheard)
+        telemetry, unheard = tended.heard
+        job = seen_job(item, telemetry=telemetry, refused=tended.refused, unheard=unheard)
         decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
         item = await self._call(self._deeds.write_status, item, decision.status)
         furnish = not tended.furnished or any(isinstance(action, CreatePod) for action in decision.actions)
@@ -172,61 +173,23 @@ class Operator:
             tended.furnished, tended.refused = True, ""
         except Refused as error:
             tended.refused = str(error)
-        api = self._api if decision.status.get("phase") == "Running" else None
-        if api is not None:
-            await self._speak(api, tended, job.owner, decision, pods)
-        if (tended.refused, tended.unheard, tended.telemetry) != known:
+        if tended.refused != job.refused:
             tended.woken.set()  # for the status to say so
-        return min(decision.again or RESYNC, RESYNC if api is None else TELEMETRY)
+        self._speak(tended, job.owner, decision, pods)
+        return min(decision.again or RESYNC, RESYNC if tended.talk is None else TELEMETRY)
 
-    # speaking to a job ------------------------------------------------------------------------------------------------
-
-    async def _speak(self, api: JobApi, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
-        """Tell a running job what it should know, and hear how it is doing, if it can be reached."""
+    def _speak(self, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
+        """Speak to the job, if it runs and its secret is of our making."""
         spec = decision.spec
-        if spec is None or spec.secret_name:
-            return  # the secret is somebody else's
-        secret = self._deeds.token(owner), run_id(owner)
-        for action in decision.actions:
-            if isinstance(action, Tell) and tended.seat:
-                await self._tell_size(api, tended, owner, secret, action.nodes)
-        if time.monotonic() - tended.asked >= TELEMETRY:
-            addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
-            await self._listen(api, tended, owner, secret, addresses)
-
-    async def _tell_size(self, api: JobApi, tended: Tended, owner: Owner, secret: Secret, nodes: int) -> None:
-        where = f"job={owner.namespace}/{owner.name}"
-        try:
-            await self._call(api.tell, tended.seat, *secret, nodes)
-            tended.telemetry = {**tended.telemetry, "target": nodes}
-            log.info("%s was told that %d nodes are to train", where, nodes)
-        except Exception as error:  # it is told again when it has been heard
-            tended.asked = 0.0
-            log.warning("%s could not be told that %d nodes are to train: %s", where, nodes, error)
-
-    async def _listen(
-        self, api: JobApi, tended: Tended, owner: Owner, secret: Secret, addresses: Sequence[str]
-    ) -> None:
-        """Hear how the job is doing, at whichever of these addresses answers."""
-        tended.asked = time.monotonic()
-        tended.seat, said = await self._find(api, secret, sorted(addresses, key=lambda one: one != tended.seat))
-        if isinstance(said, str):
-            tended.silences, tended.silence = tended.silences + 1, said
-            log.debug("job=%s/%s says nothing: %s", owner.namespace, owner.name, said)
-        else:
-            tended.silences, tended.telemetry = 0, said
-
-    async def _find(self, api: JobApi, secret: Secret, addresses: Sequence[str]) -> tuple[str, Json | str]:
-        """Where the coordinator is, and what it says; or nowhere, and why."""
-        began, why = time.monotonic(), "no pod that could be its coordinator runs"
-        for address in addresses:
-            try:
-                return address, await self._call(api.ask, address, *secret)
-            except Exception as error:  # whatever it is: the job goes on without
-                why = f"{address}: {error}"
-            if time.monotonic() - began > LOOKING:
-                break
-        return "", why
+        if self._api is None or spec is None or spec.secret_name or decision.status["phase"] != "Running":
+            tended.hush()
+            return
+        if tended.talk is None:
+            token = self._deeds.token(owner)
+            tended.talk = Conversation(self._api, self._talkers, owner, token, tended.woken.set)
+        addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
+        size = next((action.nodes for action in decision.actions if isinstance(action, Tell)), None)
+        tended.talk.go_on(addresses, size, time.monotonic())
 
     async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))

@@ -16,7 +16,7 @@ or lost its watches, goes on from what the cluster says.  Rules:
 6.  What cannot be right (`spec.read`, a fixed field changed), or the cluster refuses (a quota, a template that makes no
     pod), is a condition, and changes nothing that runs.
 7.  How many nodes train, the job is told (`Tell`): `replicas`, so that spares stay spares; without spares its pods say
-    it by being there.  A job with spares that does not answer for long is a condition.
+    it by being there.  A job with spares that runs and does not answer for long is a condition.
 8.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
     when its time to live has passed.
 """
@@ -36,6 +36,7 @@ LONGEST_PAUSE = 300.0
 SILENCE = 20.0
 FAREWELL = 60.0
 MOST_TEXT = 1024  # characters of a message in the status
+SAID = ("goodput", "lastFailure", "restarts", "round")  # fields of the status that the job has a word in
 BAD_START = (
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
     "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
@@ -258,6 +259,7 @@ class _Deciding:
             self.status["lastFailure"] = text[:MOST_TEXT]
         self._condition("Running", False, reason, text)
         self._condition("Recovering", False, reason, text)
+        self._condition("Unheard", False, reason, "")
         self._condition(phase, True, reason, text)
         self.actions.append(Emit(reason, text, warning=phase == "Failed"))
         self.again.append(FAREWELL)
@@ -267,7 +269,8 @@ class _Deciding:
         if spec.target is not None and self.job.telemetry.get("target", spec.target) != spec.target:
             self.actions.append(Tell(spec.target))
         text = f"the operator cannot tell the job how many nodes are to train: {self.job.unheard}; {_OPEN}"
-        unheard = bool(self.job.unheard and spec.spares and spec.target is not None)
+        waited_for = self.status["phase"] == "Running" and spec.spares and spec.target is not None
+        unheard = bool(self.job.unheard and waited_for)
         self._condition("Unheard", unheard, "Unheard" if unheard else "Heard", text if unheard else "")
 
     def _keep(self, slot: int) -> None:
@@ -332,8 +335,7 @@ class _Deciding:
             "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if pod.phase == "Running"],
         }
         if not self.status.get("completionTime"):  # what was said last of a job that is over is older than its end
-            said = {"round", "restarts", "goodput", "lastFailure"} & self.job.telemetry.keys()
-            self.status |= {name: self.job.telemetry[name] for name in sorted(said)}
+            self.status |= {name: self.job.telemetry[name] for name in SAID if name in self.job.telemetry}
         bad = next((pod for pod in live if pod.waiting in BAD_START), None)
         self._condition("CannotStart", bad is not None, bad.waiting if bad else "Started", _cannot_start(bad))
         self._refused()
