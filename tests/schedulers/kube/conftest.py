@@ -100,7 +100,8 @@ def operators_pod(cluster: Cluster, kubectl: str) -> Iterator[str]:
     cluster.create(collection(deployment), deployment)
     try:
         eventually(lambda: cluster.get(path)["status"]["readyReplicas"] == 1, 60)
-        (pod,) = cluster.list(core_path(HOME, "pods"), labelSelector=f"app.kubernetes.io/name={deploy.NAME}")
+        pods = cluster.list(core_path(HOME, "pods"), labelSelector=f"app.kubernetes.io/name={deploy.NAME}")
+        (pod,) = [p for p in pods if p["status"].get("phase") == "Running" and "deletionTimestamp" not in p["metadata"]]
         yield pod["metadata"]["name"]
     finally:
         logs = [kubectl, "logs", "--namespace", HOME, f"deployment/{deploy.NAME}", "--tail=200"]
