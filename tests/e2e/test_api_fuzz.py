@@ -19,7 +19,7 @@ HEADERS = {"Authorization": f"Bearer {api_token(TOKEN, 'fuzz')}"}
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job that talks for as long as the tests last."""
     folder = tmp_path_factory.mktemp("fuzz")
-    with Job(folder, XDG_RUNTIME_DIR=str(folder), RIPSTOP_TOKEN=TOKEN) as job:
+    with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder), RIPSTOP_TOKEN=TOKEN) as job:
         where = f"--api=127.0.0.1:{job.port}"
         agent = job.run("--standalone", where, "--rdzv-id=fuzz", "--tee=3", str(SCRIPTS / "chatty.py"))
         agent.says("round=1")

@@ -24,7 +24,9 @@ OUTCOME = "/ripstop/e2e/outcome"
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with Job(tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret", XDG_RUNTIME_DIR=str(tmp_path)) as job:
+    with Job(
+        tmp_path, TRAIN_STEPS="100000", RIPSTOP_TOKEN="s3cret", XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path)
+    ) as job:
         yield job
 
 
