@@ -178,6 +178,15 @@ def test_it_can_be_hashed_where_the_standard_one_can(name: str) -> None:
         assert hash(made("a")) == hash(made("a"))
 
 
+def test_a_field_may_have_any_name() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Odd:
+        set: int = 1
+        missing: list[int] = dataclasses.field(default_factory=list)
+
+    assert repr(Odd(2)).endswith("Odd(set=2, missing=[])")
+
+
 def test_every_instance_has_a_default_of_its_own_from_a_factory() -> None:
     full = OURS["Full"]
 

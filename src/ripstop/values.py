@@ -70,7 +70,7 @@ else:
         return attrgetter(*names) if names else lambda _: ()
 
     def _init(fields):
-        names = {"_set": object.__setattr__, "_missing": MISSING}
+        names = {"__dataclass_set": object.__setattr__, "__dataclass_missing": MISSING}  # no field is called so
         parameters, body = ["self"], []
         for field in fields:
             name, value = field.name, field.name
@@ -79,11 +79,11 @@ else:
                 parameters.append(f"{name}=_{name}")
             elif field.default_factory is not MISSING:
                 names[f"_{name}"] = field.default_factory
-                parameters.append(f"{name}=_missing")
-                value = f"_{name}() if {name} is _missing else {name}"
+                parameters.append(f"{name}=__dataclass_missing")
+                value = f"_{name}() if {name} is __dataclass_missing else {name}"
             else:
                 parameters.append(name)
-            body.append(f" _set(self, {name!r}, {value})")
+            body.append(f" __dataclass_set(self, {name!r}, {value})")
         exec(f"def __init__({', '.join(parameters)}):\n" + ("\n".join(body) or " pass"), names)
         return names["__init__"]
 
