@@ -138,7 +138,7 @@ async def take_part(
         if meeting.broken is not None:
             meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
         if probed is not None:
-            parts.callback((await probes.serve(probed, driver.unready)).close)
+            parts.callback(asyncio.create_task(probes.serve(probed, driver.unready), name="ripstop-probes").cancel)
         end = await driver.run()
         if meeting.coordinator is not None and end.report is not None:
             await meeting.coordinator.ended  # the others are told before their coordinator goes
