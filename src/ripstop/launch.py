@@ -371,6 +371,7 @@ async def _serve(
         nodes=config.max_nodes,
         tls=tls,
         agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
+        name=config.endpoint.host if config.endpoint else "",
     )
     parts.push_async_callback(server.close)
     await server.start()
