@@ -126,6 +126,7 @@ async def take_part(
     `probed`, probes are answered.
     """
     node = _this_node(config, bound)
+    config = _with_secret(config, bound)
     async with AsyncExitStack() as parts:
         heard = [_event_file(parts, directory, OF_NODE), *sinks]
         if link is not None:
@@ -234,6 +235,16 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
         _may_serve(bound, config)
         _warn_of(bound)
     return bound
+
+
+def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
+    """A job of one node that is hosted here has a secret nobody else needs to know; so nobody else can join or end it.
+
+    A certificate that everybody is asked for does the same, and lets operators in.
+    """
+    if bound is None or config.token or config.max_nodes > 1 or (config.tls is not None and config.tls.ca is not None):
+        return config
+    return replace(config, token=secrets.token_hex(16))
 
 
 def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
