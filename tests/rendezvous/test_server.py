@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -335,16 +335,24 @@ def test_without_a_secret_an_agent_of_another_job_is_not_told_the_run_id(harness
     asyncio.run(scenario())
 
 
-def test_a_peer_that_is_gone_before_the_upgrade_is_answered_is_no_error(
-    harness: Any, caplog: pytest.LogCaptureFixture
+def an_agents_request() -> bytes:
+    return UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
+
+
+def a_careful_post() -> bytes:
+    return b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("request_of", [an_agents_request, a_careful_post])
+def test_a_peer_that_is_gone_before_it_is_answered_is_no_error(
+    harness: Any, request_of: Callable[[], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             for _ in range(50):
                 with socket.create_connection((address.host, address.port)) as peer:
                     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    end = UPGRADE.index(b"Ripstop-Knock")
-                    peer.sendall(UPGRADE[:end] + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode())
+                    peer.sendall(request_of())
                     for _ in range(random.randrange(8)):
                         await asyncio.sleep(0)
             await works(harness, coordinator, address)
@@ -370,6 +378,21 @@ def test_a_key_that_is_none_is_refused_and_said_once(
     (line,) = (record.getMessage() for record in caplog.records)
     assert "said once" in line
     assert not caplog.records[0].exc_info
+
+
+def test_a_body_that_is_not_what_it_says_is_said_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            for _ in range(3):
+                await raw(
+                    address,
+                    b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,
+                )
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_an_error_of_ours_is_logged_once_per_place(

@@ -511,11 +511,15 @@ class _HttpErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
+        host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
         if isinstance(error, HttpProcessingError):
-            host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
             why = "it speaks TLS; give this coordinator tls_cert and tls_key, or take tls_… from the node's --rdzv-conf"
             if not any(sign in error.message for sign in SIGNS_OF_TLS):
                 why = f"not HTTP: {error.message[:200]}"
             self._complain(str(host), why)
+        elif isinstance(error, web.RequestPayloadError):
+            self._complain(str(host), f"not HTTP: {str(error)[:200]}")
+        elif isinstance(error, ConnectionError):
+            pass  # it left in the middle of something
         elif record.levelno >= logging.ERROR:
             self._defect(record.getMessage(), error)
