@@ -67,7 +67,7 @@ def test_a_frame_of_a_gigabyte_is_not_taken(job: Job) -> None:
 
 
 def test_nobody_else_joins_a_job_of_one_node_and_its_user_steers_it(tmp_path: Path) -> None:
-    with Job(tmp_path, TRAIN_STEPS="1000000", XDG_RUNTIME_DIR=str(tmp_path)) as job:
+    with Job(tmp_path, TRAIN_STEPS="1000000", XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path)) as job:
         node = job.node(nnodes="1")
         job.steps(1)
         assert "RIPSTOP_TOKEN" not in node.err
