@@ -126,6 +126,7 @@ async def take_part(
     `probed`, probes are answered.
     """
     node = _this_node(config, bound)
+    config = _with_secret(config, bound)
     async with AsyncExitStack() as parts:
         heard = [_event_file(parts, directory, OF_NODE), *sinks]
         if link is not None:
@@ -138,7 +139,7 @@ async def take_part(
         if meeting.broken is not None:
             meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
         if probed is not None:
-            parts.callback((await probes.serve(probed, driver.unready)).close)
+            parts.callback(asyncio.create_task(probes.serve(probed, driver.unready), name="ripstop-probes").cancel)
         end = await driver.run()
         if meeting.coordinator is not None and end.report is not None:
             await meeting.coordinator.ended  # the others are told before their coordinator goes
@@ -234,6 +235,16 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
         _may_serve(bound, config)
         _warn_of(bound)
     return bound
+
+
+def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
+    """A job of one node that is hosted here has a secret nobody else needs to know; so nobody else can join or end it.
+
+    A certificate that everybody is asked for does the same, and lets operators in.
+    """
+    if bound is None or config.token or config.max_nodes > 1 or (config.tls is not None and config.tls.ca is not None):
+        return config
+    return replace(config, token=secrets.token_hex(16))
 
 
 def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
@@ -371,6 +382,7 @@ async def _serve(
         nodes=config.max_nodes,
         tls=tls,
         agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
+        name=config.endpoint.host if config.endpoint else "",
     )
     parts.push_async_callback(server.close)
     await server.start()

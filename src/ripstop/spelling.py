@@ -4,8 +4,10 @@ A reader takes the name under which the user wrote the value, so that its error 
 values are for is in `config.py`.
 """
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from ripstop.config import (
     ETCD_PORT,
@@ -23,6 +25,7 @@ from ripstop.errors import UsageError
 from ripstop.round import Address, RankBy
 
 LONGEST_NAME = 200
+MAX_FILE = 1 << 20  # bytes of a file that is read whole: a secret, certificates, a job file
 BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
@@ -324,10 +327,23 @@ def _pem_if_said(name: str, key: str, said: Mapping[str, str]) -> Path | None:
     return pem_file(f"{name} {key}", said[key]) if key in said else None
 
 
+def whole_file(path: str | Path) -> bytes:
+    """What is in a file that the user names; `OSError` also for one that has no end, or none in sight."""
+    with Path(path).open("rb") as file:
+        return whole_content(file)
+
+
+def whole_content(file: BinaryIO) -> bytes:
+    data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE >> 20} MiB")
+    return data
+
+
 def pem_file(name: str, text: str) -> Path:
     """A file of certificates or a key that can be read."""
     try:
-        Path(text).open("rb").close()
+        whole_file(text)
     except OSError as error:
         raise UsageError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
     return Path(text)
@@ -359,7 +375,7 @@ def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
         return "", []
     path = Path(environ["RIPSTOP_TOKEN_FILE"])
     try:
-        token, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+        token, mode = whole_file(path).decode().strip(), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"RIPSTOP_TOKEN_FILE={path}: cannot be read: {why}; name a text file you may read") from None

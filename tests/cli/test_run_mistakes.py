@@ -153,6 +153,18 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             "--rdzv-conf ca=nosuchfile: cannot be read: No such file or directory; name a PEM file you may read",
         ),
         (
+            f"{ETCD} --rdzv-conf=cacert=/dev/zero train.py",
+            "--rdzv-conf ca=/dev/zero: cannot be read: it is larger than 1 MiB; name a PEM file you may read",
+        ),
+        (
+            "--rdzv-conf=tls_ca=/dev/zero train.py",
+            "--rdzv-conf tls_ca=/dev/zero: cannot be read: it is larger than 1 MiB; name a PEM file you may read",
+        ),
+        (
+            "--config=/dev/zero train.py",
+            "--config=/dev/zero: cannot be read: it is larger than 1 MiB; name a TOML file such as nnodes = 2",
+        ),
+        (
             f"{ETCD} --rdzv-conf=cert=empty train.py",
             "--rdzv-conf: cert is of no use without key; give both, or none",
         ),
@@ -387,6 +399,11 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
             {"RIPSTOP_TOKEN_FILE": "nosuchfile"},
             "train.py",
             "RIPSTOP_TOKEN_FILE=nosuchfile: cannot be read: No such file or directory; name a text file you may read",
+        ),
+        (
+            {"RIPSTOP_TOKEN_FILE": "/dev/zero"},
+            "train.py",
+            "RIPSTOP_TOKEN_FILE=/dev/zero: cannot be read: it is larger than 1 MiB; name a text file you may read",
         ),
         (
             {"RIPSTOP_TOKEN_FILE": "empty"},

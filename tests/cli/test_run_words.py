@@ -369,9 +369,13 @@ def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Pa
 
 
 def test_a_job_that_anyone_can_join_says_so(read: Read) -> None:
-    config = read(f"{C10D} train.py")
+    config = read(f"{C10D} --nnodes=2 train.py")
     assert config.token == ""
-    assert "whoever can reach node0:29400 can join this job" in config.notes[0]
+    assert "whoever can reach node0:29400 can join this job and end it; set the same secret" in config.notes[0]
+
+
+def test_a_job_of_one_node_needs_no_word_about_a_secret(read: Read) -> None:
+    assert read("--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=node0 train.py").notes == ()
 
 
 def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_path: Path) -> None:

@@ -66,6 +66,19 @@ def test_a_frame_of_a_gigabyte_is_not_taken(job: Job) -> None:
     trained_through(job, tally)
 
 
+def test_nobody_else_joins_a_job_of_one_node_and_its_user_steers_it(tmp_path: Path) -> None:
+    with Job(tmp_path, TRAIN_STEPS="1000000", XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path)) as job:
+        node = job.node(nnodes="1")
+        job.steps(1)
+        assert "RIPSTOP_TOKEN" not in node.err
+        other = job.node(nnodes="1")
+        assert other.wait() == 2
+        assert "the job secret does not match" in other.err
+        stop = job.ripstop("stop")
+        assert stop.wait() == 0, stop.err
+        assert node.wait() == 1
+
+
 @pytest.mark.long
 def test_ten_thousand_idle_connections_are_too_many_and_no_matter(job: Job) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

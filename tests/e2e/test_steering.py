@@ -299,8 +299,8 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
 
     at = ("--job=e2e", f"--endpoint=127.0.0.1:{job.port}")
     assert "world 2" in says(job, "status", *at, **secret)
-    assert refused(job, "stop", *at, RIPSTOP_TOKEN="guess").startswith("the token is not that of job e2e; ")
-    assert refused(job, "stop", *at[1:], **secret).startswith("the token is not that of job e2e; ")
+    assert refused(job, "stop", *at, RIPSTOP_TOKEN="guess").startswith("the token is not this job's; ")
+    assert refused(job, "stop", *at[1:], **secret).startswith("the token is not this job's; ")
     assert refused(job, "stop", *at).startswith("this job is steered with its token; ")
     assert refused(job, "scale", "3", *at, **secret).startswith("the job runs on 1 to 2 nodes, not on 3; ")
 

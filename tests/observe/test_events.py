@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from ripstop.observe import events
 from ripstop.observe.event_file import EventFile
-from ripstop.observe.events import AgentSaid, Entry, NodeJoined, RoundEnded, from_json, kind, parse, to_json
+from ripstop.observe.events import (
+    AgentSaid,
+    Entry,
+    NodeJoined,
+    RoundEnded,
+    WorkersStarted,
+    from_json,
+    kind,
+    parse,
+    to_json,
+)
 from ripstop.observe.journal import KEPT, Journal
 
 
@@ -130,3 +140,13 @@ def test_a_journal_keeps_the_latest() -> None:
         journal.record(AgentSaid("x"), 1.0)
     assert [number for number, _ in journal.since(0)][:1] == [6]
     assert journal.since(KEPT + 4)[0][0] == KEPT + 5
+
+
+def test_a_journal_keeps_so_many_bytes_however_long_its_entries_are() -> None:
+    journal = Journal()
+    pids = tuple(range(100_000))
+    for number in range(100):
+        journal.take(Entry(number + 1, 1.0, "a", WorkersStarted(1, 0, 1, 0, pids, 1.0, 1.0, "x" * 1_000_000)))
+    kept = [number for number, _ in journal.since(0)]
+    assert 1 < len(kept) < 40
+    assert kept[-1] == journal.count == 100

@@ -1,7 +1,9 @@
 """Probes over real sockets."""
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -43,22 +45,75 @@ async def ask(port: int, request: bytes) -> bytes:
         writer.close()
 
 
-def test_it_answers_on_and_ends_conversations_that_are_too_long_or_too_many() -> None:
-    async def talk() -> list[bytes]:
-        listening = listen("--probe-port", "127.0.0.1", 0)
-        port = listening.getsockname()[1]
-        server = await serve(listening, str)
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
-        too_many = await ask(port, b"GET /livez HTTP/1.1\r\n\r\n")
-        for _, writer in silent:
-            writer.close()
-        while not (again := await ask(port, b"GET /livez HTTP/1.1\r\n\r\n")):
-            pass  # until it has seen them go
-        too_long = await ask(port, b"GET /livez HTTP/1.1\r\nX: " + b"x" * 2 * LONGEST + b"\r\n\r\n")
-        server.close()
-        return [too_many, again[:12], too_long]
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    """The port where probes are answered."""
+    listening = listen("--probe-port", "127.0.0.1", 0)
+    serving = asyncio.create_task(serve(listening, str))
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
 
-    assert asyncio.run(asyncio.wait_for(talk(), 20)) == [b"", b"HTTP/1.1 200", b""]
+
+def test_probes_are_answered_however_many_connections_are_silent() -> None:
+    async def talk() -> list[bytes]:
+        async with serving() as port:
+            silent = []
+            answers = []
+            for _ in range(4):
+                silent += [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
+                answers.append(await ask(port, b"GET /livez HTTP/1.1\r\n\r\n"))
+            for reader, _ in silent[:MOST]:  # they made room
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            for _, writer in silent:
+                writer.close()
+            return [answer[:12] for answer in answers]
+
+    assert asyncio.run(asyncio.wait_for(talk(), 20)) == 4 * [b"HTTP/1.1 200"]
+
+
+def test_a_connection_that_says_nothing_is_ended() -> None:
+    async def talk() -> None:
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 20))
+
+
+def test_a_request_that_is_too_long_is_ended_and_the_next_one_answered() -> None:
+    async def talk() -> list[bytes]:
+        async with serving() as port:
+            too_long = await ask(port, b"GET /livez HTTP/1.1\r\nX: " + b"x" * 2 * LONGEST + b"\r\n\r\n")
+            return [too_long, (await ask(port, b"GET /livez HTTP/1.1\r\n\r\n"))[:12]]
+
+    assert asyncio.run(asyncio.wait_for(talk(), 20)) == [b"", b"HTTP/1.1 200"]
+
+
+def test_a_request_may_come_in_pieces() -> None:
+    async def talk() -> bytes:
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for piece in (b"GET /li", b"vez HTTP/1.1\r\n\r", b"\n"):
+                writer.write(piece)
+                await writer.drain()
+            found = await reader.read()
+            writer.close()
+            return found[:12]
+
+    assert asyncio.run(asyncio.wait_for(talk(), 20)) == b"HTTP/1.1 200"
+
+
+def test_only_the_given_address_is_listened_at() -> None:
+    with listen("--probe-port", "127.0.0.2", 0) as listening:
+        assert listening.getsockname()[0] == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", listening.getsockname()[1]))
 
 
 def test_a_port_that_is_taken_is_named() -> None:

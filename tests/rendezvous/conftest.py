@@ -126,13 +126,21 @@ class Harness:
         token: str = "s3cret",
         port: int = 0,
         tls: Tls | None = None,
+        run_id: str = "job",
+        name: str = "",
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator at a port of its own."""
         coordinator = Harness.coordinator(nodes, lease, least)
         bound = bind(Address("127.0.0.1", port), demanded=True)
         assert bound is not None
         server = Server(
-            bound.listening, coordinator, run_id="job", token=token, lease=lease, tls=tls and for_coordinator(tls)
+            bound.listening,
+            coordinator,
+            run_id=run_id,
+            token=token,
+            lease=lease,
+            tls=tls and for_coordinator(tls),
+            name=name,
         )
         address = bound.address
         await server.start()

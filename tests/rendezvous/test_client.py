@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ripstop.config import Etcd
 from ripstop.rendezvous import client, server
 from ripstop.rendezvous.client import WebSocketLink
+from ripstop.rendezvous.etcd_client import Denied, EtcdClient
 from ripstop.rendezvous.messages import Assign, Closed, Leave, Status, Succeeded
 from ripstop.round import Address, Outcome
 
@@ -135,6 +137,59 @@ def test_what_else_listens_at_the_endpoint_is_named(harness: Any, reply: bytes, 
                         await asyncio.sleep(0.01)
                 assert word in link.trouble.lower() or word in link.trouble
                 assert agent.told == []
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def redirecting(status: int) -> AsyncIterator[tuple[Address, list[bytes]]]:
+    """A server that sends everybody to another, and what the other was asked."""
+    asked: list[bytes] = []
+
+    async def victim(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        port = there.sockets[0].getsockname()[1]
+        where = f"Location: http://127.0.0.1:{port}/anything"
+        writer.write(f"HTTP/1.1 {status} Go\r\n{where}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+
+    there = await asyncio.start_server(victim, "127.0.0.1", 0)
+    here = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    async with there, here:
+        yield Address("127.0.0.1", here.sockets[0].getsockname()[1]), asked
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_an_agent_follows_no_redirect(harness: Any, status: int) -> None:
+    async def scenario() -> None:
+        async with redirecting(status) as (address, asked), harness.linking(address) as (link, agent):
+            async with asyncio.timeout(DEADLINE):
+                while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    await asyncio.sleep(0.01)
+            assert f"answers HTTP {status}, so it is no ripstop coordinator" in link.trouble
+            assert (asked, agent.told) == ([], [])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_what_asks_etcd_follows_no_redirect(status: int) -> None:
+    async def scenario() -> None:
+        async with redirecting(status) as (address, asked):
+            etcd = EtcdClient(Etcd((address,), "p"))
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    with pytest.raises(Denied):
+                        await etcd.read("p/")
+                    assert not await etcd.until_changed({}, 1)
+            finally:
+                await etcd.close()
+            assert asked == []
 
     asyncio.run(scenario())
 

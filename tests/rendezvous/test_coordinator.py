@@ -1,4 +1,5 @@
 import asyncio
+import json
 import subprocess
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from ripstop.errors import NoAnswer, ProtocolError
 from ripstop.observe.wishes import Close
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded
+from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded, Told
 from ripstop.round import Outcome
 
 
@@ -256,3 +257,24 @@ def test_a_coordinator_within_one_process_needs_no_network_library() -> None:
     code = "import sys, ripstop.rendezvous.local; print(sorted({'aiohttp', 'torch'} & sys.modules.keys()))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout == "[]\n"
+
+
+def test_of_what_a_node_tells_so_much_is_kept(harness: Any) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator()
+        session = coordinator.attach("a", send=lambda _: None, close=lambda: None)
+        huge = "x" * 200_000
+        preloaded = tuple("x" * 1000 for _ in range(200))
+        session.receive(Told((_line(1, {"kind": "agent_said", "text": huge}),)))
+        warm = {"kind": "warmed_up", "start": huge, "preloaded": preloaded, "seconds": 1.0, "why": huge}
+        session.receive(Told((_line(2, warm),)))
+        found = [entry.event for _, entry in coordinator.journal.since(0) if entry.node == "a"]
+        assert [type(event).__name__ for event in found] == ["AgentSaid", "WarmedUp"]
+        assert all(len(repr(event)) < 60_000 for event in found)
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+def _line(seq: int, event: dict[str, Any]) -> str:
+    return json.dumps({"v": 1, "seq": seq, "at": 1.0, "node": "a", **event})

@@ -29,6 +29,7 @@ from ripstop.observe.failure import Failure, Hang, Standing
 from ripstop.observe.status import NodeState, Phase
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, objection
 from ripstop.rendezvous import roster
+from ripstop.rendezvous.bounds import bounded
 from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
 from ripstop.rendezvous.inquest import BLAME, INSPECTION
@@ -1255,6 +1256,16 @@ def test_words_of_an_unhealthy_node_are_bounded() -> None:
     job = running("a", "b")
     job.on(Heard("b", Problems(tuple("x" * 10_000 for _ in range(1_000)))), 10.0)
     assert len(job.status(10.0).nodes[1].unfit) < 5_000
+
+
+def test_of_a_failure_so_much_is_kept() -> None:
+    huge = "x" * 100_000
+    flood = replace(
+        crash(1), message=huge, traceback=huge, oom=huge, log_tail=(huge,) * 100, error_file=huge, logs=huge
+    )
+    message = bounded(Failed(1, (flood,)))
+    assert isinstance(message, Failed)
+    assert len(repr(message)) < 70_000
 
 
 HUGE = "\N{SNAKE}" * 100_000

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import aiohttp
+import pytest
 
 from ripstop.observe.sample import NodeSample, RankSample
 from ripstop.rendezvous import scrape, secret
@@ -130,6 +132,38 @@ def test_a_job_with_a_secret_shows_its_numbers_to_those_who_know_it(harness: Any
                 assert (await get(address, **wrong))[0] == 401
             status, text = await get(address, Authorization=f"Bearer {secret.api_token('s3cret', 'job')}")
             assert status == 200 and 'ripstop_job_info{run_id="job"} 1.0' in text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:29400", "127.0.0.1.evil.example", "localhost.evil"])
+def test_a_page_that_has_rebound_its_name_reads_no_numbers(harness: Any, host: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address):
+            status, text = await get(address, Host=host)
+            assert status == 403 and "is no name of this coordinator; ask for its IP address" in text
+            assert "run_id" not in text
+
+    run(scenario())
+
+
+NAMES = ["127.0.0.1:29400", "10.1.2.3", "[::1]:29400", "localhost", "LOCALHOST.:29400", "head.example:29400"]
+
+
+@pytest.mark.parametrize("host", [*NAMES, socket.gethostname(), socket.getfqdn()])
+def test_numbers_are_read_under_any_of_the_coordinators_names(harness: Any, host: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="", name="Head.example") as (_, address):
+            assert (await get(address, Host=host))[0] == 200
+
+    run(scenario())
+
+
+def test_who_shows_the_token_may_call_the_coordinator_what_they_like(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="s3cret") as (_, address):
+            token = secret.api_token("s3cret", "job")
+            assert (await get(address, Host="a.service", Authorization=f"Bearer {token}"))[0] == 200
 
     run(scenario())
 

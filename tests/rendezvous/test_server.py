@@ -2,9 +2,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import secrets
+import socket
+import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -244,6 +247,173 @@ def test_an_agents_request_that_is_too_long_is_not_read_on(harness: Any, end: by
     asyncio.run(scenario())
 
 
+SPELLINGS = [
+    b"GET /agent",
+    b"GET /agent?x",
+    b"GET /agent#x",
+    b"HEAD /agent",
+    b"get /agent",
+    b"POST /agent",
+    b"GET  /agent",
+    b"GET //agent",
+    b"GET /./agent",
+    b"GET /x/../agent",
+    b"GET /agent/",
+    b"GET /%61gent",
+    b"GET /%61%67%65%6e%74",
+    b"GET /%2561gent",
+    b"GET http://127.0.0.1/agent",
+    b"GET http://evil.example/agent",
+    b"GET HTTP://evil.example//agent?x=y",
+    b"\r\nGET /agent",
+    b"\nGET /agent",
+    b" GET /agent",
+    b"GET\t/agent",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\nGET /agent",
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /agent",
+]
+
+
+@pytest.mark.parametrize("token", ["", "s3cret"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_without_a_knock_no_spelling_of_the_path_leads_to_the_handshake(
+    harness: Any, spelling: bytes, token: str
+) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token=token) as (coordinator, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(spelling + UPGRADE[len(b"GET /agent") : UPGRADE.index(b"Ripstop-Knock")] + b"\r\n")
+            async with asyncio.timeout(DEADLINE):
+                with contextlib.suppress(ConnectionError):
+                    assert b"Challenge" not in await reader.read()
+            writer.close()
+            assert coordinator.attached == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b""])
+def test_a_web_page_cannot_join_whatever_it_knows(
+    harness: Any, origin: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            knock = b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
+            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"Origin: " + origin + b"\r\n" + knock)
+            async with asyncio.timeout(DEADLINE):
+                assert b"a web page cannot join a job" in await reader.read()
+            writer.close()
+
+    with caplog.at_level(logging.DEBUG, "ripstop"):
+        asyncio.run(scenario())
+    assert "asked to join the job" in caplog.text
+
+
+def test_strangers_are_not_told_the_run_id(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(run_id="my-run") as (_, address), aiohttp.ClientSession() as http:
+            async with connection(address, make_knock(token="guess", run_id="other")) as ws:
+                why = decode(await ws.receive_str(), (Rejected,)).why
+                assert "coordinator of another job, not of 'other'" in why
+            for path in ("/metrics", "/api/v1/status", "/healthz", "/"):
+                for headers in ({}, {"Authorization": "Bearer guess"}):
+                    async with http.get(f"http://{address}{path}", headers=headers) as response:
+                        assert "my-run" not in await response.text()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_secret_an_agent_of_another_job_is_not_told_the_run_id(harness: Any) -> None:
+    async def scenario() -> None:
+        async with (
+            harness.serving(run_id="my-run", token="") as (_, address),
+            connection(address, make_knock(token="", run_id="other")) as ws,
+        ):
+            assert "my-run" not in decode(await ws.receive_str(), (Rejected,)).why
+
+    asyncio.run(scenario())
+
+
+def an_agents_request() -> bytes:
+    return UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
+
+
+def a_careful_post() -> bytes:
+    return b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("request_of", [an_agents_request, a_careful_post])
+def test_a_peer_that_is_gone_before_it_is_answered_is_no_error(
+    harness: Any, request_of: Callable[[], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            for _ in range(50):
+                with socket.create_connection((address.host, address.port)) as peer:
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    peer.sendall(request_of())
+                    for _ in range(random.randrange(8)):
+                        await asyncio.sleep(0)
+            await works(harness, coordinator, address)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.parametrize("key", [b"x", b"\xff\xfe", b"", b"AAAA AAAA"])
+def test_a_key_that_is_none_is_refused_and_said_once(
+    harness: Any, key: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            for _ in range(3):
+                good = UPGRADE[: UPGRADE.index(b"Ripstop-Knock")].replace(b"AAAAAAAAAAAAAAAAAAAAAA==", key)
+                await raw(address, good + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode())
+            await works(harness, coordinator, address)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "said once" in line
+    assert not caplog.records[0].exc_info
+
+
+def test_a_body_that_is_not_what_it_says_is_said_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            for _ in range(3):
+                await raw(
+                    address,
+                    b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,
+                )
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_an_error_of_ours_is_logged_once_per_place(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(server.Server, "_admit", broken)
+
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
+            for _ in range(5):
+                async with http.get(f"http://{address}/api/v1/status") as response:
+                    assert response.status == 500
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
 def test_what_follows_a_bad_knock_in_one_go_does_not_help_it(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
@@ -297,11 +467,12 @@ def test_health_is_one_word_and_other_paths_are_not_there(harness: Any) -> None:
         async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
             async with http.get(f"http://{address}/healthz") as response:
                 assert (response.status, await response.text()) == (200, "ok")
-            for method, path in (("GET", "/"), ("POST", "/agent"), ("GET", "/agent/../etc/passwd"), ("PUT", "/x")):
+            for method, path in (("GET", "/"), ("GET", "/agent/../etc/passwd"), ("PUT", "/x"), ("GET", "/agents")):
                 async with http.request(method, f"http://{address}{path}") as response:
                     assert response.status == 404
-            async with http.get(f"http://{address}/agent") as response:
-                assert response.status == 400
+            for method in ("GET", "POST"):
+                async with http.request(method, f"http://{address}/agent") as response:
+                    assert response.status == 400
 
     asyncio.run(scenario())
 

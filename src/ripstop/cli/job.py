@@ -55,7 +55,10 @@ def open_door(endpoint: object, tls: Tls | None) -> list[str]:
     """The word for a job without a secret: anyone may join, unless certificates keep them out."""
     if tls is not None and tls.ca is not None:
         return []
-    return [f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job"]
+    return [
+        f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: whoever can reach {endpoint} can join this job and end it; "
+        "set the same secret on all nodes (openssl rand -hex 32)"
+    ]
 
 
 def tracing_if_asked(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:

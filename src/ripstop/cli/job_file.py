@@ -7,11 +7,11 @@ they would mean on the command line: they are seen from the current directory.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ripstop.cli.flags import Flag, Given
 from ripstop.errors import UsageError
+from ripstop.spelling import whole_file
 
 NOT_IN_A_FILE = frozenset({"--help", "--config", "--dry-run"})
 
@@ -42,7 +42,7 @@ def _load(said: str, name: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        return tomllib.loads(whole_file(name).decode())
     except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
         why = error.strerror if isinstance(error, OSError) else f"it is not TOML: {error}"
         raise UsageError(f"{said}: cannot be read: {why}; name a TOML file such as nnodes = 2") from None

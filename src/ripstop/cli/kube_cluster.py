@@ -18,6 +18,7 @@ from ripstop.schedulers.kubernetes.client import Cluster, Conflict, NotFound, co
 from ripstop.schedulers.kubernetes.manifests import HOME, JOB, SLOT
 from ripstop.schedulers.kubernetes.spec import KIND, PLURAL
 from ripstop.schedulers.kubernetes.streams import Streams
+from ripstop.spelling import whole_content, whole_file
 
 Json = Mapping[str, Any]
 AGAIN = 2.0  # seconds until pods are looked for that came meanwhile
@@ -73,7 +74,7 @@ def load(name: str) -> list[dict[str, Any]]:
     import yaml
 
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = (whole_content(sys.stdin.buffer) if name == "-" else whole_file(name)).decode()
         documents = [document for document in yaml.safe_load_all(text) if document]
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

@@ -235,7 +235,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
     api = _api(given, token, tls, local=place.backend is Backend.LOCAL, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
-    if not token and not alone:
+    if not token and not alone and (max_nodes > 1 or elector is not None):  # else one is made where it is hosted
         about_token = open_door(place.endpoint or "the nodes", tls)
     return RunConfig(
         entry=program,

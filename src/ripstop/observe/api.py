@@ -44,15 +44,18 @@ class Call:
 
 
 Admit = Callable[[web.Request], str]  # who a request is from; raises `Refused`
+AdmitReader = Callable[[web.Request], Awaitable[str]]  # the same, of one that only reads
 
 
 class Api:
     """The API of one job.  `job` finds it: it may be elsewhere for a while."""
 
-    def __init__(self, job: Callable[[], Steerable | None], admit: Admit, admit_reader: Admit | None = None) -> None:
+    def __init__(
+        self, job: Callable[[], Steerable | None], admit: Admit, admit_reader: AdmitReader | None = None
+    ) -> None:
         self._find = job
         self._admit = admit
-        self._admit_reader = admit_reader or admit  # of metrics
+        self._admit_reader = admit_reader  # of metrics; None: as all else
         self._questions = Questions()
         self._streams = Streams()
 
@@ -104,7 +107,10 @@ class Api:
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         try:
-            self._admit_reader(request)
+            if self._admit_reader is None:
+                self._admit(request)
+            else:
+                await self._admit_reader(request)
             response = web.Response(body=await self.job.metrics(), headers={"Content-Type": METRICS_TYPE})
             response.force_close()
             return response

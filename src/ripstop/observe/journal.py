@@ -1,16 +1,20 @@
 """The entries of a whole job, in the order in which its coordinator learned of them.
 
-What an agent tells again after a broken connection is taken once.  Only the latest are kept; a reader that was away
-for longer finds the rest in the event files.
+What an agent tells again after a broken connection is taken once.  Only the latest are kept, so many entries and so
+many bytes of them; a reader that was away for longer finds the rest in the event files.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from itertools import islice
+from typing import Any
 
+from ripstop.config import MOST_NODES
 from ripstop.observe.events import Entry, Event, Sink
 
 KEPT = 10_000  # entries
+KEPT_BYTES = 64 << 20  # of them, about
 
 
 class Journal:
@@ -18,7 +22,9 @@ class Journal:
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = list(sinks)
-        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._entries: deque[Entry] = deque()
+        self._sizes: deque[int] = deque()  # of each of them
+        self._bytes = 0  # of all of them
         self._own = 0
         self._seen: dict[str, int] = {}  # the last number of each node
         self.count = 0  # of all that were ever here
@@ -35,6 +41,8 @@ class Journal:
         if entry.seq <= self._seen.get(entry.node, 0):
             return False
         self._seen[entry.node] = entry.seq
+        if len(self._seen) > MOST_NODES:
+            del self._seen[next(iter(self._seen))]
         self._append(entry)
         return True
 
@@ -51,6 +59,26 @@ class Journal:
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
+        self._sizes.append(_size(entry))
+        self._bytes += self._sizes[-1]
+        while len(self._entries) > KEPT or self._bytes > KEPT_BYTES:
+            self._entries.popleft()
+            self._bytes -= self._sizes.popleft()
         self.count += 1
         for sink in tuple(self._sinks):
             sink(entry)
+
+
+def _size(entry: Entry) -> int:
+    """Bytes in memory, about.  What the coordinator lists itself, names of nodes, is in memory anyway."""
+    return 200 + sum(_size_of(getattr(entry.event, field.name), bool(entry.node)) for field in fields(entry.event))
+
+
+def _size_of(value: Any, whole: bool) -> int:
+    match value:
+        case str():
+            return 50 + len(value)
+        case tuple():
+            return 50 + (sum(_size_of(item, whole) for item in value) if whole else 8 * len(value))
+        case _:
+            return 32

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ripstop.config import MOST_NODES
 from ripstop.observe.events import (
     BudgetCharged,
     BudgetRefunded,
@@ -98,6 +99,8 @@ class Totals:
                 self.worker_failures += 1
             case Recovered(round, detect, decide, stop, start):
                 self._recovered[entry.node] = round
+                if len(self._recovered) > MOST_NODES:  # names that never joined
+                    del self._recovered[next(iter(self._recovered))]
                 for stage, seconds in zip(STAGES, (detect, decide, stop, start), strict=False):
                     if seconds > 0:  # it had a part in it
                         self.recovery[stage].observe(seconds)

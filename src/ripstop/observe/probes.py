@@ -2,18 +2,23 @@
 
 `/livez` is 200 for as long as the agent's event loop turns: that it answers is the proof.  `/readyz` is 200 while the
 agent is of use to its job, else 503 and the reason.  Whoever can reach the port may ask and learns no more than that; a
-request has a bounded size and time, and there are never more than `MOST` of them.
+request has a bounded size and time, and there are never more than `MOST` of them.  One more closes the oldest that has
+not sent its request yet.  Connections are accepted one at a time, so each is read before many others can come: silent
+connections cannot keep a probe from its answer.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from ripstop.errors import UsageError
 
 LONGEST = 8192  # bytes of a request
-PATIENCE = 5.0  # seconds for it to come
+PATIENCE = 1.0  # seconds for it to come, and for its answer to be taken
 MOST = 32  # at a time
+NO_DESCRIPTORS = 0.1  # seconds until accepting is tried again
+END = b"\r\n\r\n"
 ALIVE = ("/livez", "/healthz", "/live", "/")  # the first is ours, the others are what people are used to
 READY = ("/readyz", "/ready")
 WORDS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
@@ -28,33 +33,68 @@ def listen(name: str, host: str | None, port: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
             )
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), port), family=family)
+        return socket.create_server(address, family=family)  # an IPv6 one with its scope
     except OSError as error:
         raise UsageError(
             f"{name}={port}: cannot be listened on here ({error.strerror}); choose a port that is free"
         ) from error
 
 
-async def serve(listening: socket.socket, unready: Callable[[], str]) -> asyncio.Server:
-    """Answer from now on; `unready` says why this agent is of no use, "" if it is."""
-    busy = 0
+async def serve(listening: socket.socket, unready: Callable[[], str]) -> None:
+    """Answer until cancelled; `unready` says why this agent is of no use, "" if it is."""
+    loop = asyncio.get_running_loop()
+    asking: dict[asyncio.Transport, None] = {}  # the oldest first
+    listening.setblocking(False)
+    try:
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except ConnectionError:
+                continue  # it went away before we looked
+            except OSError:
+                await asyncio.sleep(NO_DESCRIPTORS)
+                continue
+            while len(asking) >= MOST:
+                oldest = next(iter(asking))
+                del asking[oldest]
+                oldest.abort()
+            try:
+                await loop.connect_accepted_socket(partial(_Conversation, asking, unready), connection)
+            except OSError:
+                connection.close()
+    finally:
+        listening.close()
+        for transport in list(asking):
+            transport.abort()
 
-    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal busy
-        busy += 1
-        try:
-            if busy <= MOST:
-                async with asyncio.timeout(PATIENCE):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(answer(head, unready))
-                    await writer.drain()
-        except (OSError, EOFError, asyncio.LimitOverrunError):  # TimeoutError is an OSError
-            pass
-        finally:
-            busy -= 1
-            writer.close()
 
-    return await asyncio.start_server(converse, sock=listening, limit=LONGEST)
+class _Conversation(asyncio.Protocol):
+    """One request and its answer."""
+
+    def __init__(self, asking: dict[asyncio.Transport, None], unready: Callable[[], str]) -> None:
+        self._asking = asking
+        self._unready = unready
+        self._heard = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._asking[transport] = None
+        self._timer = asyncio.get_running_loop().call_later(PATIENCE, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._heard += data
+        if (end := self._heard.find(END, 0, LONGEST)) >= 0:
+            self._transport.write(answer(self._heard[: end + len(END)], self._unready))
+            self._transport.close()
+        elif len(self._heard) >= LONGEST:
+            self._transport.abort()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._timer.cancel()
+        self._asking.pop(self._transport, None)
 
 
 def answer(head: bytes, unready: Callable[[], str]) -> bytes:

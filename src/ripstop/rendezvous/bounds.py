@@ -1,12 +1,16 @@
 """How much of a node's words the coordinator keeps.  Pure.
 
 What a node says may become part of a reason, and everybody is told the reason.  So words are cut where they come in,
-and reasons before they go out: nothing that a node says makes a message of the coordinator's too large for its frame.
+and reasons before they go out: nothing that a node says makes a message of the coordinator's too large for its frame,
+and whatever it says, so much of it is kept in memory.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
+from ripstop.config import MOST_SLOTS
+from ripstop.observe.events import MAX_TEXT, Entry
 from ripstop.observe.failure import MOST_STANDINGS, Failure, Standing
 from ripstop.rendezvous.messages import Failed, FromAgent, Inspected, Join, Leave, Leaving, Problems, Stopped
 from ripstop.round import Node, Place
@@ -14,6 +18,10 @@ from ripstop.round import Node, Place
 NAME = 256  # characters of a node's name, address, role or label
 PHRASE = 500  # of one thing that a node says
 REASON = 4000  # of all that is known of why something is done
+STACK = 16_384  # of a traceback, twice what an agent sends
+TAIL = 64  # lines of a log
+FILE = 1000  # characters of a path
+WORDS = 256  # in one list of an event
 PROBLEMS = 8  # of an unhealthy node
 INTERVAL = 3600.0  # seconds between two looks at a node's health, as far as others wait for it
 
@@ -37,6 +45,24 @@ def bounded(message: FromAgent) -> FromAgent:
             return replace(message, why=cut(why, PHRASE))
         case _:
             return message
+
+
+def bounded_entry(entry: Entry) -> Entry:
+    """What a node tells, without what is too much of it."""
+    event = entry.event
+    return replace(entry, event=replace(event, **{f.name: _value(getattr(event, f.name)) for f in fields(event)}))
+
+
+def _value(value: Any) -> Any:
+    match value:
+        case str():
+            return cut(value, MAX_TEXT)
+        case (str(), *_):
+            return tuple(cut(word, NAME) for word in value[:WORDS])
+        case tuple():
+            return value[:MOST_SLOTS]
+        case _:
+            return value
 
 
 def cut(text: str, most: int = REASON) -> str:
@@ -66,12 +92,18 @@ def _problems(problems: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """What is said of a failure in a reason; the evidence itself is cut where it travels (`codec.fit`)."""
+    """Whatever an agent of ours sends fits; all evidence together is cut where it travels (`codec.fit`)."""
     return tuple(
         replace(
             failure,
             host=cut(failure.host, NAME),
             signal=failure.signal and cut(failure.signal, NAME),
+            message=cut(failure.message),
+            traceback=cut(failure.traceback, STACK),
+            oom=cut(failure.oom),
+            log_tail=tuple(cut(line, PHRASE) for line in failure.log_tail[-TAIL:]),
+            error_file=cut(failure.error_file, FILE),
+            logs=cut(failure.logs, FILE),
             hang=failure.hang
             and replace(
                 failure.hang,
@@ -79,6 +111,7 @@ def _failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
                 call=cut(failure.hang.call, PHRASE),
                 where=cut(failure.hang.where, PHRASE),
                 state=failure.hang.state[:1],
+                file=cut(failure.hang.file, FILE),
                 standings=failure.hang.standings and _standings(failure.hang.standings),
             ),
         )

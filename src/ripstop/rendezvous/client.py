@@ -138,7 +138,11 @@ class WebSocketLink:
     async def _run(self) -> None:
         pause = FIRST_PAUSE
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        redirects = aiohttp.TraceConfig()
+        redirects.on_request_redirect.append(_refuse_redirect)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trace_configs=[redirects]
+        ) as http:
             while True:
                 began = self._loop.time()
                 self._tries += 1
@@ -319,6 +323,12 @@ class _Pulse:
         else:
             self.silent = True
             self._give_up()
+
+
+async def _refuse_redirect(_: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    """Whoever answers has proven nothing yet, and does not say where requests go."""
+    redirect.response.close()
+    raise _TryAgain(f"answers HTTP {redirect.response.status}, so it is no ripstop coordinator")
 
 
 async def _write(ws: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:

@@ -22,6 +22,7 @@ from ripstop.observe.journal import Journal
 from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
 from ripstop.observe.wishes import Wish
+from ripstop.rendezvous.bounds import bounded_entry
 from ripstop.rendezvous.events import Drop, End, Event, Gone, Heard, Record, Send, Tick
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
@@ -229,7 +230,7 @@ class Coordinator:
         for line in lines:
             entry = observe.from_json(line)
             if entry is not None and entry.node == node:  # it speaks for itself only
-                self.journal.take(entry)
+                self.journal.take(bounded_entry(entry))
 
     def _answered(self, node: str, answer: Answer) -> None:
         whom, waiting = self._questions.get(answer.number, (None, None))

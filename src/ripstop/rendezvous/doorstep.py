@@ -6,14 +6,17 @@ without a good one is answered here, for a fraction of that.  A knock opens noth
 follows, and who repeats a knock that was overheard fails there at the latest.  Rules:
 
 1.  What cannot be an agent's request goes on at once, as it came: to HTTP, which has words for it.
-2.  An agent's request goes on when `examine` has no objection; else the objection is all that is said.
+2.  A request for the agents' path, however method and path are spelled, goes on when `answer` has no objection; else
+    the objection is all that is said.
 3.  Nobody is waited for here: who says nothing is the server's to turn away.
 """
 
 import asyncio
 import hashlib
+import posixpath
 from base64 import b64encode
 from collections.abc import Callable
+from urllib.parse import unquote
 
 from ripstop.rendezvous.codec import encode
 from ripstop.rendezvous.messages import Rejected
@@ -21,7 +24,7 @@ from ripstop.rendezvous.wire import KNOCK, PATH
 
 MAX_HEAD = 8192  # bytes of an agent's request, more than any needs
 END = b"\r\n\r\n"
-AGENTS = f"GET {PATH} ".encode()
+PRINTABLE = bytes(range(0x20, 0x7F))  # what a request line is made of
 NO_WEBSOCKET = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
@@ -31,12 +34,12 @@ class Doorstep(asyncio.Protocol):
 
     def __init__(
         self,
-        answer: Callable[[asyncio.Transport, str], Rejected | None],
-        let_in: Callable[[asyncio.Transport, bytes], None],
+        answer: Callable[[asyncio.Transport, str, str | None], Rejected | None],
+        let_in: Callable[[asyncio.Transport, bytes, bool], None],
         gone: Callable[[asyncio.Transport], None],
     ) -> None:
-        self._answer = answer
-        self._let_in = let_in
+        self._answer = answer  # to a knock, and to the page it comes from, if it comes from one
+        self._let_in = let_in  # with what it said, and whether it may be an agent
         self._gone = gone
         self._heard = b""
         self._transport: asyncio.Transport | None = None
@@ -50,14 +53,15 @@ class Doorstep(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._heard += data
-        if not self._heard.startswith(AGENTS[: len(self._heard)]):
-            self._let_in(self._transport, self._heard)
-        elif (end := self._heard.find(END, 0, MAX_HEAD)) >= 0:
+        line, newline, _ = self._heard.partition(b"\r\n")
+        if line.rstrip(b"\r").strip(PRINTABLE) or (newline and path(line) != PATH):
+            self._let_in(self._transport, self._heard, False)
+        elif newline and (end := self._heard.find(END, 0, MAX_HEAD)) >= 0:
             head = self._heard[: end + len(END)]
-            if rejected := self._answer(self._transport, header(head, KNOCK)):
+            if rejected := self._answer(self._transport, header(head, KNOCK) or "", header(head, "Origin")):
                 self._turn_away(refusal(head, rejected))
             else:
-                self._let_in(self._transport, self._heard)
+                self._let_in(self._transport, self._heard, True)
         elif len(self._heard) >= MAX_HEAD:
             self._turn_away(NO_WEBSOCKET)
 
@@ -71,11 +75,20 @@ class Doorstep(asyncio.Protocol):
         self._gone(self._transport)
 
 
-def header(head: bytes, name: str) -> str:
-    """A header of a request; empty where it has none of that name."""
+def path(line: bytes) -> str:
+    """The path that a request line asks for, as HTTP will understand it or a little more generously."""
+    _, _, rest = line.decode("latin-1").partition(" ")
+    target = rest.strip().partition(" ")[0].partition("?")[0].partition("#")[0]
+    if "://" in target:
+        target = f"/{target.partition('://')[2].partition('/')[2]}"
+    return posixpath.normpath(f"/{unquote(target).lstrip('/')}")
+
+
+def header(head: bytes, name: str) -> str | None:
+    """A header of a request; None where it has none of that name."""
     at = head.lower().find(f"\r\n{name.lower()}:".encode())
     if at < 0:
-        return ""
+        return None
     line = head[at + 2 :].partition(b"\r\n")[0]
     return line.partition(b":")[2].strip().decode("latin-1")
 

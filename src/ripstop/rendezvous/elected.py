@@ -379,6 +379,7 @@ class ElectedLink:
             lease=self._settings.timing.lease,
             nodes=self._settings.max_nodes,
             tls=self._served_tls,
+            name=mine.address.host,
         )
         coordinator.ended.add_done_callback(self._ended)
         renewing = asyncio.create_task(self._renew(mine.lease, mine.ttl), name="ripstop-lease")

@@ -127,7 +127,9 @@ class EtcdClient:
         headers = {**self._headers(), "Grpc-Metadata-Hasleader": "true"}
         endpoint = self._endpoints[self._current]
         try:
-            async with self._http.post(self._url(endpoint, "watch"), json=body, headers=headers) as response:
+            async with self._http.post(
+                self._url(endpoint, "watch"), json=body, headers=headers, allow_redirects=False
+            ) as response:
                 connection = response.connection
                 if connection is not None and connection.transport is not None:
                     tune(connection.transport.get_extra_info("socket"))
@@ -216,7 +218,9 @@ class EtcdClient:
         raise Unavailable("; ".join(troubles))
 
     async def _post(self, endpoint: Address, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http.post(self._url(endpoint, path), json=body, headers=self._headers()) as response:
+        async with self._http.post(
+            self._url(endpoint, path), json=body, headers=self._headers(), allow_redirects=False
+        ) as response:
             text = await response.content.read(MAX_ANSWER)
             while len(text) < MAX_ANSWER and (more := await response.content.read(MAX_ANSWER)):
                 text += more

@@ -97,7 +97,7 @@ class Inquest:
             if len(self._failures) < EVIDENCE:
                 self._failures.append(failure)
             elif failure.hang and len(self._failures) < PLACES:
-                self._failures.append(replace(failure, traceback="", log_tail=()))
+                self._failures.append(replace(failure, message=failure.message[:200], traceback="", log_tail=()))
 
     def testify(self, node: str) -> None:
         """A node of the round has told of a failure."""

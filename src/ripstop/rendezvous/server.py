@@ -7,6 +7,10 @@ agent's messages go to the `Coordinator`.
 
 Operators show a token that is made of the secret.  A job without one is steered over the network only where TLS asks
 everybody for a certificate; else through the socket on its coordinator's machine (`observe/job_socket.py`).
+
+Pages in an operator's browser are strangers, too.  One cannot become an agent: a request with an `Origin` is refused.
+One that got its own name to mean this address (DNS rebinding) reads nothing: what is open to anybody is told only under
+a name of this coordinator or an IP address, and strangers are not told the run id.
 """
 
 import asyncio
@@ -17,7 +21,9 @@ import secrets
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -71,6 +77,7 @@ class Server:
         nodes: int = 1,
         tls: ssl.SSLContext | None = None,
         agents: bool = True,
+        name: str = "",
     ) -> None:
         self._listening = listening
         self._coordinator = coordinator
@@ -79,12 +86,15 @@ class Server:
         self._lease = lease
         self._tls = tls
         self._agents = agents  # whether they come here, too
+        self._names = (name.lower(), socket.gethostname().lower(), "localhost")  # the first: the endpoint's
         self._strangers: dict[Stranger, asyncio.TimerHandle] = {}  # the oldest first
         self._most_strangers = _most_strangers(nodes)
         self._room = asyncio.Event()
         self._outboxes: set[Outbox] = set()
+        self._full_name: asyncio.Task[str] | None = None
         self._complaints: set[tuple[str, str]] = set()
         self._knocks: dict[str, None] = {}  # nonces of good ones, the oldest first
+        self._knocked: set[asyncio.BaseTransport] = set()  # connections with a good one, that may become agents
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -97,7 +107,7 @@ class Server:
         app.router.add_get("/healthz", _healthz)
         app.router.add_route("*", "/{path:.*}", _nothing_here)
         logger = logging.Logger("ripstop.rendezvous.http", logging.DEBUG)  # ours alone: it never reaches the console
-        logger.addHandler(_HttpErrors(partial(self._complain, kind="http")))
+        logger.addHandler(_HttpErrors(partial(self._complain, kind="http"), self._admit_defect))
         self._runner = web.AppRunner(
             app, access_log=None, logger=logger, handle_signals=False, shutdown_timeout=2 * FLUSH
         )
@@ -175,9 +185,11 @@ class Server:
     def _doorstep(self) -> Doorstep:
         return Doorstep(self._answer_knock, self._let_in, self._part)
 
-    def _let_in(self, transport: asyncio.Transport, heard: bytes) -> None:
+    def _let_in(self, transport: asyncio.Transport, heard: bytes, knocked: bool) -> None:
         """On to HTTP; a stranger it remains."""
         assert self._runner is not None and self._runner.server is not None
+        if knocked:
+            self._knocked.add(transport)
         tune(transport.get_extra_info("socket"))
         handler = self._runner.server()
         transport.set_protocol(handler)
@@ -190,6 +202,7 @@ class Server:
 
     def _part(self, stranger: Stranger) -> None:
         """No stranger any more: it is known, or gone."""
+        self._knocked.discard(stranger)
         if timer := self._strangers.pop(stranger, None):
             timer.cancel()
             self._room.set()
@@ -227,9 +240,19 @@ class Server:
 
     def _complain(self, host: str, why: str, *, kind: str) -> None:
         """One line for operators: once per address and kind, however often it happens."""
-        if (host, kind) not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
-            self._complaints.add((host, kind))
+        if self._is_new(host, kind):
             log.warning("refused peer=%s why=%r (said once)", host, why)
+
+    def _admit_defect(self, text: str, error: BaseException | None) -> None:
+        """An error of ours: once per place, for a stranger may know how to bring it about."""
+        if self._is_new(_place(error), "defect"):
+            log.error("%s (said once)", text, exc_info=error)
+
+    def _is_new(self, what: str, kind: str) -> bool:
+        if (what, kind) in self._complaints or len(self._complaints) >= MAX_COMPLAINTS:
+            return False
+        self._complaints.add((what, kind))
+        return True
 
     # operators --------------------------------------------------------------------------------------------------------
 
@@ -255,12 +278,32 @@ class Server:
             raise Refused(401, "this job is steered with its token; send Authorization: Bearer and `ripstop token`'s")
         if not secret.same(shown.strip(), secret.api_token(self._token, self._run_id)):
             self._complain(host, "a wrong token for the API", kind="token")
-            why = f"the token is not that of job {self._run_id}"
-            raise Refused(401, f"{why}; set that job's RIPSTOP_TOKEN, and give --job={self._run_id}")
+            raise Refused(401, "the token is not this job's; set its RIPSTOP_TOKEN, and give its id with --job")
 
-    def _admit_reader(self, request: web.Request) -> str:
-        """Numbers are for whoever may steer, and for anybody where there is no secret."""
-        return self._admit(request) if self._token else "anybody"
+    async def _admit_reader(self, request: web.Request) -> str:
+        """Numbers are for whoever may steer, and for anybody where there is no secret, but a page in a browser.
+
+        A page cannot show a token, has no certificate for its own name, and asks for its own name.
+        """
+        if self._token:
+            return self._admit(request)
+        if self._tls is None and not await self._is_called(name := _named(request)):
+            raise Refused(
+                403,
+                f"{name[:80]!r} is no name of this coordinator; ask for its IP address or its --rdzv-endpoint, "
+                "or start the job with RIPSTOP_TOKEN and show its token",
+            )
+        return "anybody"
+
+    async def _is_called(self, name: str) -> bool:
+        """An IP address cannot be rebound, so any will do, and who names nobody is no browser."""
+        if not name or name in self._names:
+            return True
+        with contextlib.suppress(ValueError):
+            return bool(ip_address(name))
+        if self._full_name is None:  # it may have to be asked of a DNS server
+            self._full_name = asyncio.create_task(asyncio.to_thread(socket.getfqdn), name="ripstop-full-name")
+        return name == (await asyncio.shield(self._full_name)).lower()
 
     # agents -----------------------------------------------------------------------------------------------------------
 
@@ -268,27 +311,37 @@ class Server:
         transport = request.transport
         if transport is None:
             return web.Response()  # it has left already
+        host = _host(transport)
+        if transport not in self._knocked:  # it asked for something else first
+            self._complain(host, f"{PATH} is the first that an agent asks for", kind="http")
+            return _plain(400, f"{PATH} is the first that an agent asks for")
+        self._knocked.discard(transport)
         ws = web.WebSocketResponse(timeout=FLUSH, compress=False, max_msg_size=MAX_FRAME + 1)
-        if not ws.can_prepare(request):
-            self._complain(_host(transport), f"{PATH} speaks WebSocket only", kind="http")
+        if not _can_upgrade(ws, request):
+            self._complain(host, f"{PATH} speaks WebSocket only", kind="http")
             return _plain(400, f"{PATH} speaks WebSocket only")
         try:
             await ws.prepare(request)
-            if node := await self._greet(ws, _host(transport)):
+            if node := await self._greet(ws, host):
                 self._part(transport)
                 await self._talk(ws, node, transport)
         except ProtocolError as error:
-            self._complain(_host(transport), str(error), kind="protocol")
+            self._complain(host, str(error), kind="protocol")
         except ConnectionError:
             pass  # it left in the middle of something
+        if not ws.prepared:
+            return _plain(400, "gone")  # before it was answered
         await ws.close()
         return ws
 
-    def _answer_knock(self, transport: asyncio.Transport, text: str) -> Rejected | None:
+    def _answer_knock(self, transport: asyncio.Transport, text: str, origin: str | None) -> Rejected | None:
         """Why an agent that knocks is not let in; None: it is, and its knock is used up."""
         if not self._agents:
             return None  # HTTP says that they are not served here
         host = _host(transport)
+        if origin is not None:
+            self._complain(host, f"a web page, of {origin[:NAME]}, asked to join the job", kind="page")
+            return Rejected("a web page cannot join a job; start a node with ripstop run")
         try:
             hello = decode(text or "{}", (Hello,))  # who has no such header is of another version, or no agent
         except ProtocolError as error:
@@ -338,15 +391,18 @@ class Server:
     def _objection(self, hello: Hello, challenge: str) -> Rejected | None:
         if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
             return Rejected(f"a run id, a node id and a nonce are text of 1 to {NAME} characters, these are not")
+        exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
+        proven = secret.same(hello.proof, exchange.by_agent(self._token))
         if hello.run_id != self._run_id:
+            # A stranger is not told what this job is called.
+            name = f"job {self._run_id!r}" if proven and self._token else "another job"
             # A job that is over leaves the port to the next one in a moment.
             return Rejected(
-                f"this is the coordinator of job {self._run_id!r}, not of {hello.run_id!r}; "
+                f"this is the coordinator of {name}, not of {hello.run_id!r}; "
                 "use another --rdzv-endpoint, or the same --rdzv-id on every node",
                 final=not self._coordinator.ended.done(),
             )
-        exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        if not secret.same(hello.proof, exchange.by_agent(self._token)):
+        if not proven:
             return Rejected("the job secret does not match the coordinator's; set the same RIPSTOP_TOKEN on every node")
         return None
 
@@ -390,6 +446,21 @@ def _plain(status: int, text: str) -> web.Response:
     return response
 
 
+def _named(request: web.Request) -> str:
+    """The host that a request is for, without its port."""
+    host = request.headers.get("Host", "").strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _can_upgrade(ws: web.WebSocketResponse, request: web.Request) -> bool:
+    try:
+        return bool(ws.can_prepare(request))
+    except ValueError:  # a key that is not even ASCII
+        return False
+
+
 def _host(stranger: Stranger) -> str:
     if isinstance(stranger, asyncio.Task):
         return stranger.get_name()
@@ -399,6 +470,14 @@ def _host(stranger: Stranger) -> str:
 
 def _has_left(stranger: Stranger) -> bool:
     return isinstance(stranger, asyncio.BaseTransport) and stranger.is_closing()
+
+
+def _place(error: BaseException | None) -> str:
+    """Where an error was raised."""
+    trace = error.__traceback__ if error else None
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{type(error).__name__} {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "nowhere"
 
 
 def _most_strangers(nodes: int) -> int:
@@ -425,17 +504,22 @@ def _abort(transport: asyncio.BaseTransport) -> None:
 class _HttpErrors(logging.Handler):
     """Where aiohttp's own log goes: peers that do not speak HTTP are complaints, anything else is our defect."""
 
-    def __init__(self, complain: partial[None]) -> None:
+    def __init__(self, complain: partial[None], defect: Callable[[str, BaseException | None], None]) -> None:
         super().__init__()
         self._complain = complain
+        self._defect = defect
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
+        host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
         if isinstance(error, HttpProcessingError):
-            host = record.args[0] if isinstance(record.args, tuple) and record.args else "unknown"
             why = "it speaks TLS; give this coordinator tls_cert and tls_key, or take tls_… from the node's --rdzv-conf"
             if not any(sign in error.message for sign in SIGNS_OF_TLS):
                 why = f"not HTTP: {error.message[:200]}"
             self._complain(str(host), why)
+        elif isinstance(error, web.RequestPayloadError):
+            self._complain(str(host), f"not HTTP: {str(error)[:200]}")
+        elif isinstance(error, ConnectionError):
+            pass  # it left in the middle of something
         elif record.levelno >= logging.ERROR:
-            log.error("%s", record.getMessage(), exc_info=record.exc_info)
+            self._defect(record.getMessage(), error)
