@@ -1,10 +1,16 @@
 """What no test may leave behind for the next one in its process."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from ripstop.workers import linux
+
+# `nohup` and some CI runners start us with these ignored, and every process that a test starts would inherit that
+for _signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, signal.default_int_handler if _signum is signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ from ripstop.observe.failure import Report
 from ripstop.observe.job_socket import JobSocket
 from ripstop.observe.log import Stderr
 from ripstop.observe.report import render, to_json
-from ripstop.observe.text import one_line
+from ripstop.observe.text import clean, one_line
 from ripstop.rendezvous import secret
 from ripstop.rendezvous.coordinator import Coordinator
 from ripstop.rendezvous.endpoint import Bound, bind
@@ -465,7 +465,7 @@ def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
     """The report, without the names of files that are gone."""
     if directory.kept:
         return report
-    ours = str(directory.path)
+    ours = clean(str(directory.path))
     failures = (
         replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
         if failure.logs.startswith(ours)

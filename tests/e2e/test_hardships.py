@@ -1,6 +1,7 @@
 """What a launcher meets in the wild: impatient users, strange parents, full disks, hostile scripts."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -280,3 +281,145 @@ def test_a_path_may_have_spaces_and_any_letters(job: Job) -> None:
     agent = job.run("--standalone", path, "a b", "ü")
     assert agent.wait() == 0
     assert agent.out.strip() == str([path, "a b", "ü"])
+
+
+# full disks and planted links -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> list[str]:
+    """Wraps a command so that `disk` is a file system of 8 MiB, for that command alone; `sh` in front fills it."""
+    (tmp_path / "disk").mkdir()
+    mounts = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m none "$0"', str(tmp_path / "disk")]
+    if shutil.which("unshare") is None or subprocess.run(mounts, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    return [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=8m none "$0" && eval "$FIRST"; exec "$@"',
+        mounts[-1],
+    ]
+
+
+FILL = """
+import os, sys, time
+
+def fill():
+    with open(os.environ["TMPDIR"] + "/fill", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+"""
+NOISY = """
+fill()
+for number in range(40):  # more than the disk holds; each part is on the console before the next is written
+    sys.stderr.write("x" * 199_999 + f"\\npart {number}\\n")
+    while not os.path.exists(os.environ["TRAIN_LOG"] + f".{number}"):
+        time.sleep(0.001)
+"""
+
+
+def test_workers_may_write_to_stderr_where_the_disk_is_full(job: Job, small_disk: list[str]) -> None:
+    env = {"TMPDIR": small_disk[-1], "FIRST": 'head -c 9m /dev/zero > "$0/fill" 2> /dev/null'}
+    text = "import sys\nsys.stderr.write('x' * 1_000_000 + '\\n')\nprint('trained')\n"
+    agent = job.ripstop("run", "--standalone", "--nproc-per-node=2", script(job, text), env=env, wrap=small_disk)
+    assert agent.wait() == 0, job.story()
+    assert agent.out.split() == ["trained"] * 2
+    assert agent.err.count("x") >= 2_000_000
+    assert agent.err.count("is full: workers write stderr to the console alone") == 1
+    assert "Traceback" not in agent.err
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_workers_may_write_to_stderr_while_the_disk_fills_up(
+    job: Job, small_disk: list[str], dies: bool, named: bool
+) -> None:
+    flags = [f"--log-dir={small_disk[-1]}/logs"] if named else []
+    end = "raise ValueError('the end')\n" if dies else "print('trained')\n"
+    path = script(job, FILL + NOISY + end)
+    agent = job.ripstop("run", "--standalone", *flags, path, env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
+    for number in range(40):
+        agent.says(f"part {number}\n")
+        Path(f"{job.log}.{number}").touch()
+    assert agent.wait() == int(dies), job.story()
+    assert agent.err.count("x") >= 40 * 199_999  # a line of the log may be in between
+    assert len(re.findall(r"the disk of \S+ is full: only the console", agent.err)) == 1
+    if dies:
+        assert "ValueError: the end" in agent.err.split("root cause")[1]
+        assert "part 39" in agent.err.split("last lines of stderr")[1]
+
+
+def test_a_worker_that_dies_on_a_full_disk_is_reported_with_that(job: Job, small_disk: list[str]) -> None:
+    text = FILL + "fill()\nos.kill(os.getpid(), 9)\n"
+    agent = job.ripstop("run", "--standalone", script(job, text), env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
+    assert agent.wait() == 1
+    assert re.search(r"killed by SIGKILL.*; the disk of \S+ is full", agent.err), job.story()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to plant what belongs to another user")
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", ["round_1/0/stderr.log", "events.jsonl", "job-events.jsonl"])
+def test_links_that_were_planted_in_a_shared_log_directory_are_not_followed(job: Job, name: str, own: bool) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("secret")
+    planted = job.folder / "logs" / "job7" / name
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(secret)
+    for path in [] if own else [planted.parent, *planted.parent.parents]:
+        if path.is_relative_to(job.folder / "logs"):
+            os.chown(path, 4242, 4242)
+    text = "import sys\nsys.stderr.write('planted')\n"
+    agent = job.run("--rdzv-id=job7", f"--log-dir={job.folder}/logs", script(job, text))
+    agent.wait()
+    if not own:
+        assert agent.process.returncode == 2
+        assert "job7 belongs to user 4242" in agent.err
+    assert "Traceback" not in agent.err
+    assert secret.read_text() == "secret"
+
+
+# what the system refuses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_too_few_processes_are_an_error_in_one_line(job: Job, processes: int) -> None:
+    rights = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]  # root itself has no such limit
+    other = ["setpriv", "--reuid=424242", "--clear-groups", *rights, "prlimit", f"--nproc={processes}"]
+    if shutil.which("setpriv") is None or subprocess.run([*other, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs root, and setpriv")
+    job.folder.chmod(0o777)
+    path = script(job, "raise SystemExit(3)")
+    env = {"TMPDIR": str(job.folder)}
+    agent = job.ripstop("run", "--standalone", "--nproc-per-node=6", "--tee=3", path, env=env, wrap=other)
+    assert agent.wait() == 1
+    assert re.search("error: .*ulimit|could not be started: .*(ulimit|limits)", agent.err), job.story()
+    assert "Traceback" not in agent.err
+
+
+def test_a_log_directory_whose_name_is_no_text_is_named_as_well_as_can_be(job: Job) -> None:
+    logs = os.fsdecode(os.fsencode(job.folder) + b"/l\xffgs")
+    agent = job.ripstop("run", "--standalone", f"--log-dir={logs}", script(job, "raise ValueError('no')"))
+    assert agent.wait() == 1
+    assert "ValueError: no" in agent.err.split("root cause")[1]
+    assert "/l?gs/" in agent.err
+    assert "launch.py" not in agent.err, "a traceback of the agent's"
+    assert list(Path(logs).glob("*/report.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("x" * 300, "--log-dir"), ("x" * 300, "TMPDIR"), ("x" * 300, "TORCHELASTIC_TIMER_FILE")]
+)
+def test_a_name_that_is_too_long_is_an_error_in_one_line(job: Job, name: str, variable: str) -> None:
+    path, env = str(job.folder / name), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"} if "TIMER" in variable else {}
+    if variable.startswith("--"):
+        agent = job.ripstop("run", "--standalone", f"{variable}={path}", script(job, ""))
+    else:
+        agent = job.ripstop("run", "--standalone", script(job, ""), env={**env, variable: path})
+    assert agent.wait() == 2
+    assert re.search(r"^ripstop run: error: .*File name too long.*; name another", agent.err, re.MULTILINE)
+    assert "Traceback" not in agent.err

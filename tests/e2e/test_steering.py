@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -256,6 +257,20 @@ def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
     agents[0].wait()
     assert status(job)["run_id"] == "two"
     assert [path for path in run_directory(job.env).iterdir() if path.suffix] == []
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_socket_that_was_removed_with_its_directory_is_made_anew(job: Job, asked_before: bool) -> None:
+    agent = job.run("--standalone", str(CHATTY))
+    agent.says("round=1 ")
+    if asked_before:
+        until_running(job)
+    shutil.rmtree(run_directory(job.env))
+    agent.says("is made anew")
+    until_running(job)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 128 + signal.SIGTERM
+    assert list(run_directory(job.env).iterdir()) == []
 
 
 def test_a_job_that_does_not_answer_is_said_to_be_unreachable(job: Job) -> None:

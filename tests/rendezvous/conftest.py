@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.config import Timing, Tls
+from ripstop.config import Budget, Timing, Tls
 from ripstop.rendezvous.client import WebSocketLink
 from ripstop.rendezvous.coordinator import Coordinator, Session
 from ripstop.rendezvous.endpoint import bind
@@ -105,12 +105,12 @@ class Harness:
         time.sleep(seconds)
 
     @staticmethod
-    def settings(nodes: int = 1, lease: float = 3.0, least: int = 0) -> Settings:
-        return Settings("job", least or nodes, nodes, Timing(lease=lease))
+    def settings(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> Settings:
+        return Settings("job", least or nodes, nodes, Timing(lease=lease), Budget(restarts))
 
     @staticmethod
-    def coordinator(nodes: int = 1, lease: float = 3.0, least: int = 0) -> Tapped:
-        return Tapped(Harness.settings(nodes, lease, least))
+    def coordinator(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> Tapped:
+        return Tapped(Harness.settings(nodes, lease, least, restarts))
 
     @staticmethod
     def join(node: str, nodes: int = 1, least: int = 0, **more: Any) -> Join:

@@ -2,14 +2,28 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ripstop.errors import NoAnswer, ProtocolError
+from ripstop.observe.events import CheckpointSaved, Entry, Event, FirstStep, RoundEnded, to_json
+from ripstop.observe.failure import Failure
 from ripstop.observe.wishes import Close
 from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.messages import Assign, Beat, Closed, FromCoordinator, Leave, Rejected, Succeeded, Told
+from ripstop.rendezvous.messages import (
+    Assign,
+    Beat,
+    Closed,
+    Failed,
+    FromCoordinator,
+    Leave,
+    Ready,
+    Rejected,
+    Succeeded,
+    Told,
+)
 from ripstop.round import Outcome
 
 
@@ -56,6 +70,32 @@ def test_a_local_link_never_calls_back_from_within_a_call(harness: Any) -> None:
         link.send(harness.join("a"))
         assert agent.messages == []
         await agent.heard(Assign)
+        await link.close()
+        coordinator.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "progress", [lambda round: FirstStep(round, 0, 7, 0.1), lambda round: CheckpointSaved(round, 0, 7, "")]
+)
+def test_a_round_that_reported_a_step_or_a_checkpoint_is_no_part_of_a_crash_loop(
+    harness: Any, progress: Callable[[int], Event]
+) -> None:
+    async def scenario() -> None:
+        coordinator = harness.coordinator(restarts=5)
+        link, agent = LocalLink(coordinator, "a"), harness.Recorder()
+        link.open(agent)
+        await agent.until(lambda a: a.count("linked") == 1)
+        link.send(harness.join("a"))
+        for round in range(1, 5):
+            await agent.until(lambda a, n=round: sum(isinstance(m, Assign) for m in a.messages) == n)
+            link.send(Told((to_json(Entry(round, 1.0, "a", progress(round))),)))
+            link.send(Ready(29500 + round, round))
+            link.send(Failed(round, (Failure(0, 0, round, "host", 1.0, exitcode=1),)))
+        await agent.until(lambda a: sum(isinstance(m, Assign) for m in a.messages) == 5)
+        ends = [entry.event for _, entry in coordinator.journal.since(0) if isinstance(entry.event, RoundEnded)]
+        assert [end.delay for end in ends] == [0.0] * 4
         await link.close()
         coordinator.stop()
 

@@ -31,7 +31,7 @@ from ripstop.observe.wishes import Close, Drain, Restart, Scale, objection
 from ripstop.rendezvous import roster
 from ripstop.rendezvous.bounds import bounded
 from ripstop.rendezvous.codec import MAX_FRAME, fit
-from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
+from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Progressed, Record, Send, Tick
 from ripstop.rendezvous.inquest import BLAME, INSPECTION
 from ripstop.rendezvous.machine import FAREWELL, Job
 from ripstop.rendezvous.messages import (
@@ -252,6 +252,28 @@ def test_a_pause_before_a_restart_stops_the_survivors_and_is_kept() -> None:
     assert held(hear(job, "a", Failed(3, (crash(round=3),)), 3.0)) == {"a": 3}
     assert job.deadline() == 4.0
     assert assigned(on(job, Tick(), 4.0)) == {"a": 0}
+
+
+def test_deaths_of_rounds_that_made_progress_are_healed_without_a_pause() -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, Budget(9, backoff=30.0)))
+    hear(job, "a", join(job, "a"), 0.0)
+    for t in (1.0, 2.0, 3.0, 4.0):
+        on(job, Progressed("a", job.round), t - 0.5)
+        offer_anew(job, "a", t)
+        assert assigned(hear(job, "a", Failed(job.round, (crash(round=job.round),)), t)) == {"a": 0}
+
+
+@pytest.mark.parametrize(("node", "round"), [("a", 2), ("b", 3)])
+def test_progress_of_another_round_or_of_a_spare_is_no_progress_of_this_one(node: str, round: int) -> None:
+    job = Job(Settings("job7", 1, 1, TIMING, Budget(9, backoff=30.0)))
+    hear(job, "a", join(job, "a"), 0.0)
+    for t in (1.0, 2.0):
+        offer_anew(job, "a", t)
+        hear(job, "a", Failed(job.round, (crash(round=job.round),)), t)
+    hear(job, "b", join(job, "b"), 2.1)
+    on(job, Progressed(node, round), 2.5)
+    hear(job, "a", Failed(3, (crash(round=3),)), 3.0)
+    assert job.deadline() == 4.0
 
 
 # rule 4: newcomers and spares -----------------------------------------------------------------------------------------

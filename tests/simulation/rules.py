@@ -6,7 +6,7 @@ Looks into the machines on purpose: a rule that is broken inside shows outside o
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ripstop.observe.events import NodeGone
+from ripstop.observe.events import NodeGone, RoundEnded
 from ripstop.observe.status import Phase
 from ripstop.rendezvous import machine as coordinator
 from ripstop.rendezvous.machine import Job
@@ -94,6 +94,8 @@ class Rules:
             match command:
                 case coordinator.Record(NodeGone(name, why)) if why.startswith("lost: silent"):
                     self._check_loss(name)
+                case coordinator.Record(RoundEnded(delay=delay)) if delay:
+                    demand(not job.progressed, f"a round that made progress is followed by a pause of {delay:g} s")
 
     def _standing(self, job: Job) -> int:
         """How many charges count now."""

@@ -93,12 +93,16 @@ def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
-    def charge(restarts: Restarts, now: float, lived: float, cause: Cause = Cause.APPLICATION) -> Verdict:
+    def charge(restarts: Restarts, now: float, cause: Cause = Cause.APPLICATION, *, young: bool) -> Verdict:
         restarts._charges[cause].append(now)
         restarts.used += 1
         return Verdict(True, 0.0, "why not")
 
     patch.setattr(Restarts, "charge", charge)
+
+
+def progress_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "_dies_young", lambda _job, _now: True)
 
 
 def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -166,6 +170,7 @@ def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: list[Patch] = [
+    progress_does_not_count,
     an_old_offer_is_used_again,
     an_offer_outlives_its_connection,
     a_beat_renews_no_lease,

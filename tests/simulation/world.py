@@ -538,10 +538,19 @@ class World:
             node.offered = 0
         began = self.now + self.random.random() * (0.5 if self.slow else 0.05)
         node.group = Group(place, began)
+        if place.round % 2:
+            self.at(began + 0.2, self._workers_step, node, node.group)
         if self.over:
             self.soon(1.0, 3.0, self._workers_fail, node, node.group, "victim")
         if self.now >= self.calm and self.finishing:
             self.at(began + 0.1 + self.random.random(), self._try_to_finish, node, node.group)
+
+    def _workers_step(self, node: SimNode, group: Group) -> None:
+        """They report their first step, to the coordinator that is there now."""
+        connection = node.connection
+        linked = connection and connection.life == self.life and self.sessions.get(node.id) is connection
+        if linked and not self.is_frozen() and node.alive and node.group is group and group.state == "running":
+            self._feed_job(coordinator.Progressed(node.id, group.place.round))
 
     def _stop(self, node: SimNode, round: int, grace: float) -> None:
         group = node.group

@@ -136,6 +136,71 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "report.json"]
 
 
+# what others have put there
+
+OTHER = 4242  # a user who is nobody here
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+def test_a_run_directory_of_another_user_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "job7").mkdir()
+    os.chown(tmp_path / "job7", OTHER, OTHER)
+    with pytest.raises(UsageError, match=r"cannot be used \(job7 belongs to user 4242\); name another with --log-dir"):
+        LogDirectory(Logs(directory=tmp_path), "job7")
+
+
+def test_a_run_directory_that_is_a_link_is_refused_but_the_log_directory_may_be_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "logs").symlink_to("real")
+    (tmp_path / "real" / "evil").symlink_to(tmp_path)
+    assert LogDirectory(Logs(directory=tmp_path / "logs"), "job7").path.is_dir()
+    with pytest.raises(UsageError, match=r"evil is a symbolic link"):
+        LogDirectory(Logs(directory=tmp_path / "logs"), "evil")
+
+
+def test_nobody_else_can_write_into_a_run_directory(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory = LogDirectory(Logs(directory=tmp_path), "job7")
+        logs = round_logs(directory.path)
+        logs.prepare()
+    finally:
+        os.umask(before)
+    for path in (directory.path, logs.directory(0).parent, logs.directory(0)):
+        assert path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", ["round_2", "round_2/4", "round_2/4/stderr.log"])
+def test_a_planted_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    planted = tmp_path / "job7" / name
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(target if not name.endswith(".log") else target / "file")
+    with pytest.raises(StartError, match=r"cannot be used \("):
+        round_logs(tmp_path / "job7").prepare()
+    assert list(target.iterdir()) == []
+
+
+def test_a_planted_link_in_place_of_an_error_file_is_moved_aside(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path)
+    logs.prepare()
+    logs.error_file(0).symlink_to(tmp_path / "target")
+    logs.prepare()
+    assert not os.path.lexists(logs.error_file(0))
+
+
+def test_planted_links_in_place_of_copied_and_filtered_files_are_not_followed(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path, Logs(tee=StreamMap(Streams.ALL), stdout_filters=("x",)))
+    logs.prepare()
+    (tmp_path / "round_2" / "filtered_stdout.log").symlink_to(tmp_path / "target")
+    console = Console()
+    with pytest.raises(StartError, match="cannot be used"):
+        logs.follow(console)
+    console.close()
+    assert not (tmp_path / "target").exists()
+
+
 # lines
 
 

@@ -8,6 +8,7 @@ said, no worker is disturbed by it, and it is tried again; (4) no file is touche
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ripstop.observe.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.observe.failure import Failure, Hang
+from ripstop.observe.own_directory import make_own_directory
 from ripstop.observe.progress import LOOKS, SILENT, Pace, Progress, Signs, Stuck
 from ripstop.observe.stacks import Spot, spot
 from ripstop.observe.text import clean, cut_middle
@@ -260,7 +262,7 @@ class Watch:
 
     def _failure(self, rank: int, found: Look, flight: "Flight | None", stuck: Stuck, at: float) -> Failure:
         place = self._subject.place
-        here, file = spot(found.frames), str(self._file(place.first_rank + rank))
+        here, file = spot(found.frames), clean(str(self._file(place.first_rank + rank)))
         standings = flight.standings if flight else None
         return Failure(
             rank=place.first_rank + rank,
@@ -271,7 +273,7 @@ class Watch:
             pid=found.pid,
             message=_message(here, stuck, found),
             traceback=cut_middle(clean(found.stack), STACK),
-            logs=str(self._subject.logs.directory(rank)),
+            logs=clean(str(self._subject.logs.directory(rank))),
             hang=Hang(
                 round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file, standings
             ),
@@ -314,8 +316,11 @@ def _measure(files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, 
 
 def _put(files: Mapping[Path, bytes]) -> None:
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        make_own_directory(path.parent.parent)  # with a plugin, there may be none
+        make_own_directory(path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+            file.write(content)
 
 
 def _message(here: Spot, stuck: Stuck, found: Look) -> str:

@@ -18,7 +18,7 @@ def logs(given: Given, environ: Mapping[str, str], slots: int, notes: list[str])
     kept = directory != Path(os.devnull)  # torchrun's way to ask for no files
     if not kept:
         directory = None
-    if directory is not None and directory.exists() and not directory.is_dir():
+    if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):  # noqa: PTH112 (never raises)
         raise UsageError(f"{given.label('--log-dir')}={directory}: is there and no directory; name another")
     redirects, tee = (_to_files(given, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
     prefix = environ.get(PREFIX, "")

@@ -22,7 +22,7 @@ def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
 
     named = environ.get(TIMER_FILE)
     path = Path(named).absolute() if named else Path(gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
-    if path.is_fifo() and in_use(path):  # as in a worker that launches a job of its own
+    if in_use(path):  # as in a worker that launches a job of its own
         path = path.with_name(f"{path.name}_{os.urandom(4).hex()}")
         notes.append(f"{TIMER_FILE}={named}: another agent reads this pipe; this job's is {path}")
     examine(f"{TIMER_FILE}={named}" if named else f"{path}", path)

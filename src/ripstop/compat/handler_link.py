@@ -45,7 +45,7 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.rendezvous.policy import Restarts
+from ripstop.rendezvous.policy import Restarts, dies_young
 from ripstop.round import Address, Node, Outcome, Place
 from ripstop.values import dataclass
 
@@ -230,7 +230,9 @@ class HandlerLink:
                 match await self._hear(began + EXIT_BARRIER - loop.time() if done else None):
                     case Failed(round, failures) if round == met.place.round:
                         self._failures += failures
-                        verdict = self._restarts.charge(loop.time(), loop.time() - began)
+                        verdict = self._restarts.charge(
+                            loop.time(), young=dies_young(loop.time() - began, progressed=False)
+                        )
                         if not verdict.allowed:
                             return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")
                         return Again(f"{self._culprit()}; {verdict.why}", verdict.delay)

@@ -42,7 +42,7 @@ class EventFile:
 
     def _write(self, data: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             self._torn = _ends_torn(self._fd)
         data = b"\n" + data if self._torn else data
         self._torn = os.write(self._fd, data) < len(data)

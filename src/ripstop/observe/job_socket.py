@@ -2,7 +2,8 @@
 
 Rules: (1) the socket is its user's and root's alone, by its directory, its mode and the kernel's word on who connects,
 so no token is asked for; (2) until somebody connects it costs a listening socket and nothing else: what serves HTTP is
-imported then, in a thread; (3) a job that cannot have one is run without it, and its log says so.
+imported then, in a thread; (3) a job that cannot have one is run without it, and its log says so; (4) what somebody has
+removed, as the system does when a user logs out, is made anew; nobody tells, so it is looked for.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ripstop.observe")
 
 BACKLOG = 16
+LOOK = 5.0  # seconds between two looks whether the socket and its file are there
 GOODBYE = 1.0  # seconds for what is being answered
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -49,6 +51,9 @@ class JobSocket:
             tls_key=_path(certificates.key),
         )
         self._token = token
+        self._environ = environ
+        self._timer: asyncio.TimerHandle | None = None
+        self._said = False
         self._listening: socket.socket | None = None
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -81,6 +86,8 @@ class JobSocket:
 
     async def close(self) -> None:
         """Nobody finds the job any more; what is being answered is answered, briefly."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._registration is not None:
             self._registration.close()
         if self._listening is not None and self._held is not None:
@@ -103,6 +110,43 @@ class JobSocket:
             self._registration.say(self._sign)
         except OSError as error:
             self._give_up(f"its file cannot be written: {error.strerror}")
+            return
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
+
+    def _look(self) -> None:
+        """Rule 4."""
+        self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
+        if self._held is None or self._registration is None or (self._serving and not self._serving.done()):
+            return
+        names = [f"{self._name}.json", *([f"{self._name}.sock"] if self._listening else [])]
+        if all(os.path.lexists(self._held.path / name) for name in names):
+            return
+        try:
+            self._make_anew(self._held, self._registration)
+        except (RipstopError, OSError) as error:
+            if not self._said:
+                log.warning("%s was removed: the job cannot be steered from this machine: %s", self._held.path, error)
+            self._said = True
+        else:
+            self._said = False
+            log.warning("what was in %s was removed, and is made anew", self._held.path)
+
+    def _make_anew(self, held: HeldDirectory, registration: Registration) -> None:
+        self._held = HeldDirectory(self._environ)
+        held.leave()
+        registration.close()
+        if self._listening is not None:
+            self._listen_anew(self._listening, self._held.path / f"{self._name}.sock")
+        self._registration = Registration(self._held.path, self._name)
+        self._registration.say(self._sign)
+
+    def _listen_anew(self, old: socket.socket, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        asyncio.get_running_loop().remove_reader(old)
+        self._listen(path)
+        if self._runner is None:
+            old.close()  # else whoever serves it closes it
 
     def _give_up(self, why: str) -> None:
         log.warning("the job cannot be steered from this machine: %s", why)
@@ -135,9 +179,11 @@ class JobSocket:
 
             from ripstop.observe.api import Api, application
 
-            app = application(Api(lambda: self.job, admit))
-            self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE)
-            await self._runner.setup()
+            if self._runner is None:
+                app = application(Api(lambda: self.job, admit))
+                runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE)
+                await runner.setup()
+                self._runner = runner
             await web.SockSite(self._runner, listening).start()
         except Exception:
             log.exception("the job cannot be steered from this machine")

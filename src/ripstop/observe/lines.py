@@ -1,6 +1,7 @@
 """Lines that a thread of its own writes, so that whoever has something to say never waits for a disk or a console.
 
-When too many lines wait, new ones are dropped and counted.  What cannot be written hurts nobody.
+When too many lines wait, new ones are dropped and counted.  What cannot be written hurts nobody.  Where the system has
+no thread left, whoever has something to say writes it.
 """
 
 import queue
@@ -40,8 +41,11 @@ class Lines:
         self._dropped = 0
         self._lines.put(line)
         if not self._started:
-            self._started = True
-            self._thread.start()
+            try:
+                self._thread.start()
+                self._started = True
+            except RuntimeError:  # no thread is left
+                self._write_next(self._lines.get())
 
     def close(self) -> bool:
         """Waits, briefly, until what was said is written; whether it is."""
@@ -52,8 +56,11 @@ class Lines:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            try:
-                self._write(f"{line}\n".encode("utf-8", "backslashreplace"))
-            except OSError as error:
-                if self._failed is not None:
-                    self._failed(error)
+            self._write_next(line)
+
+    def _write_next(self, line: str | None) -> None:
+        try:
+            self._write(f"{line}\n".encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            if self._failed is not None:
+                self._failed(error)

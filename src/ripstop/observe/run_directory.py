@@ -73,5 +73,6 @@ class HeldDirectory:
     def leave(self) -> None:
         with suppress(OSError):  # others are there, or something of theirs
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.path.rmdir()
+            if os.fstat(self._fd).st_nlink:  # what is at the path now may be another one
+                self.path.rmdir()
         os.close(self._fd)

@@ -23,7 +23,7 @@ from ripstop.observe.metrics import Totals
 from ripstop.observe.status import JobStatus
 from ripstop.observe.wishes import Wish
 from ripstop.rendezvous.bounds import bounded_entry
-from ripstop.rendezvous.events import Drop, End, Event, Gone, Heard, Record, Send, Tick
+from ripstop.rendezvous.events import Drop, End, Event, Gone, Heard, Progressed, Record, Send, Tick
 from ripstop.rendezvous.machine import Job
 from ripstop.rendezvous.messages import Answer, Ask, Beat, FromAgent, FromCoordinator, Told
 from ripstop.rendezvous.settings import Settings
@@ -231,6 +231,13 @@ class Coordinator:
             entry = observe.from_json(line)
             if entry is not None and entry.node == node:  # it speaks for itself only
                 self.journal.take(bounded_entry(entry))
+                self._note_progress(node, entry.event)
+
+    def _note_progress(self, node: str, event: observe.Event) -> None:
+        match event:
+            case observe.FirstStep(round=round) | observe.CheckpointSaved(round=round):
+                if round == self._job.round and not self._job.progressed:
+                    self._feed(Progressed(node, round))
 
     def _answered(self, node: str, answer: Answer) -> None:
         whom, waiting = self._questions.get(answer.number, (None, None))

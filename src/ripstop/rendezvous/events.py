@@ -29,7 +29,15 @@ class Tick:
     """A deadline has passed."""
 
 
-Event = Heard | Gone | Tick | Wish
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A worker of this node has reported a step or a checkpoint of this round."""
+
+    node: str
+    round: int
+
+
+Event = Heard | Gone | Tick | Progressed | Wish
 
 
 # commands -------------------------------------------------------------------------------------------------------------

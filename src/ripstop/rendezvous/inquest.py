@@ -136,9 +136,9 @@ class Inquest:
 
     # rulings ----------------------------------------------------------------------------------------------------------
 
-    def rule(self, restarts: Restarts, nodes: int, lived: float, now: float) -> Ruling:
-        """Workers have died in the round, of so many nodes, after it had lived so long."""
-        verdict, why, charged = self._charge(restarts, Cause.APPLICATION, lived, now)
+    def rule(self, restarts: Restarts, nodes: int, now: float, *, young: bool) -> Ruling:
+        """Workers have died in the round, of so many nodes."""
+        verdict, why, charged = self._charge(restarts, Cause.APPLICATION, now, young=young)
         victims = nodes > 1 and all(looks_like_victim(f) for f in self._failures)
         if verdict.allowed:
             self._suspect, self._unexplained_round = (now, self._round) if victims else (None, 0)
@@ -150,12 +150,12 @@ class Inquest:
             return Wait((charged,))
         return Fail((charged,), why)
 
-    def rule_on_hang(self, restarts: Restarts, lived: float, now: float) -> Ruling:
+    def rule_on_hang(self, restarts: Restarts, now: float, *, young: bool) -> Ruling:
         """All that can be known of the hang is known."""
         self.inspection = None
         hangs = hangs_among(self._failures, self._round)
         odd = tuple(sorted(odd_ones(hangs)))
-        verdict, why, charged = self._charge(restarts, Cause.INFRASTRUCTURE, lived, now)
+        verdict, why, charged = self._charge(restarts, Cause.INFRASTRUCTURE, now, young=young)
         notes = (HangDiagnosed(self._round, odd, cut(in_words(hangs))), charged)
         if not verdict.allowed:
             return Fail(notes, why)
@@ -175,8 +175,10 @@ class Inquest:
         self.explained()
         return True
 
-    def _charge(self, restarts: Restarts, cause: Cause, lived: float, now: float) -> tuple[Verdict, str, BudgetCharged]:
-        verdict = restarts.charge(now, lived, cause)
+    def _charge(
+        self, restarts: Restarts, cause: Cause, now: float, *, young: bool
+    ) -> tuple[Verdict, str, BudgetCharged]:
+        verdict = restarts.charge(now, cause, young=young)
         why = f"{self._words()}; {verdict.why}"
         used, limit = restarts.spent(cause, now), restarts.limit(cause)
         return verdict, why, BudgetCharged(self._round, cause, used, limit, verdict.allowed, why)

@@ -39,7 +39,7 @@ from ripstop.observe.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.observe.wishes import Close, Drain, Restart, Scale, Wish, objection
 from ripstop.rendezvous import admission, ranks
 from ripstop.rendezvous.bounds import bounded, cut
-from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Record, Send, Tick
+from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Progressed, Record, Send, Tick
 from ripstop.rendezvous.inquest import Fail, Heal, Inquest, Ruling
 from ripstop.rendezvous.messages import (
     Assign,
@@ -61,7 +61,7 @@ from ripstop.rendezvous.messages import (
     Stopped,
     Succeeded,
 )
-from ripstop.rendezvous.policy import Cause, Restarts
+from ripstop.rendezvous.policy import Cause, Restarts, dies_young
 from ripstop.rendezvous.presence import LATE, RECONNECT, Presence
 from ripstop.rendezvous.roster import Roster
 from ripstop.rendezvous.settings import Settings
@@ -79,6 +79,7 @@ class Job:
         self.settings = settings
         self.phase = Phase.GATHERING
         self.round = 0  # of the live or last round
+        self.progressed = False  # a worker of this round has reported a step or a checkpoint
         self.restarts = Restarts(settings.budget)
         self.report: Report | None = None
         self._presence = Presence(settings.timing.lease, settings.own)
@@ -118,6 +119,8 @@ class Job:
                 self._gone(node, now)
             case Tick():
                 pass
+            case Progressed(node, round):
+                self.progressed |= round == self.round and node in self.places  # rule 2
             case wish:
                 out += self._steer(wish, now)
         out += self._expire(now)
@@ -295,7 +298,11 @@ class Job:
             return []
         if self._inquest.only_hangs:
             return self._inspect(now)
-        return self._carry_out(self._inquest.rule(self.restarts, len(self.places), now - self._since, now), now)
+        ruling = self._inquest.rule(self.restarts, len(self.places), now, young=self._dies_young(now))
+        return self._carry_out(ruling, now)
+
+    def _dies_young(self, now: float) -> bool:
+        return dies_young(now - self._since, progressed=self.progressed)
 
     def _inspect(self, now: float) -> list[Command]:
         """Have a round that hangs looked at on all its nodes (rule 11)."""
@@ -432,6 +439,7 @@ class Job:
     def _begin(self, places: dict[str, Place], now: float) -> None:
         """Another round is the one that counts."""
         self._done = set()
+        self.progressed = False
         self._inquest.begin(self.round)
         self._roster.seat(places, now)
 
@@ -470,7 +478,7 @@ class Job:
 
     def _conclude(self, now: float) -> list[Command]:
         """All that can be known of the hang is known."""
-        ruling = self._inquest.rule_on_hang(self.restarts, now - self._since, now)
+        ruling = self._inquest.rule_on_hang(self.restarts, now, young=self._dies_young(now))
         return [*self._carry_out(ruling, now), *self._advance(now)]
 
     def _resume(self, now: float) -> list[Command]:

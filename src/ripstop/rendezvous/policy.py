@@ -2,8 +2,10 @@
 
 Rules: (1) only failures are charged; a node that comes, goes or is lost costs nothing; (2) at most `max_restarts`
 charges stand in any window (or in the whole run when there is none); (3) a restart is immediate, unless rounds die
-young again and again: from the third young death in a row the pause doubles, from one second up to `backoff`; (4) a
-round that hangs is charged to the infrastructure's budget, which has a limit and a window of its own.
+young again and again: from the third young death in a row there is a pause, one second, and it doubles with each
+further one, up to `backoff`; (4) a round that hangs is charged to the infrastructure's budget, which has a limit and a
+window of its own; (5) a round dies young if it fails within `YOUNG` seconds and no worker has reported a step or a
+checkpoint.  A crash loop that takes longer than that needs no pause: its own start-up is one.
 """
 
 from collections.abc import Iterable
@@ -13,7 +15,7 @@ from ripstop.config import Budget
 from ripstop.observe.failure import Failure
 from ripstop.values import dataclass
 
-YOUNG = 10.0  # seconds: a round that fails sooner may be a crash loop
+YOUNG = 3.0  # seconds
 PATIENCE = 2  # young deaths in a row that are still healed at once
 
 
@@ -39,6 +41,11 @@ class Verdict:
     why: str
 
 
+def dies_young(lived: float, *, progressed: bool) -> bool:
+    """Whether a round that fails after so many seconds may be part of a crash loop (rule 5)."""
+    return not progressed and lived < YOUNG
+
+
 class Restarts:
     """The restarts of one job: what was spent, and what the next one costs."""
 
@@ -49,8 +56,8 @@ class Restarts:
         self._young = 0
         self.used = used
 
-    def charge(self, now: float, lived: float, cause: Cause = Cause.APPLICATION) -> Verdict:
-        """A round failed after it had `lived` so long: spend one restart if there is one left."""
+    def charge(self, now: float, cause: Cause = Cause.APPLICATION, *, young: bool) -> Verdict:
+        """A round failed: spend one restart if there is one left."""
         limit, window = self.limit(cause), self._window(cause)
         if window:
             self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
@@ -61,7 +68,7 @@ class Restarts:
             return Verdict(False, 0.0, f"{spent} of {limit} {kind}restarts {scope} are spent")
         self._charges[cause].append(now)
         self.used += 1
-        self._young = self._young + 1 if lived < YOUNG else 0
+        self._young = self._young + 1 if young else 0
         delay = self._delay()
         pause = f", after a pause of {delay:g} s for {self._young} quick failures in a row" if delay else ""
         return Verdict(True, delay, f"{kind}restart {spent + 1} of {limit} {scope}{pause}")

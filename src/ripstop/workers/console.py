@@ -4,10 +4,13 @@ Each console (the agent's stdout, its stderr) has a thread of its own, so that a
 the agent, nor the workers, nor the other console: what waits, waits in the files.  Rules: (1) with a prefix, only whole
 lines are written, so no line is torn by another worker's; a carriage return ends a line too, or a progress bar would
 show at the end only; (2) without one, bytes are passed on as they come; (3) a console that is gone (a closed pipe, a
-full disk) hurts nobody, for the file has it all; (4) nothing polls while the kernel offers inotify.
+full disk) hurts nobody, for the file has it all; (4) nothing polls while the kernel offers inotify; (5) a file that the
+user did not ask for never fills up under its writer: disk space is reserved ahead of it, and on a full disk what the
+console has already makes way.
 """
 
 import asyncio
+import logging
 import os
 import select
 import stat
@@ -19,12 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ripstop.errors import StartError
+from ripstop.observe.own_directory import no_follow
 from ripstop.values import dataclass
-from ripstop.workers.linux import free_range
+from ripstop.workers.linux import free_range, reserve_range
 
 if TYPE_CHECKING:
     from ripstop.workers.inotify import Watch
 
+log = logging.getLogger("ripstop.workers")
+
+AHEAD = 1 << 20  # bytes that a worker can write to a reserved file before it is visited again
+_EVIDENCE = 1 << 16  # of a reserved file, what stays where the disk is full
 _READ = 1 << 18  # one read: large enough to be cheap, small enough not to keep the agent from the interpreter
 _END = 1 << 20  # of a fleeting file, what stays on disk at least
 _TURN = 1 << 22  # what one file may copy before it is another's turn
@@ -41,16 +50,24 @@ class Console:
         self._followed: dict[Path, int] = {}
 
     def follow(
-        self, path: Path, fd: int, prefix: bytes = b"", kept: "Kept | None" = None, *, fleeting: bool = False
+        self,
+        path: Path,
+        fd: int,
+        prefix: bytes = b"",
+        kept: "Kept | None" = None,
+        *,
+        fleeting: bool = False,
+        reserved: bool = False,
     ) -> None:
         """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come.
 
         A `fleeting` file is there for its end alone: the disk space of what was copied long ago is given back.
+        A `reserved` file is a copy of what the console has, and its writer never finds the disk full (rule 5).
         """
         if fd not in self._copiers:
             self._copiers[fd] = _Copier(fd)
         self._followed[path] = fd
-        self._copiers[fd].follow(_Stream(path, prefix, kept, fleeting=fleeting))
+        self._copiers[fd].follow(_Stream(path, prefix, kept, fleeting=fleeting, reserved=reserved))
 
     async def finish(self, paths: Iterable[Path]) -> None:
         """Their writers are gone: returns when all they wrote is on the console.  Others' paths are ignored.
@@ -146,11 +163,16 @@ class Prefixer:
 class _Stream:
     """One file and how far it has been copied."""
 
-    def __init__(self, path: Path, prefix: bytes, kept: Kept | None, *, fleeting: bool = False) -> None:
+    def __init__(
+        self, path: Path, prefix: bytes, kept: Kept | None, *, fleeting: bool = False, reserved: bool = False
+    ) -> None:
         self.path = path
-        self.fd = os.open(path, (os.O_RDWR if fleeting else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._position = os.fstat(self.fd).st_size
-        self._freed = self._position if fleeting else None  # up to where the file has been emptied
+        access = os.O_RDWR if fleeting or reserved else os.O_RDONLY
+        self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._position = self._freed = os.fstat(self.fd).st_size  # read up to here, emptied up to there
+        self._fleeting = fleeting
+        self._reserved = self._position + AHEAD if reserved else None  # up to where there is disk space
+        self.found_disk_full = False
         self._lines = Prefixer(prefix) if prefix else None
         self._keeper = _Keeper(kept, prefix) if kept else None
 
@@ -158,11 +180,22 @@ class _Stream:
         """What to write next, and whether there was anything to read."""
         data = self._next()
         self._position += len(data)
-        if self._freed is not None and self._position - self._freed > 2 * _END:
+        if self._fleeting and self._position - self._freed > 2 * _END:
             self._freed = free_range(self.fd, self._freed, self._position - _END)
+        if self._reserved is not None and self._position + AHEAD // 2 > self._reserved:
+            self._reserved = self._reserve()
         if self._keeper:
             self._keeper.feed(data)
         return (self._lines.feed(data) if self._lines else data), bool(data)
+
+    def _reserve(self) -> int:
+        """Up to where there is disk space now."""
+        start = self._position + self.left()
+        if reserve_range(self.fd, start, start + AHEAD):
+            return start + AHEAD
+        self.found_disk_full = True
+        self._freed = free_range(self.fd, self._freed, self._position - _EVIDENCE)
+        return start + AHEAD if reserve_range(self.fd, start, start + AHEAD) else self._position
 
     def end(self) -> bytes:
         if self._keeper:
@@ -170,6 +203,9 @@ class _Stream:
         return self._lines.end() if self._lines else b""
 
     def close(self) -> None:
+        if self._reserved is not None:
+            with suppress(OSError):
+                os.ftruncate(self.fd, os.fstat(self.fd).st_size)  # what was reserved beyond its end is free again
         os.close(self.fd)
         if self._keeper:
             self._keeper.close()
@@ -195,7 +231,9 @@ class _Keeper:
     """Writes one stream's share of a file that several streams append to, whole lines at a time."""
 
     def __init__(self, kept: Kept, prefix: bytes) -> None:
-        self._fd = os.open(kept.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(
+            kept.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(kept.path) | os.O_CLOEXEC, 0o666
+        )
         self._lines = Prefixer(prefix, kept.words)
 
     def feed(self, data: bytes) -> None:
@@ -228,11 +266,20 @@ class _Copier:
         self._unwatched: set[int] = set()  # for which no word will come
         self._watch: Watch | None = None
         self._closed = False
+        self._said_full = False
         self._alarm, self._bell = os.pipe()
         os.set_blocking(self._alarm, False)
         os.set_blocking(self._bell, False)
         self._thread = threading.Thread(target=self._run, name=f"console-{fd}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._alarm)
+            os.close(self._bell)
+            raise StartError(
+                "copying workers' output to the console needs a thread, and the system has none left; "
+                "raise `ulimit -u`, or the container's limit on processes."
+            ) from error
 
     # called by the agent
 
@@ -328,6 +375,9 @@ class _Copier:
             lines, more = stream.read()
             if not more:
                 return
+            if stream.found_disk_full and not self._said_full:
+                self._said_full = True
+                log.warning("the disk of %s is full: only the console has all that workers write", stream.path)
             self._write(lines)
             limit -= _READ
         self._unread.add(stream.fd)

@@ -32,7 +32,11 @@ class EventHandler:
         with theirs:
             theirs.set_inheritable(True)
             argv = [sys.executable, "-P", handle_events.__file__, str(theirs.fileno()), name]
-            self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
+            try:
+                self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
+            except OSError as error:
+                self._socket.close()
+                raise process.cannot_start(f"the event handler {name}", error) from error
         process.claim(self._pid)
 
     def put(self, line: str) -> None:

@@ -18,6 +18,7 @@ from ripstop.observe.failure import Failure
 from ripstop.observe.text import amount, clean, cut, cut_middle
 from ripstop.round import Place
 from ripstop.values import dataclass
+from ripstop.workers.linux import is_full
 
 _MESSAGE = 2048
 _TRACEBACK = 8192
@@ -99,12 +100,12 @@ def gather(
         pid=pid,
         exitcode=returncode if returncode >= 0 else None,
         signal=signal_name(-returncode) if returncode < 0 else None,
-        message=message or oom or ending(returncode),
+        message=message or oom or _ending_on(logs, returncode),
         traceback=traceback,
         oom=oom,
         log_tail=last_lines(tail),
-        error_file=str(error_file) if said else "",
-        logs=str(logs),
+        error_file=clean(str(error_file)) if said else "",
+        logs=clean(str(logs)),
     )
 
 
@@ -117,7 +118,7 @@ def not_started(place: Place, local_rank: int, *, host: str, at: float, why: str
         host=host,
         at=at,
         message=cut(clean(f"could not be started: {why}"), _MESSAGE),
-        logs=str(logs),
+        logs=clean(str(logs)),
     )
 
 
@@ -143,6 +144,12 @@ def ending(returncode: int) -> str:
     except ValueError:
         meaning = None
     return f"died of {name} ({meaning.lower()})" if meaning else f"died of {name}"
+
+
+def _ending_on(logs: Path, returncode: int) -> str:
+    """On a full disk a worker's own last words may be missing."""
+    full = f"; the disk of {clean(str(logs))} is full" if is_full(logs) else ""
+    return ending(returncode) + full
 
 
 # error files --------------------------------------------------------------------------------------------------------

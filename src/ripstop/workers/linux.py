@@ -6,6 +6,7 @@ A look at every process of a large host is cheap: one small file each, `/proc/PI
 # Called for every process of the host.
 # ruff: noqa: PTH123, PTH208
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,10 +14,12 @@ from functools import partial
 from ripstop.errors import StartError
 from ripstop.values import dataclass
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no function
+_BLOCK = 1 << 16  # bytes: at least what a file system gives back at once
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # /proc/PID/stat, counted from 0; times are the process's own, and those of children that it has buried
@@ -76,7 +79,6 @@ def parent_death_signal(signum: int) -> Callable[[], None]:
 def memory_policy_call() -> int | None:
     """The number of the system call that sets a memory policy; None where it may not be made (most containers)."""
     import ctypes
-    import errno
 
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is None:
@@ -190,9 +192,37 @@ def catches(pid: int, signum: int) -> bool:
 
 def free_range(fd: int, start: int, end: int) -> int:
     """Gives the disk space of a part of a file back, without moving the rest; up to where it is free now."""
+    end -= end % _BLOCK
+    if end <= start:
+        return start
+    _fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
+    return end  # a file system that cannot do it keeps it all
+
+
+def reserve_range(fd: int, start: int, end: int) -> bool:
+    """Has disk space ready for what is going to be written there; false if the disk is full.
+
+    A file system that cannot do it has as much room as it says.
+    """
+    why = _fallocate(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
+    if why in (errno.EOPNOTSUPP, errno.ENOSYS):
+        return not is_full(fd)
+    return why not in FULL
+
+
+def is_full(where: "int | str | os.PathLike[str]") -> bool:
+    """Whether nothing can be written to this file system any more."""
+    try:
+        found = os.statvfs(where)
+    except OSError:
+        return False
+    return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _PAGE
+
+
+def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
+    """What went wrong, as a number; 0 if nothing did."""
     import ctypes
 
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
-    return end  # a file system that cannot do it keeps it all
+    return ctypes.get_errno() if libc.fallocate(fd, mode, start, size) else 0

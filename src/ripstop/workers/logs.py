@@ -6,10 +6,13 @@ directory that we made up ourselves goes again after a success, and only if it h
 nothing to be kept; (3) without a word from
 the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
 console as it is, unless the console is a terminal: that is the worker's own then, too; where nobody named a directory,
-only the end of such a file stays on disk; (4) a worker that is not to be
-shown writes what it would have written to the console to its stderr's file, and to nowhere for stdout.
+only the end of such a file stays on disk, and where the disk is full there is no such file; (4) a worker that is not to
+be shown writes what it would have written to the console to its stderr's file, and to nowhere for stdout; (5) LOG_DIR
+may be anybody's, and a link; what is below is this user's own, and no link is followed there.
 """
 
+import errno
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -21,8 +24,12 @@ from typing import Protocol
 from ripstop.config import Logs, Streams
 from ripstop.errors import StartError, UsageError
 from ripstop.observe.event_file import OF_JOB, OF_NODE
+from ripstop.observe.own_directory import make_own_directory, no_follow
 from ripstop.round import Place
-from ripstop.workers.console import Console, Kept
+from ripstop.workers.console import AHEAD, Console, Kept
+from ripstop.workers.linux import FULL, reserve_range
+
+log = logging.getLogger("ripstop.workers")
 
 FILES = {Streams.OUT: "stdout.log", Streams.ERR: "stderr.log"}
 
@@ -37,10 +44,11 @@ class LogDirectory:
         try:
             self._top = self._top.absolute()
             self.path = self._top / file_name(run_id)
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._top.mkdir(parents=True, exist_ok=True)
+            make_own_directory(self.path)
         except OSError as error:
             raise UsageError(_unusable(self._top, error.strerror)) from error
-        if not os.access(self.path, os.W_OK | os.X_OK):
+        if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
 
     def tidy(self, *, succeeded: bool) -> None:
@@ -88,6 +96,7 @@ class RoundLogs:
         self._place = place
         self._role = role
         self._terminal = terminal  # whether the agent's stderr is one
+        self._disk_full = False
 
     def environment(self, local_rank: int) -> Mapping[str, str]:
         """What the worker's environment is to have besides."""
@@ -124,14 +133,45 @@ class RoundLogs:
 
     def prepare(self) -> None:
         """Make the directories and files of all local ranks."""
-        try:
-            for local_rank in range(self._place.slots):
-                self.directory(local_rank).mkdir(parents=True, exist_ok=True)
-                move_aside(self.error_file(local_rank))
-                for path in self.files(local_rank):
-                    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
-        except OSError as error:
-            raise StartError(_unusable(self._round, error.strerror)) from error
+        full = False
+        for local_rank in range(self._place.slots):
+            try:
+                self._prepare(local_rank)
+            except OSError as error:
+                if error.errno not in FULL or self._has_files_to_keep():
+                    raise StartError(_unusable(self._round, error.strerror)) from error
+                full = True
+        if full:
+            self._disk_full = True
+            word = "workers write stderr to the console alone, and reports do not have the end of it"
+            log.warning("the disk of %s is full: %s; make room, or name another with --log-dir", self._job, word)
+
+    def _prepare(self, local_rank: int) -> None:
+        make_own_directory(self._round)
+        make_own_directory(self.directory(local_rank))
+        move_aside(self.error_file(local_rank))
+        for stream in (Streams.OUT, Streams.ERR):
+            if path := self._file(local_rank, stream):
+                fd = open_log(path)
+                try:
+                    size = os.fstat(fd).st_size
+                    if self._is_by_the_way(local_rank, stream) and not reserve_range(fd, size, size + AHEAD):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                finally:
+                    os.close(fd)
+
+    def _has_files_to_keep(self) -> bool:
+        """Whether the user asked for a file."""
+        return any(
+            self._file(local_rank, stream) not in (None, Path(os.devnull))
+            and not self._is_by_the_way(local_rank, stream)
+            for local_rank in range(self._place.slots)
+            for stream in (Streams.OUT, Streams.ERR)
+        )
+
+    def _is_by_the_way(self, local_rank: int, stream: Streams) -> bool:
+        """Whether there is a file for the evidence's sake alone."""
+        return self._route(local_rank, stream) is Route.COPY
 
     def follow(self, console: Console) -> None:
         """Copy to the console what these workers are going to write."""
@@ -148,7 +188,7 @@ class RoundLogs:
             case Route.TEE if path:
                 console.follow(path, fd, self._prefix(local_rank), self._kept(stream))
             case Route.COPY if path:
-                console.follow(path, fd, fleeting=self._logs.directory is None)
+                console.follow(path, fd, fleeting=self._logs.directory is None, reserved=True)
 
     def _prefix(self, local_rank: int) -> bytes:
         from string import Template  # not needed where nothing is teed
@@ -178,7 +218,8 @@ class RoundLogs:
             return Route.FILE if to_file or stream is Streams.ERR else Route.NOWHERE
         if to_file:
             return Route.TEE if teed else Route.FILE
-        return Route.COPY if stream is Streams.ERR and not self._terminal else Route.CONSOLE
+        copied = stream is Streams.ERR and not self._terminal and not self._disk_full
+        return Route.COPY if copied else Route.CONSOLE
 
 
 class LogsSource(Protocol):
@@ -207,7 +248,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file that is never seen half written; OSError is the caller's to explain."""
     draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with draft.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -219,13 +260,23 @@ def write_whole(path: Path, text: str) -> None:
 
 def _temporary_directory() -> Path:
     """What `tempfile.mkdtemp` would make, without the price of importing it at every start."""
-    top = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
-    path = top / f"ripstop_{os.urandom(6).hex()}"
-    try:
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise UsageError(_unusable(top, error.strerror)) from error
-    return path
+    first = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
+    for top in (first, Path("/tmp"), Path("/var/tmp")):
+        path = top / f"ripstop_{os.urandom(6).hex()}"
+        try:
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            why = error
+            if error.errno not in FULL:
+                break
+        else:
+            return path
+    raise UsageError(_unusable(top, why.strerror)) from why
+
+
+def open_log(path: Path) -> int:
+    """The file, made if it was not there, to be appended to."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
 
 
 def _unusable(directory: Path, why: str | None) -> str:
@@ -234,9 +285,9 @@ def _unusable(directory: Path, why: str | None) -> str:
 
 def move_aside(path: Path) -> None:
     """Give the file another name, if it is there."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
         number += 1
     path.rename(aside)

@@ -16,10 +16,11 @@ from typing import Any
 
 from ripstop.config import Logs, StreamMap, Streams
 from ripstop.errors import StartError
+from ripstop.observe.own_directory import check_own_directory, make_own_directory, no_follow
 from ripstop.round import Place
 from ripstop.workers import process
 from ripstop.workers.console import Kept
-from ripstop.workers.logs import RoundLogs, Route, move_aside
+from ripstop.workers.logs import RoundLogs, Route, move_aside, open_log
 
 PROGRAM = Path(__file__).with_name("reify_logs.py")
 NULL = Path(os.devnull)
@@ -35,7 +36,11 @@ class LogsPlugin:
         with theirs:
             theirs.set_inheritable(True)
             argv = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())]  # -P: our modules are not the plugin's
-            self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
+            try:
+                self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
+            except OSError as error:
+                self._socket.close()
+                raise process.cannot_start(f"--logs-specs={logs.specs}", error) from error
         process.claim(self._pid)
         self._socket.setblocking(False)
         self._loaded = False
@@ -109,11 +114,17 @@ class PluginLogs(RoundLogs):
         try:
             for local_rank in range(self._place.slots):
                 if self._named_error_file(local_rank) is None:
-                    self.directory(local_rank).mkdir(parents=True, exist_ok=True)
+                    make_own_directory(self._round)
+                    make_own_directory(self.directory(local_rank))
                     move_aside(self.error_file(local_rank))
                 for path in self.files(local_rank):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                    if path.is_relative_to(self._job):
+                        for directory in (path.parent, *path.parent.parents):
+                            if directory == self._job:
+                                break
+                            check_own_directory(directory)
+                    os.close(open_log(path))
         except OSError as error:
             raise StartError(
                 f"--logs-specs={self._logs.specs}: {error.filename} cannot be used ({error.strerror}); mend the plugin"
@@ -125,7 +136,14 @@ class PluginLogs(RoundLogs):
 
     def _file(self, local_rank: int, stream: Streams) -> Path | None:
         name = self._said["stdouts" if stream is Streams.OUT else "stderrs"].get(str(local_rank))
-        return Path(name) if name else None
+        return self._target(name) if name else None
+
+    def _target(self, name: str) -> Path:
+        """Where the plugin's own links lead; links below the run's directory are nobody's, and are not followed."""
+        path = Path(name).absolute()
+        if path.is_relative_to(self._job) or not no_follow(path):
+            return path
+        return Path(os.path.realpath(path))
 
     def _route(self, local_rank: int, stream: Streams) -> Route:
         path = self._file(local_rank, stream)
@@ -137,7 +155,7 @@ class PluginLogs(RoundLogs):
     def _kept(self, stream: Streams) -> Kept | None:
         kept = super()._kept(stream)
         name = self._said["filtered_stdout" if stream is Streams.OUT else "filtered_stderr"]
-        return Kept(Path(name), kept.words) if kept and name else None
+        return Kept(self._target(name), kept.words) if kept and name else None
 
 
 def _streams(streams: StreamMap) -> dict[str, Any]:

@@ -21,12 +21,14 @@ import errno
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ripstop.errors import StartError
 from ripstop.values import dataclass
 from ripstop.workers import linux
 
@@ -53,6 +55,15 @@ def claim(pid: int, ending: Callable[[], int] | None = None) -> None:
     _claimed.add(pid)
     if ending is not None:
         _endings[pid] = ending
+
+
+def cannot_start(who: str, error: OSError) -> StartError:
+    """Why there is no process for this."""
+    scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
+    remedy = "raise `ulimit -u`, or the container's limits" if scarce else "see that it is there and executable"
+    return StartError(
+        f"for {who} a Python interpreter is needed, and {sys.executable} does not start: {error.strerror}; {remedy}."
+    )
 
 
 @contextmanager

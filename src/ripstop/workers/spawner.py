@@ -174,10 +174,7 @@ class Spawner:
                 )
             except OSError as error:
                 ours.close()
-                raise StartError(
-                    f"workers need a Python interpreter, and {sys.executable} does not start: {error.strerror}; "
-                    "see that it is there and executable."
-                ) from error
+                raise process.cannot_start("workers", error) from error
         process.claim(self._pid)
         self._socket = ours
         self._warm = None

@@ -108,6 +108,8 @@ def examine(name: str, path: Path) -> None:
 def in_use(path: Path) -> bool:
     """Whether somebody reads this pipe."""
     try:
+        if not stat.S_ISFIFO(path.stat().st_mode):
+            return False
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError:
         return False

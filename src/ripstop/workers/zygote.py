@@ -386,7 +386,9 @@ class Worker:
         self.streams: dict[int, int] = {}
         for number, path in ((1, birth["stdout"]), (2, birth["stderr"])):
             if path is not None:
-                self.streams[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                links = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | links | os.O_CLOEXEC
+                self.streams[number] = os.open(path, flags, 0o666)
 
     def drop(self) -> None:
         """In the middle process: this one is on its way."""
@@ -547,7 +549,7 @@ def show_stacks(signum: int, path: str) -> None:
     import faulthandler
 
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         faulthandler.register(signum, fd, all_threads=True, chain=False)
     except OSError as error:
         sys.stderr.write(f"ripstop: stacks cannot be written to {path}: {error.strerror}.\n")
