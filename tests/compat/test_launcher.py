@@ -493,6 +493,59 @@ def main(method, *args):
 """
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("within", ["a program", "an event loop"])
+def test_a_handler_and_its_stores_die_by_reference_count_when_the_launch_is_over(
+    program: Program, within: str, fails: int
+) -> None:
+    process = program(
+        """
+        import asyncio, gc, weakref
+        import torch.distributed as dist
+        from ripstop.compat.errors import ChildFailedError
+        from ripstop.compat.rendezvous import rendezvous_handler_registry
+        from ripstop.compat.rendezvous.c10d import create_backend
+        from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, create_handler
+
+        within, fails = sys.argv[1], int(sys.argv[2])
+        things, make_store = [], dist.TCPStore
+
+        def store(*args, **kwargs):
+            made = make_store(*args, **kwargs)
+            things.append(weakref.ref(made))
+            return made
+
+        def make(parameters):
+            backend, store = create_backend(parameters)
+            made = create_handler(store, backend, parameters)
+            things.append(weakref.ref(made))
+            return made
+
+        def work():
+            sys.exit(fails)
+
+        def launch():
+            try:
+                elastic_launch(config(rdzv_backend="mine", max_restarts=1), work)()
+            except ChildFailedError:
+                assert fails
+
+        async def launch_within_a_loop():
+            launch()
+
+        dist.TCPStore = store
+        DynamicRendezvousHandler.get_backend = lambda self: "mine"
+        rendezvous_handler_registry.register("mine", make)
+        gc.disable()
+        launch() if within == "a program" else asyncio.run(launch_within_a_loop())
+        say(len(things) > 1, [str(thing()) for thing in things if thing() is not None])
+        """,
+        within,
+        str(fails),
+    )
+    assert said(process) == [[True, []]]
+
+
 def test_a_signal_stops_the_workers_and_is_an_exception(program: Program) -> None:
     process = program(SLEEPERS + "\nif __name__ == '__main__': main('fork', None)")
     assert process.stdout is not None

@@ -450,13 +450,19 @@ def _handled(run: RunConfig) -> tuple[signal.Signals, ...]:
 
 def _drive(part: Callable[[], Any], handled: Sequence[signal.Signals]) -> Quit:
     """Run the engine in this thread, or beside the event loop that this thread is in."""
+    if _is_in_a_loop():
+        return _Beside(part).run()
+    with _signals_given_back(handled):
+        end: Quit = asyncio.run(part())
+        return end
+
+
+def _is_in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _signals_given_back(handled):
-            end: Quit = asyncio.run(part())
-            return end
-    return _Beside(part).run()
+        return False
+    return True
 
 
 class _Beside:
@@ -480,7 +486,10 @@ class _Beside:
             self._thread.join()
             raise
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback leads to this frame, and to what was launched
         assert self._end is not None, "it ended one way or the other"
         return self._end
 
