@@ -50,6 +50,8 @@ def test_clients_meet_at_the_store(stage, preload):
                 pid = store._pid
                 assert pid is not None
                 assert os.getsid(pid) == pid
+                shown = [Path(f"/proc/{pid}/{name}").read_text() for name in ("comm", "cmdline")]
+                assert [text.rstrip("\n\0") for text in shown] == ["ripstop-store"] * 2  # no second script in `ps`
                 await store.close()
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)
