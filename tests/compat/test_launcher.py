@@ -658,10 +658,20 @@ def test_the_variable_for_the_shutdown_is_a_time(monkeypatch: pytest.MonkeyPatch
         LaunchConfig(1, 1, 1)
 
 
-def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() -> None:
-    with pytest.raises(ValueError, match="join_timeout=5 and timeout=7"):
-        elastic_launch(config(rdzv_configs={"join_timeout": 5, "timeout": 7}), os.getpid)()
-    assert elastic_launch(config(workers=1, rdzv_configs={"join_timeout": 5}), os.getppid)() == {0: os.getpid()}
+@pytest.mark.parametrize(
+    ("configs", "notes"),
+    [
+        ({"join_timeout": 5}, []),
+        ({"is_host": None, "store_type": "tcp"}, []),
+        ({"join_timeout": 5, "timeout": 7}, ["--rdzv-conf timeout=7 has no effect beside join_timeout=5"]),
+        ({"no_such_wait": 3}, ["--rdzv-conf: there is no no_such_wait, so it has no effect"]),
+    ],
+)
+def test_settings_that_torch_takes_are_taken_and_those_without_effect_are_said(
+    configs: dict[str, Any], notes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert elastic_launch(config(workers=1, rdzv_configs=configs), os.getppid)() == {0: os.getpid()}
+    assert [record.getMessage() for record in caplog.records if "--rdzv-conf" in record.getMessage()] == notes
 
 
 @pytest.mark.parametrize(
@@ -671,7 +681,7 @@ def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() 
         ({"rdzv_backend": "etcd", "rdzv_endpoint": ""}, "no etcd is named; write --rdzv-endpoint=HOST:2379"),
         ({"rdzv_endpoint": "no host!"}, "not a host name"),
         ({"start_method": "threads"}, "spawn, fork, forkserver"),
-        ({"rdzv_configs": {"no_such_wait": 3}}, "no_such_wait"),
+        ({"rdzv_configs": {"lease": "soon"}}, "lease=soon: not a time"),
         ({"local_addr": "a b"}, "not a host name"),
     ],
 )

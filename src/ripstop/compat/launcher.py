@@ -231,7 +231,8 @@ def _link(run: RunConfig, config: LaunchConfig) -> Link | None:
 
 
 def _words(config: LaunchConfig) -> Iterator[str]:
-    conf = dict(config.rdzv_configs) if not _is_a_handlers(config.rdzv_backend) else {}
+    conf = {} if _is_a_handlers(config.rdzv_backend) else config.rdzv_configs
+    conf = {key: value for key, value in conf.items() if value is not None}
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == TIMEOUT:
         del conf["timeout"]  # put there by the default

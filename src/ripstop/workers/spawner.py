@@ -33,7 +33,7 @@ _HOME = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(_HOME, "hook")
 _CALL = os.path.join(_HOME, "call_function.py")
 _CHANNEL = "RIPSTOP_ZYGOTE"
-_ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 4096  # bytes that workers have for variables of their own: `zygote.py` shows them
+_ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 2048  # bytes that workers have for variables of their own: `zygote.py` shows them
 _PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
 
 
