@@ -431,6 +431,7 @@ class Driver:
             role=self._config.role,
             max_restarts=self._config.budget.max_restarts,
             error_file=error_file,
+            signals=self._config.signals,
             virtual_local_rank=self._config.virtual_local_rank,
             timer_pipe=self._config.timer_pipe,
             socket=self._reports.path,
