@@ -32,8 +32,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ripstop.compat import agent as ours
 from ripstop.compat import events, metrics, multiprocessing
 from ripstop.compat.health_check import HealthCheckServer, create_healthcheck_server
-from ripstop.compat.rendezvous import get_rendezvous_handler
 from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
+from ripstop.compat.rendezvous import get_rendezvous_handler
 
 DEADLINE = 60.0
 KINDS = ("torch", "ripstop")

@@ -1,7 +1,9 @@
 """`LaunchConfig`, `elastic_launch`, `launch_agent`: programs that launch functions and commands, run for real."""
 
 import asyncio
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -303,6 +305,46 @@ def test_what_a_fork_prints_is_in_its_file_wherever_the_programs_own_output_goes
     assert said(program(source)) == []
     (path,) = (tmp_path / "logs").rglob("stdout.log")
     assert sorted(path.read_text().splitlines()) == ["echoed", "printed"]
+
+
+def test_teed_output_goes_to_the_object_that_the_program_has_for_its_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with torch: `capsys`, `redirect_stdout`, notebooks."""
+    specs = DefaultLogsSpecs(log_dir=str(tmp_path), tee=Std.ALL)
+
+    def work() -> None:
+        for number in range(1000):
+            os.write(1, f"{number} éé\n".encode())
+        os.write(1, b"\xff and no end")
+        os.write(2, b"to stderr\n")
+
+    def lines(text: str, rank: int) -> list[str]:
+        prefix = f"[default_role{rank}]:"
+        return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+    wanted = [*(f"{number} éé" for number in range(1000)), "\ufffd and no end"]
+    with contextlib.redirect_stdout(io.StringIO()) as redirected:
+        elastic_launch(config(logs_specs=specs), work)()
+    shown = capsys.readouterr()
+    assert [lines(redirected.getvalue(), rank) for rank in range(2)] == [wanted, wanted]
+    assert (shown.out, lines(shown.err, 0), lines(shown.err, 1)) == ("", ["to stderr"], ["to stderr"])
+    with contextlib.redirect_stdout(io.StringIO()) as closed:
+        closed.close()
+        elastic_launch(config(logs_specs=specs), work)()  # which hurts nobody
+
+
+def test_teed_output_comes_behind_what_the_program_printed_before(program: Program) -> None:
+    source = """
+    from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std
+    def work():
+        print("by a worker")
+    print("before")  # in a pipe it is not written at once
+    elastic_launch(config(workers=1, logs_specs=DefaultLogsSpecs(tee=Std.ALL)), work)()
+    print("after")
+    """
+    out, err = program(source).communicate(timeout=DEADLINE)
+    assert out.splitlines() == ["before", "[default_role0]:by a worker", "after"], err
 
 
 class Flat(LogsSpecs):

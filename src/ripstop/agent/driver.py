@@ -129,6 +129,7 @@ class Driver:
         environ: Mapping[str, str],
         logs_source: LogsSource | None = None,
         sinks: Iterable[Sink] = (),
+        console: Console | None = None,
     ) -> None:
         self._config = config
         self._spawner = spawner
@@ -145,7 +146,7 @@ class Driver:
         self._checkup = Checkup(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
         self._questions = 0
-        self._console = Console()
+        self._console = console or Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
         self._busy = False

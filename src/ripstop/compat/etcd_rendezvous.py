@@ -34,11 +34,11 @@ PREFIX = "/torchelastic/p2p"
 TIMEOUT, LAST_CALL_TIMEOUT = 600, 30  # seconds
 
 
-class EtcdRendezvousRetryableFailure(Exception):  # noqa: N818 - torch's name
+class EtcdRendezvousRetryableFailure(Exception):
     """Never raised: it is of torch's protocol, and there for programs that name it."""
 
 
-class EtcdRendezvousRetryImmediately(Exception):  # noqa: N818 - torch's name
+class EtcdRendezvousRetryImmediately(Exception):
     """Never raised, as the other one."""
 
 

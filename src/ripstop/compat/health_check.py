@@ -3,8 +3,8 @@
 HTTP on the given port, for probes such as Kubernetes': `/live` (also `/` and `/healthz`) answers 200 while the agent's
 last sign of life is younger than the timeout, else 503; `/ready` the same, and only while workers run.
 
-Rule: a server that was stopped is in no reference cycle and holds nobody's workers.  The callbacks lead to an agent, its
-rendezvous and its stores, and a store must not live until garbage is collected, perhaps in a forked child.
+Rule: a server that was stopped is in no reference cycle and holds nobody's workers.  The callbacks lead to an agent,
+its rendezvous and its stores, and a store must not live until garbage is collected, perhaps in a forked child.
 """
 
 from __future__ import annotations

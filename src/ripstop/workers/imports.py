@@ -3,11 +3,12 @@
 Pure functions of source text, and one thin reader of files; nothing is ever executed.  Imports anywhere in the text
 count, in functions too, since many scripts import torch in `main()`.  Modules beside the script are followed, a bounded
 number of them; so are those beside a module of the current directory.  Of a module that is elsewhere, its own package
-is followed alone: beside an installed one is all else that is installed.  This file runs in a helper process of the zygote's and so imports nothing of ours.
+is followed alone: beside an installed one is all else that is installed.  This file runs in a helper process of the
+zygote's and so imports nothing of ours.
 """
 
 # Every run of a job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
-# ruff: noqa: PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
+# ruff: noqa: PTH109, PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
 
 from __future__ import annotations
 
