@@ -49,6 +49,7 @@ from ripstop.rendezvous.local import LocalLink
 from ripstop.rendezvous.settings import Settings
 from ripstop.round import Address, Node, Outcome, RankBy
 from ripstop.values import dataclass
+from ripstop.workers.console import Console
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
@@ -119,11 +120,12 @@ async def take_part(
     sinks: Sequence[Sink] = (),
     link: Link | None = None,
     probed: socket.socket | None = None,
+    console: Console | None = None,
 ) -> Quit:
     """This node's part of the job, in any event loop, with workers that `spawner` starts.
 
     `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making; at
-    `probed`, probes are answered.
+    `probed`, probes are answered; what workers write is shown at the `console`, else at this process's descriptors.
     """
     node = _this_node(config, bound)
     config = _with_secret(config, bound)
@@ -135,7 +137,7 @@ async def take_part(
             meeting = _meet_by_etcd(parts, config, node, directory)
         else:
             meeting = await _meet(parts, config, node, directory, bound)
-        driver = Driver(config, node, spawner, meeting.link, directory, environ, logs_source, heard)
+        driver = Driver(config, node, spawner, meeting.link, directory, environ, logs_source, heard, console)
         if meeting.broken is not None:
             meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
         if probed is not None:

@@ -37,7 +37,9 @@ RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
     "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
     "target",
 }  # fmt: skip
-IDLE_CONF = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv"})  # torch's, no effect here
+IDLE_CONF = frozenset(  # torch's, no effect here; `rank` is --node-rank, which torch puts there itself
+    {"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv", "store_type", "rank"}
+)
 
 
 def whole(name: str, text: str, *, least: int, most: int, remedy: str = "") -> int:
@@ -198,13 +200,13 @@ def pairs(name: str, text: str) -> dict[str, str]:
 
 
 def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
-    """The waits that `--rdzv-conf` sets, and what there is to say about those that set nothing."""
-    for key in conf:
-        if key not in RDZV_CONF | IDLE_CONF:
-            raise UsageError(f"{name}: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
-    for one, other in (("join_timeout", "timeout"), *(("lease", beat) for beat in sorted(BEAT_CONF))):
-        if one in conf and other in conf:
-            raise UsageError(f"{name}: {one}={conf[one]} and {other}={conf[other]} set the same wait; keep {one}")
+    """The waits that `--rdzv-conf` sets, and what there is to say about what sets nothing.
+
+    As with torch, a key that nobody knows is no error, and `join_timeout` stands before `timeout`.
+    """
+    for beat in sorted(BEAT_CONF):
+        if "lease" in conf and beat in conf:
+            raise UsageError(f"{name}: lease={conf['lease']} and {beat}={conf[beat]} set the same wait; keep lease")
 
     def seconds(key: str, default: float, *, positive: bool = True) -> float:
         return duration(f"{name} {key}", conf[key], positive=positive) if key in conf else default
@@ -221,7 +223,25 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         coordinator=seconds("coordinator_timeout", default.coordinator),
         shutdown=shutdown,
     )
-    return waits, [f"{name} {key} has no effect: ripstop does not wait for that" for key in conf if key in IDLE_CONF]
+    return waits, [note for key in conf if (note := _about_idle(name, key, conf))]
+
+
+def _about_idle(name: str, key: str, conf: Mapping[str, str]) -> str:
+    """Why a key has no effect, if so."""
+    if key == "timeout" and conf.get("join_timeout", conf[key]) != conf[key]:
+        return f"{name} timeout={conf[key]} has no effect beside join_timeout={conf['join_timeout']}"
+    if key == "store_type" and conf[key].lower() == "tcp":
+        return ""  # torch's default
+    if key in IDLE_CONF:
+        return f"{name} {key} has no effect: ripstop has no use for it"
+    if key in ETCD_CONF:
+        return f"{name} {key} has no effect without --rdzv-backend=etcd"
+    if key in RDZV_CONF:
+        return ""
+    from difflib import get_close_matches  # few make mistakes
+
+    near = get_close_matches(key, sorted(RDZV_CONF | ETCD_CONF.keys()), n=1)
+    return f"{name}: there is no {key}, so it has no effect" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def health_limits(name: str, conf: Mapping[str, str]) -> HealthLimits:

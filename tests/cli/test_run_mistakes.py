@@ -236,13 +236,6 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             "--rdzv-conf: lease=1 and keep_alive_interval=2 set the same wait; keep lease",
         ),
         (
-            "--rdzv-conf=leese=1 train.py",
-            "--rdzv-conf: there is no leese; there are coordinator_timeout, is_host, join_timeout, "
-            "keep_alive_interval, keep_alive_max_attempt, last_call_timeout, lease, max_clock_skew, min_disk, "
-            "quarantine_cooldown, quarantine_failures, quarantine_window, rank_by, target, timeout, tls_ca, "
-            "tls_cert, tls_key",
-        ),
-        (
             f"{C10D} --nnodes=1:4 --rdzv-conf=target=9 train.py",
             "--rdzv-conf target=9: above the most that makes sense (4); --nnodes allows 1 to 4",
         ),

@@ -1,5 +1,6 @@
 """The agent classes: with torch's own rendezvous handler, beside torch's agent, and as something to extend."""
 
+import gc
 import inspect
 import json
 import logging
@@ -11,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,6 +32,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ripstop.compat import agent as ours
 from ripstop.compat import events, metrics, multiprocessing
 from ripstop.compat.health_check import HealthCheckServer, create_healthcheck_server
+from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
+from ripstop.compat.rendezvous import get_rendezvous_handler
 
 DEADLINE = 60.0
 KINDS = ("torch", "ripstop")
@@ -509,6 +513,7 @@ def test_an_agent_is_ready_while_its_workers_run(handler: Callable[..., Any], tm
 def test_the_port_of_the_health_check_comes_from_the_environment(
     handler: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the agent, whose server it is then, dies by reference count alone when it is over."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -518,7 +523,53 @@ def test_the_port_of_the_health_check_comes_from_the_environment(
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=10) as answer:
             return int(answer.status)
 
-    assert run("ripstop", handler(), tmp_path, work, workers=1)[1].return_values == {0: 200}
+    gc.disable()
+    try:
+        agent, result = run("ripstop", handler(), tmp_path, work, workers=1)
+        assert result.return_values == {0: 200}
+        gone = weakref.ref(agent)
+        del agent
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_an_agent_its_handler_and_its_stores_die_by_reference_count_when_the_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, fails: bool
+) -> None:
+    """A store that waits for garbage to be collected may be destroyed in a forked child, which aborts there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    stores, make = list[weakref.ref[Any]](), dist.TCPStore  # type: ignore[attr-defined]
+
+    def store(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        stores.append(weakref.ref(made))
+        return made
+
+    def work() -> None:
+        if fails:
+            raise ValueError("as wanted")
+
+    def after_a_run() -> tuple[list[Any], HealthCheckServer]:
+        handler = get_rendezvous_handler(OurParameters(backend, endpoint, "r", 1, 1, "127.0.0.1", rank=0))
+        server = create_healthcheck_server(time.time, port=0, timeout=30)
+        server.start()
+        agent, _ = run("ripstop", handler, tmp_path, work, workers=1, max_restarts=1, health_check_server=server)
+        handler.shutdown()
+        return [weakref.ref(agent), weakref.ref(handler), *stores], server
+
+    monkeypatch.setattr(dist, "TCPStore", store)
+    gc.disable()
+    try:
+        things, server = after_a_run()
+        assert [type(thing()) for thing in things if thing() is not None] == []
+        assert len(things) > 2 and server.port == 0
+    finally:
+        gc.enable()
 
 
 # watchdogs ------------------------------------------------------------------------------------------------------------

@@ -222,6 +222,19 @@ def test_a_handler_of_ones_own_is_used(api: Any) -> None:
     assert isinstance(api.get_error_handler(), api.ErrorHandler)
 
 
+@both
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_a_fault_handler_that_cannot_be_enabled_keeps_nobody_from_working(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("faulthandler.enable", fail)
+    api.ErrorHandler().initialize()
+    assert api.record(lambda: 5)() == 5
+
+
 def test_a_crash_shows_pythons_stacks(tmp_path: Path) -> None:
     script = "import ripstop, os, signal\n@ripstop.record\ndef main(): os.kill(os.getpid(), signal.SIGSEGV)\nmain()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -28,14 +28,18 @@ from tests.e2e.harness import wait_until
 pytest.importorskip("torch")
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import etcd_rendezvous as their_rendezvous
 from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend as their_backend
 from torch.distributed.elastic.rendezvous import etcd_server as their_server
 from torch.distributed.elastic.rendezvous import etcd_store as their_store
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from ripstop.compat import etcd_rendezvous
+from ripstop.compat.etcd_rendezvous import EtcdRendezvousHandler, create_rdzv_handler
 from ripstop.compat.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
 from ripstop.compat.etcd_store import EtcdStore
-from ripstop.compat.rendezvous import RendezvousConnectionError
+from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError
+from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
 
 pytestmark = needs_etcd
 
@@ -116,6 +120,9 @@ def test_what_torch_takes_is_taken() -> None:
     taken_by_both(their_store.EtcdStore, EtcdStore)
     taken_by_both(their_backend.EtcdRendezvousBackend, EtcdRendezvousBackend)
     taken_by_both(their_backend.create_backend, create_backend)
+    taken_by_both(their_rendezvous.EtcdRendezvousHandler, etcd_rendezvous.EtcdRendezvousHandler)
+    taken_by_both(their_rendezvous.EtcdRendezvous.__init__, etcd_rendezvous.EtcdRendezvous.__init__)
+    taken_by_both(their_rendezvous.create_rdzv_handler, etcd_rendezvous.create_rdzv_handler)
 
 
 # the server -----------------------------------------------------------------------------------------------------------
@@ -362,14 +369,44 @@ def test_what_a_job_writes_goes_with_its_nodes_lease(server: EtcdServer, client:
 
 
 def test_an_etcd_that_does_not_answer_is_a_connection_error() -> None:
-    params = RendezvousParameters("etcd-v2", "127.0.0.1:1", "run", 1, 1, read_timeout=1)
-    backend, store = create_backend(params)
-    store.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: connection refused"):
-        store.set("a", "1")
+    with closing(Client(Etcd((Address("127.0.0.1", 1),), "/"))) as client:
+        store = EtcdStore(client, "/torch/elastic/store", timedelta(seconds=0.3))
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: connection refused"):
+            store.set("a", "1")
+        with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1: connection refused"):
+            EtcdRendezvousBackend(client, "run", read_timeout=1).get_state()
+        assert store.prefix == "/torch/elastic/store/"
+
+
+@pytest.mark.parametrize("make", [create_backend, create_rdzv_handler])
+def test_an_etcd_that_does_not_answer_is_known_when_the_backend_is_made(make: Callable[[Any], Any]) -> None:
+    params = RendezvousParameters("etcd", "127.0.0.1:1", "run", 1, 1, read_timeout=10 * DEADLINE)
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1: connection refused"):
-        backend.get_state()
-    assert store.prefix == "/torch/elastic/store/"
+        make(params)
+
+
+def test_a_state_that_is_none_is_a_state_error(client: Client, prefix: str) -> None:
+    backend = EtcdRendezvousBackend(client, "run", prefix)
+    client.write({f"{prefix}/run".encode(): b"non_base64"}, 5)
+    for ask in (backend.get_state, lambda: backend.set_state(b"mine")):
+        with pytest.raises(RendezvousStateError, match="holds no state of a rendezvous: found b'non_base64'"):
+            ask()
+
+
+def test_handlers_of_the_first_etcd_rendezvous_meet(server: EtcdServer, prefix: str) -> None:
+    def meet(_: int) -> tuple[int, int, str]:
+        endpoint = f"127.0.0.1:{server.get_port()}"
+        params = OurParameters("etcd", endpoint, "run", 2, 2, "127.0.0.1", etcd_prefix=prefix, timeout=60)
+        handler = create_rdzv_handler(params)
+        assert isinstance(handler, EtcdRendezvousHandler) and handler.get_run_id() == "run"
+        info = handler.next_rendezvous()
+        info.store.set(f"here{info.rank}", "1")
+        info.store.wait(["here0", "here1"])
+        handler.shutdown()
+        return info.rank, info.world_size, handler.get_backend()
+
+    with ThreadPoolExecutor() as threads:
+        assert sorted(threads.map(meet, range(2))) == [(0, 2, "etcd"), (1, 2, "etcd")]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """`LaunchConfig`, `elastic_launch`, `launch_agent`: programs that launch functions and commands, run for real."""
 
 import asyncio
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -305,6 +307,46 @@ def test_what_a_fork_prints_is_in_its_file_wherever_the_programs_own_output_goes
     assert sorted(path.read_text().splitlines()) == ["echoed", "printed"]
 
 
+def test_teed_output_goes_to_the_object_that_the_program_has_for_its_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with torch: `capsys`, `redirect_stdout`, notebooks."""
+    specs = DefaultLogsSpecs(log_dir=str(tmp_path), tee=Std.ALL)
+
+    def work() -> None:
+        for number in range(1000):
+            os.write(1, f"{number} éé\n".encode())
+        os.write(1, b"\xff and no end")
+        os.write(2, b"to stderr\n")
+
+    def lines(text: str, rank: int) -> list[str]:
+        prefix = f"[default_role{rank}]:"
+        return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+    wanted = [*(f"{number} éé" for number in range(1000)), "\ufffd and no end"]
+    with contextlib.redirect_stdout(io.StringIO()) as redirected:
+        elastic_launch(config(logs_specs=specs), work)()
+    shown = capsys.readouterr()
+    assert [lines(redirected.getvalue(), rank) for rank in range(2)] == [wanted, wanted]
+    assert (shown.out, lines(shown.err, 0), lines(shown.err, 1)) == ("", ["to stderr"], ["to stderr"])
+    with contextlib.redirect_stdout(io.StringIO()) as closed:
+        closed.close()
+        elastic_launch(config(logs_specs=specs), work)()  # which hurts nobody
+
+
+def test_teed_output_comes_behind_what_the_program_printed_before(program: Program) -> None:
+    source = """
+    from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std
+    def work():
+        print("by a worker")
+    print("before")  # in a pipe it is not written at once
+    elastic_launch(config(workers=1, logs_specs=DefaultLogsSpecs(tee=Std.ALL)), work)()
+    print("after")
+    """
+    out, err = program(source).communicate(timeout=DEADLINE)
+    assert out.splitlines() == ["before", "[default_role0]:by a worker", "after"], err
+
+
 class Flat(LogsSpecs):
     """All in one directory, and a variable for the workers."""
 
@@ -493,6 +535,59 @@ def main(method, *args):
 """
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("within", ["a program", "an event loop"])
+def test_a_handler_and_its_stores_die_by_reference_count_when_the_launch_is_over(
+    program: Program, within: str, fails: int
+) -> None:
+    process = program(
+        """
+        import asyncio, gc, weakref
+        import torch.distributed as dist
+        from ripstop.compat.errors import ChildFailedError
+        from ripstop.compat.rendezvous import rendezvous_handler_registry
+        from ripstop.compat.rendezvous.c10d import create_backend
+        from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, create_handler
+
+        within, fails = sys.argv[1], int(sys.argv[2])
+        things, make_store = [], dist.TCPStore
+
+        def store(*args, **kwargs):
+            made = make_store(*args, **kwargs)
+            things.append(weakref.ref(made))
+            return made
+
+        def make(parameters):
+            backend, store = create_backend(parameters)
+            made = create_handler(store, backend, parameters)
+            things.append(weakref.ref(made))
+            return made
+
+        def work():
+            sys.exit(fails)
+
+        def launch():
+            try:
+                elastic_launch(config(rdzv_backend="mine", max_restarts=1), work)()
+            except ChildFailedError:
+                assert fails
+
+        async def launch_within_a_loop():
+            launch()
+
+        dist.TCPStore = store
+        DynamicRendezvousHandler.get_backend = lambda self: "mine"
+        rendezvous_handler_registry.register("mine", make)
+        gc.disable()
+        launch() if within == "a program" else asyncio.run(launch_within_a_loop())
+        say(len(things) > 1, [str(thing()) for thing in things if thing() is not None])
+        """,
+        within,
+        str(fails),
+    )
+    assert said(process) == [[True, []]]
+
+
 def test_a_signal_stops_the_workers_and_is_an_exception(program: Program) -> None:
     process = program(SLEEPERS + "\nif __name__ == '__main__': main('fork', None)")
     assert process.stdout is not None
@@ -605,10 +700,20 @@ def test_the_variable_for_the_shutdown_is_a_time(monkeypatch: pytest.MonkeyPatch
         LaunchConfig(1, 1, 1)
 
 
-def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() -> None:
-    with pytest.raises(ValueError, match="join_timeout=5 and timeout=7"):
-        elastic_launch(config(rdzv_configs={"join_timeout": 5, "timeout": 7}), os.getpid)()
-    assert elastic_launch(config(workers=1, rdzv_configs={"join_timeout": 5}), os.getppid)() == {0: os.getpid()}
+@pytest.mark.parametrize(
+    ("configs", "notes"),
+    [
+        ({"join_timeout": 5}, []),
+        ({"is_host": None, "store_type": "tcp"}, []),
+        ({"join_timeout": 5, "timeout": 7}, ["--rdzv-conf timeout=7 has no effect beside join_timeout=5"]),
+        ({"no_such_wait": 3}, ["--rdzv-conf: there is no no_such_wait, so it has no effect"]),
+    ],
+)
+def test_settings_that_torch_takes_are_taken_and_those_without_effect_are_said(
+    configs: dict[str, Any], notes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert elastic_launch(config(workers=1, rdzv_configs=configs), os.getppid)() == {0: os.getpid()}
+    assert [record.getMessage() for record in caplog.records if "--rdzv-conf" in record.getMessage()] == notes
 
 
 @pytest.mark.parametrize(
@@ -618,7 +723,7 @@ def test_a_timeout_of_the_users_beside_a_join_timeout_is_not_dropped_silently() 
         ({"rdzv_backend": "etcd", "rdzv_endpoint": ""}, "no etcd is named; write --rdzv-endpoint=HOST:2379"),
         ({"rdzv_endpoint": "no host!"}, "not a host name"),
         ({"start_method": "threads"}, "spawn, fork, forkserver"),
-        ({"rdzv_configs": {"no_such_wait": 3}}, "no_such_wait"),
+        ({"rdzv_configs": {"lease": "soon"}}, "lease=soon: not a time"),
         ({"local_addr": "a b"}, "not a host name"),
     ],
 )

@@ -96,6 +96,21 @@ def test_status_says_what_the_job_is(alone: Job) -> None:
     assert status(alone, "--job=alone")["nodes"][0]["state"] == "running"
 
 
+def test_status_tells_the_pids_of_the_workers_and_proc_tells_their_ranks(alone: Job) -> None:
+    def shown(pid: int) -> tuple[dict[str, str], list[str]]:
+        environ = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+        return dict(line.partition("=")[::2] for line in environ), Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+    pids = wait_until(lambda: status(alone)["nodes"][0]["pids"], why=alone.story)
+    assert len(pids) == 2
+    for rank, pid in enumerate(pids):
+        env, words = shown(pid)
+        assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")} == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"
+        }  # fmt: skip
+        assert str(CHATTY) in words
+
+
 def test_status_tells_the_goodput_of_workers_that_report_and_follows_it(alone: Job) -> None:
     def above(share: float) -> float | None:
         found = status(alone)["goodput"]
@@ -175,6 +190,7 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
     pid = wait_until(second, why=job.story)
     numbers = [int(line.split(" ")[3]) for line in following.out.splitlines() if line.split(" ")[2:3] == [pid]]
     assert numbers == list(range(len(numbers)))  # from its first line on
+    assert [str(each) for each in status(job)["nodes"][0]["pids"]] == [pid]
     events = job.ripstop("events", "-f")
     wait_until(lambda: events.out or None, why=lambda: events.err)
     assert says(job, "stop", "--why=enough") == "the job is being stopped\n"

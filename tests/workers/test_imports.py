@@ -85,6 +85,37 @@ def test_a_module_is_found_on_the_path_and_its_package_followed(tmp_path):
     assert imported_by("module", "absent", [str(tmp_path)]) == set()
 
 
+def installed(site, **files):
+    for name, text in files.items():
+        path = site / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_of_an_installed_module_its_own_package_is_followed_alone(tmp_path):
+    """Beside it lies all that is installed."""
+    installed(
+        tmp_path,
+        tool__in____init__="",
+        tool__in____main__="from tool import cli",
+        tool__in__cli="import helper, torch.nn",
+        helper="import numpy.distutils.core",
+        numpy__in____init__="import torch.onnx, numpy.testing",
+        torch__in____init__="import torch.fx",
+        single="import helper",
+    )
+    names = imported_by("module", "tool", [str(tmp_path)])
+    assert names == {"tool", "tool.cli", "helper", "torch", "torch.nn"}
+    assert worth_preloading(names) == ["torch", "torch.nn"]
+    assert imported_by("module", "single", [str(tmp_path)]) == {"single", "helper"}
+
+
+def test_modules_beside_one_of_the_current_directory_are_followed(tmp_path, monkeypatch):
+    installed(tmp_path, train="import model", model="import torch")
+    monkeypatch.chdir(tmp_path)
+    assert worth_preloading(imported_by("module", "train", [str(tmp_path)])) == ["torch"]
+
+
 def test_a_directory_is_read_by_its_main(tmp_path):
     (tmp_path / "__main__.py").write_text("import helper")
     (tmp_path / "helper.py").write_text("import torch")

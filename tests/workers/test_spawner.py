@@ -107,6 +107,68 @@ def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
     assert texts[3].startswith("The Zen of Python")
 
 
+ENVIRONMENTS = """
+import ctypes, json, os, subprocess
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+def parsed(block):
+    return dict(line.partition("=")[::2] for line in block.rstrip("\\0").split("\\0"))
+print(json.dumps({
+    "proc": parsed(subprocess.run(["sh", "-c", "cat /proc/$PPID/environ"], capture_output=True, text=True).stdout),
+    "python": dict(os.environ),
+    "libc": {name: value.decode() for name in os.environ if (value := libc.getenv(name.encode())) is not None},
+    "child": parsed(subprocess.run(["env", "-0"], capture_output=True, text=True).stdout),
+    "removed": libc.getenv(b"REMOVED"),
+    "cmdline": open("/proc/self/cmdline").read(),
+}))
+"""
+
+
+@pytest.mark.parametrize("long", ["", "x" * 100_000])
+@pytest.mark.parametrize("start", list(Start))
+def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage, start, long):
+    """Except for one so large that there is no room for it in the zygote's."""
+    script = stage.script(ENVIRONMENTS)
+    path = {"PATH": os.environ["PATH"]}
+    zygotes = path | {"RANK": "7 of an outer job", "REMOVED": "1", "KEPT": "é", "OMP_NUM_THREADS": "16"}
+    own = {"KEPT": "é", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "LONG": long}
+
+    async def scenario() -> list[int]:
+        spawner, children = Spawner(Script(str(script), ("${local_rank}",)), zygotes, start, ()), Children()
+        ended: asyncio.Queue[End] = asyncio.Queue()
+        births = [
+            Birth(
+                path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                Script(str(script), (str(rank),)),
+                stage.directory / f"{rank}.out",
+            )
+            for rank in range(2)
+        ]
+        try:
+            async with asyncio.timeout(60):
+                for pid in await spawner.spawn(births):
+                    children.watch(pid, ended.put_nowait)
+                return [(await ended.get()).exitcode for _ in births]
+        finally:
+            spawner.close()
+            children.close()
+
+    assert asyncio.run(scenario()) == [0, 0]
+    for rank in range(2):
+        seen = json.loads((stage.directory / f"{rank}.out").read_text())
+        wanted = path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ours = {"LC_CTYPE"}  # Python's own doing, in the C locale
+        views = {view: {k: v for k, v in seen[view].items() if k not in ours} for view in ("python", "libc", "child")}
+        assert views == dict.fromkeys(views, wanted)
+        assert seen["removed"] is None
+        if start is Start.EXEC or not long:
+            assert {k: v for k, v in seen["proc"].items() if k not in ours} == wanted
+        else:
+            assert seen["proc"]["RANK"] == "7 of an outer job"
+        words = [sys.executable, "-u", str(script), str(rank)]
+        assert seen["cmdline"].rstrip("\0").split("\0") == words
+
+
 def test_output_is_appended_to_what_is_there(stage):
     (stage.directory / "0.out").write_text("before\n")
     assert stage.run(stage.script(HELLO)).out == ["before\nhello 0\n"]

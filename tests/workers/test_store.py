@@ -27,6 +27,10 @@ print(store.get(sys.argv[3]).decode())
 """
 
 
+def shown_as(pid: int) -> list[str]:
+    return [Path(f"/proc/{pid}/{name}").read_text().rstrip("\n\0") for name in ("comm", "cmdline")]
+
+
 async def client(port: int, mine: str, other: str) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-W", "ignore", "-c", CLIENT, str(port), mine, other, stdout=asyncio.subprocess.PIPE
@@ -50,6 +54,7 @@ def test_clients_meet_at_the_store(stage, preload):
                 pid = store._pid
                 assert pid is not None
                 assert os.getsid(pid) == pid
+                assert shown_as(pid) == ["ripstop-store"] * 2  # no second script in `ps`
                 await store.close()
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)

@@ -129,6 +129,7 @@ class Driver:
         environ: Mapping[str, str],
         logs_source: LogsSource | None = None,
         sinks: Iterable[Sink] = (),
+        console: Console | None = None,
     ) -> None:
         self._config = config
         self._spawner = spawner
@@ -145,7 +146,7 @@ class Driver:
         self._checkup = Checkup(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
         self._questions = 0
-        self._console = Console()
+        self._console = console or Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
         self._events: deque[Event] = deque()
         self._busy = False
@@ -431,6 +432,7 @@ class Driver:
             role=self._config.role,
             max_restarts=self._config.budget.max_restarts,
             error_file=error_file,
+            signals=self._config.signals,
             virtual_local_rank=self._config.virtual_local_rank,
             timer_pipe=self._config.timer_pipe,
             socket=self._reports.path,

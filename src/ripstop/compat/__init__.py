@@ -60,6 +60,7 @@ MODULES = {
     f"{_RENDEZVOUS}.registry": "rendezvous.registry",
     f"{_RENDEZVOUS}.static_tcp_rendezvous": "rendezvous.static",
     f"{_RENDEZVOUS}.utils": "rendezvous.endpoint",
+    f"{_RENDEZVOUS}.etcd_rendezvous": "etcd_rendezvous",
     f"{_RENDEZVOUS}.etcd_rendezvous_backend": "etcd_rendezvous_backend",
     f"{_RENDEZVOUS}.etcd_server": "etcd_server",
     f"{_RENDEZVOUS}.etcd_store": "etcd_store",

@@ -2,20 +2,23 @@
 
 The state is written where nobody has written since it was read; the token is the revision of etcd at which it was.  A
 node has a lease, which every write renews, so every beat does.  When it has not written for a long time, its keys go by
-themselves, here and in the store that is made with the backend: a job leaves nothing behind for ever.
+themselves, here and in the store that is made with the backend: a job leaves nothing behind for ever.  The state is
+base64, as torch has it, so that what is none is known.
 """
 
 from __future__ import annotations
 
+import binascii
 import os
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ripstop import spelling
 from ripstop.compat.etcd import Client, Denied, Unavailable
-from ripstop.compat.rendezvous import RendezvousConnectionError
+from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError
 from ripstop.compat.rendezvous.dynamic import RendezvousBackend
 from ripstop.errors import UsageError
 
@@ -58,7 +61,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         """The state and its token; None when there is none."""
         with _connection_errors():
             _, (found,) = self._client.read([self._key], self._read_timeout)
-        return (found.data, found.revision) if found is not None else None
+        return (self._decoded(found.data), found.revision) if found is not None else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
         """Set it if it still has this token (None: if there is none yet).
@@ -70,14 +73,25 @@ class EtcdRendezvousBackend(RendezvousBackend):
             return (*held, False) if held is not None else None
         with _connection_errors():
             lease = self.lease(self._read_timeout)
-            written, found = self._client.swap(self._key, revision, {self._key: state}, self._read_timeout, lease=lease)
+            values = {self._key: b64encode(state)}
+            written, found = self._client.swap(self._key, revision, values, self._read_timeout, lease=lease)
         if written:
             return state, written, True
         (now,) = found
         if now is None:
             return None
         # our lease with our state: it was written, and the answer lost
-        return now.data, now.revision, now.lease == lease and now.data == state
+        there = self._decoded(now.data)
+        return there, now.revision, now.lease == lease and there == state
+
+    def _decoded(self, value: bytes) -> bytes:
+        try:
+            return b64decode(value, validate=True)
+        except binascii.Error:
+            raise RendezvousStateError(
+                f"the key {self._key.decode()} of etcd holds no state of a rendezvous: found {value[:80]!r}; "
+                "it is left as it is: use another run id"
+            ) from None
 
     def lease(self, patience: float) -> int:
         """This node's, counting anew."""
@@ -87,12 +101,23 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
-    """The backend, and a store in the same etcd, of `RendezvousParameters`.
+    """The backend, and a store in the same etcd, of `RendezvousParameters`; etcd must answer.
 
     Of its configuration: `read_timeout` (60 s), `protocol`, `ssl_cert`, `ssl_cert_key`, `ca_cert`.
     """
     from ripstop.compat.etcd_store import EtcdStore
 
+    with connected(params) as (client, read_timeout):
+        backend = EtcdRendezvousBackend(client, params.run_id, STATE_PREFIX, read_timeout=read_timeout)
+        return backend, EtcdStore(client, STORE_PREFIX, lease=backend.lease)
+
+
+@contextmanager
+def connected(params: Any) -> Iterator[tuple[Client, float]]:
+    """A client for what these parameters say, and how long it may wait; at the end, etcd is asked whether it is there.
+
+    It is asked once: whoever makes a backend learns of a wrong address now, and not after `read_timeout`.
+    """
     conf = {key: str(value) for key, value in params.config.items()}
     try:
         read_timeout = spelling.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT)), positive=True)
@@ -100,8 +125,13 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
     except UsageError as error:
         raise ValueError(str(error)) from None
     client = Client(settings)
-    backend = EtcdRendezvousBackend(client, params.run_id, STATE_PREFIX, read_timeout=read_timeout)
-    return backend, EtcdStore(client, STORE_PREFIX, lease=backend.lease)
+    try:
+        yield client, read_timeout
+        with _connection_errors():
+            client.read([STATE_PREFIX.encode()], patience=0)
+    except BaseException:
+        client.close()
+        raise
 
 
 @contextmanager

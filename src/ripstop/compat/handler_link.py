@@ -10,6 +10,8 @@ What nodes must agree on they say through the round's store: each its `Join`, an
     count.  Nodes that come or go cost nothing.
 4.  Healthy workers go on when the handler cannot be reached; a new round needs it.
 5.  Leaving is not closing: the handler is shut down when the job ended here, not when a signal ended this agent.
+6.  A link that was closed holds no handler and no store, and no exception of theirs is in a reference cycle: they must
+    not live until garbage is collected, perhaps in a forked child.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class Looked:
     done: bool
     waiting: int = 0
     all_done: bool = False
-    trouble: Exception | None = None
+    trouble: str | None = None
 
 
 class HandlerLink:
@@ -150,6 +152,7 @@ class HandlerLink:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._calls.close()
+        self._handler = self._task = None  # rule 6
 
     def _offer(self, ready: Ready | None) -> None:
         if ready is not None:
@@ -263,7 +266,7 @@ class HandlerLink:
             all_done = done and await self._calls.run(lambda: met.store.check([_ALL_DONE]))
             seen = Looked(met.place.round, done, waiting, all_done)
         except Exception as error:
-            seen = Looked(met.place.round, done, trouble=error)
+            seen = Looked(met.place.round, done, trouble=str(error) or type(error).__name__)  # rule 6
         self._heard.put_nowait(seen)
 
     def _end_seen(self, seen: Looked) -> Again | Report | None:
@@ -369,14 +372,15 @@ class _Thread:
     async def run(self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
+        waiting = [answer]  # until it has come, or nobody waits for it any more
 
         def settle(value: T | None, error: BaseException | None) -> None:
-            if answer.done():  # nobody waits for it any more
+            if not waiting or waiting[0].done():
                 return
             if error is not None:
-                answer.set_exception(error)
+                waiting[0].set_exception(error)
             else:
-                answer.set_result(value)  # type: ignore[arg-type]  # it is what the call gave
+                waiting[0].set_result(value)  # type: ignore[arg-type]  # it is what the call gave
 
         def make() -> None:
             value, error = None, None
@@ -386,11 +390,16 @@ class _Thread:
                 error = raised
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(settle, value, error)
+            del error  # its traceback leads to this frame: rule 6
 
         if not self._thread.is_alive():
             self._thread.start()
         self._calls.put(make)
-        return await answer
+        try:
+            return await answer
+        finally:
+            waiting.clear()
+            del answer  # and the exception in it, whose traceback leads to this frame: rule 6
 
     def close(self) -> None:
         self._calls.put(None)
@@ -398,3 +407,4 @@ class _Thread:
     def _main(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+            del call  # not held while the next one is waited for

@@ -2,6 +2,9 @@
 
 HTTP on the given port, for probes such as Kubernetes': `/live` (also `/` and `/healthz`) answers 200 while the agent's
 last sign of life is younger than the timeout, else 503; `/ready` the same, and only while workers run.
+
+Rule: a server that was stopped is in no reference cycle and holds nobody's workers.  The callbacks lead to an agent,
+its rendezvous and its stores, and a store must not live until garbage is collected, perhaps in a forked child.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # slow to import, and few launches have a server
@@ -34,7 +38,7 @@ class HealthCheckServer:
         self._timeout = timeout
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
-        self.ready_callback: Callable[[], bool] = lambda: True
+        self.ready_callback: Callable[[], bool] = _always_ready
 
     @property
     def alive_callback(self) -> Callable[[], float]:
@@ -51,11 +55,12 @@ class HealthCheckServer:
         from http.server import ThreadingHTTPServer
 
         try:
-            self._server = ThreadingHTTPServer(("", self._port), self._handler())
+            self._server = ThreadingHTTPServer(("", self._port), _request_handler())
         except OSError as error:
             log.warning("no health check: port %d cannot be listened on: %s", self._port, error.strerror)
             return
         self._server.daemon_threads = True
+        self._server.answer = self.answer  # type: ignore[attr-defined]  # for the request handler; ends with `stop`
         self._thread = threading.Thread(target=self._serve, args=(self._server,), name="ripstop-health", daemon=True)
         self._thread.start()
         log.info("health check at port %d", self.port)
@@ -68,6 +73,8 @@ class HealthCheckServer:
         server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         server.server_close()
+        self._thread = None
+        self.ready_callback = _always_ready
 
     def _serve(self, server: ThreadingHTTPServer) -> None:
         while self._server is server:
@@ -84,27 +91,32 @@ class HealthCheckServer:
             return 503, "no workers are running"
         return 200, "ok"
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        from http.server import BaseHTTPRequestHandler
 
-        answer = self.answer
+def _always_ready() -> bool:
+    return True
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # seconds for a client to send its request
 
-            def do_GET(self) -> None:
-                status, text = answer(self.path.partition("?")[0])
-                body = f"{text}\n".encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+@cache
+def _request_handler() -> type[BaseHTTPRequestHandler]:
+    """One class for all servers: a class is a reference cycle, so it must not hold one of them."""
+    from http.server import BaseHTTPRequestHandler
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Probes come every few seconds."""
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds for a client to send its request
 
-        return Handler
+        def do_GET(self) -> None:
+            status, text = self.server.answer(self.path.partition("?")[0])  # type: ignore[attr-defined]
+            body = f"{text}\n".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Probes come every few seconds."""
+
+    return Handler
 
 
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: int) -> HealthCheckServer:

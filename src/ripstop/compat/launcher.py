@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ripstop import launch
 from ripstop.agent.machine import Quit
@@ -57,6 +57,7 @@ from ripstop.rendezvous.link import Link
 from ripstop.round import Outcome
 from ripstop.spelling import duration
 from ripstop.workers import process
+from ripstop.workers.console import Console
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.logs import LogDirectory
 from ripstop.workers.spawner import Birth, ServeStore, Spawner
@@ -231,7 +232,8 @@ def _link(run: RunConfig, config: LaunchConfig) -> Link | None:
 
 
 def _words(config: LaunchConfig) -> Iterator[str]:
-    conf = dict(config.rdzv_configs) if not _is_a_handlers(config.rdzv_backend) else {}
+    conf = {} if _is_a_handlers(config.rdzv_backend) else config.rdzv_configs
+    conf = {key: value for key, value in conf.items() if value is not None}
     rank = conf.pop("rank", None)
     if "join_timeout" in conf and conf.get("timeout") == TIMEOUT:
         del conf["timeout"]  # put there by the default
@@ -390,7 +392,10 @@ def _launch(
             told = _told_to_handler(run, config.event_log_handler, _name(entrypoint, args))
             with process.within_a_program(), _endpoint(run) as bound, told as sinks:
                 link = _link(run, config)
-                part = partial(launch.take_part, run, directory, spawner, environ, bound, source, sinks, link)
+                console = Console(_objects_for_output())
+                part = partial(
+                    launch.take_part, run, directory, spawner, environ, bound, source, sinks, link, console=console
+                )
                 end = _drive(part, inherited.signals)
         finally:
             spawner.close()
@@ -402,6 +407,24 @@ def _launch(
         raise ValueError(str(error)) from None
     finally:
         shutil.rmtree(results, ignore_errors=True)
+
+
+def _objects_for_output() -> dict[int, TextIO | None]:
+    """What the program has in the place of its stdout and stderr, by descriptor: torch shows workers there.
+
+    Where it has none, the descriptors themselves are faster, and no lock of a file is held while workers are forked.
+    """
+    found: dict[int, TextIO | None] = {}
+    for fd, target in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            usual = target is not None and target.fileno() == fd
+        except (OSError, ValueError, AttributeError):  # it is no file
+            usual = False
+        if usual:
+            target.flush()  # what was printed before comes before
+        else:
+            found[fd] = target
+    return found
 
 
 def _spawner(
@@ -450,13 +473,19 @@ def _handled(run: RunConfig) -> tuple[signal.Signals, ...]:
 
 def _drive(part: Callable[[], Any], handled: Sequence[signal.Signals]) -> Quit:
     """Run the engine in this thread, or beside the event loop that this thread is in."""
+    if _is_in_a_loop():
+        return _Beside(part).run()
+    with _signals_given_back(handled):
+        end: Quit = asyncio.run(part())
+        return end
+
+
+def _is_in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _signals_given_back(handled):
-            end: Quit = asyncio.run(part())
-            return end
-    return _Beside(part).run()
+        return False
+    return True
 
 
 class _Beside:
@@ -480,7 +509,10 @@ class _Beside:
             self._thread.join()
             raise
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback leads to this frame, and to what was launched
         assert self._end is not None, "it ended one way or the other"
         return self._end
 

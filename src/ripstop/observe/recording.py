@@ -58,7 +58,7 @@ def show_crashes() -> None:
     try:
         faulthandler.enable(all_threads=True)
     except Exception:  # Python's stderr is no file: a notebook's, a test's
-        with suppress(OSError):
+        with suppress(Exception):
             os.fstat(2)
             faulthandler.enable(2, all_threads=True)
 

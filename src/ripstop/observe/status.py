@@ -33,7 +33,8 @@ class NodeState(StrEnum):
 class NodeStatus:
     """One node.
 
-    Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.
+    Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.  `pids` are
+    those of its workers, by local rank; none where they do not run, or have not been told yet.
     """
 
     name: str
@@ -44,6 +45,7 @@ class NodeStatus:
     group_rank: int = -1
     first_rank: int = -1
     unfit: str = ""
+    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

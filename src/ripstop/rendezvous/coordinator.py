@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ripstop.errors import NoAnswer, ProtocolError
@@ -20,7 +21,7 @@ from ripstop.observe.events import Sink
 from ripstop.observe.failure import Report
 from ripstop.observe.journal import Journal
 from ripstop.observe.metrics import Totals
-from ripstop.observe.status import JobStatus
+from ripstop.observe.status import JobStatus, NodeState, NodeStatus
 from ripstop.observe.wishes import Wish
 from ripstop.rendezvous.bounds import bounded_entry
 from ripstop.rendezvous.events import Drop, End, Event, Gone, Heard, Progressed, Record, Send, Tick
@@ -85,7 +86,8 @@ class Coordinator:
         self._asked = 0
         self._scraper: Scraper | None = None
         self.totals = Totals()
-        self.journal = Journal([self.totals.on, *sinks])
+        self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of linked nodes: of which round, by local rank
+        self.journal = Journal([self.totals.on, self._note_pids, *sinks])
         self._deadline: float | None = None  # the job's clock does not pass it before its tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[Report] = self._loop.create_future()
@@ -129,7 +131,18 @@ class Coordinator:
 
     def status(self) -> JobStatus:
         """The job as it is."""
-        return self._job.status(self._now())
+        status = self._job.status(self._now())
+        return replace(status, nodes=tuple(self._with_pids(node, status.round) for node in status.nodes))
+
+    def _with_pids(self, node: NodeStatus, round: int) -> NodeStatus:
+        of, pids = self._pids.get(node.name, (-1, ()))
+        runs = node.first_rank >= 0 and node.state is not NodeState.DONE and of == round
+        return replace(node, pids=pids) if runs else node
+
+    def _note_pids(self, entry: observe.Entry) -> None:
+        match entry.event:
+            case observe.WorkersStarted(round=round, pids=pids) if round >= self._pids.get(entry.node, (-1,))[0]:
+                self._pids[entry.node] = round, pids
 
     def record(self, event: observe.Event) -> None:
         """Have something noted in the job's journal, and said in the log."""
@@ -249,6 +262,8 @@ class Coordinator:
             waiting.set_result(answer.body)
 
     def _give_up_on(self, node: str) -> None:
+        """Its connection has ended."""
+        self._pids.pop(node, None)  # it tells them again over the next one
         for whom, waiting in self._questions.values():
             if whom == node and not waiting.done():
                 waiting.set_exception(NoAnswer(f"the connection of node {node} closed before it answered"))

@@ -6,7 +6,8 @@ lines are written, so no line is torn by another worker's; a carriage return end
 show at the end only; (2) without one, bytes are passed on as they come; (3) a console that is gone (a closed pipe, a
 full disk) hurts nobody, for the file has it all; (4) nothing polls while the kernel offers inotify; (5) a file that the
 user did not ask for never fills up under its writer: disk space is reserved ahead of it, and on a full disk what the
-console has already makes way.
+console has already makes way; (6) within a program that has put an object in the place of `sys.stdout` or `sys.stderr`,
+as a notebook does, that object is the console: it is given whole lines of text.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ import select
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ripstop.errors import StartError
 from ripstop.observe.own_directory import no_follow
@@ -43,11 +44,15 @@ _POLL_MS = 100  # between two visits where there is no inotify
 
 
 class Console:
-    """The files that are being copied, and to which console each."""
+    """The files that are being copied, and to which console each.
 
-    def __init__(self) -> None:
-        self._copiers: dict[int, _Copier] = {}
-        self._followed: dict[Path, int] = {}
+    `objects` stand in the place of these descriptors (rule 5); None takes nothing.
+    """
+
+    def __init__(self, objects: Mapping[int, TextIO | None] | None = None) -> None:
+        self._objects = objects or {}
+        self._copiers: dict[tuple[int, bool], _Copier] = {}  # by descriptor, and whether its object is meant
+        self._followed: dict[Path, tuple[int, bool]] = {}
 
     def follow(
         self,
@@ -58,16 +63,19 @@ class Console:
         *,
         fleeting: bool = False,
         reserved: bool = False,
+        raw: bool = False,
     ) -> None:
         """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come.
 
         A `fleeting` file is there for its end alone: the disk space of what was copied long ago is given back.
         A `reserved` file is a copy of what the console has, and its writer never finds the disk full (rule 5).
+        What is `raw` goes to the descriptor also where an object is in its place, as if the worker had it itself.
         """
-        if fd not in self._copiers:
-            self._copiers[fd] = _Copier(fd)
-        self._followed[path] = fd
-        self._copiers[fd].follow(_Stream(path, prefix, kept, fleeting=fleeting, reserved=reserved))
+        to = fd, fd in self._objects and not raw
+        if to not in self._copiers:
+            self._copiers[to] = _ObjectCopier(fd, self._objects[fd]) if to[1] else _Copier(fd)
+        self._followed[path] = to
+        self._copiers[to].follow(_Stream(path, prefix, kept, fleeting=fleeting, reserved=reserved, whole_lines=to[1]))
 
     async def finish(self, paths: Iterable[Path]) -> None:
         """Their writers are gone: returns when all they wrote is on the console.  Others' paths are ignored.
@@ -164,7 +172,14 @@ class _Stream:
     """One file and how far it has been copied."""
 
     def __init__(
-        self, path: Path, prefix: bytes, kept: Kept | None, *, fleeting: bool = False, reserved: bool = False
+        self,
+        path: Path,
+        prefix: bytes,
+        kept: Kept | None,
+        *,
+        fleeting: bool = False,
+        reserved: bool = False,
+        whole_lines: bool = False,
     ) -> None:
         self.path = path
         access = os.O_RDWR if fleeting or reserved else os.O_RDONLY
@@ -173,7 +188,7 @@ class _Stream:
         self._fleeting = fleeting
         self._reserved = self._position + AHEAD if reserved else None  # up to where there is disk space
         self.found_disk_full = False
-        self._lines = Prefixer(prefix) if prefix else None
+        self._lines = Prefixer(prefix) if prefix or whole_lines else None
         self._keeper = _Keeper(kept, prefix) if kept else None
 
     def read(self) -> tuple[bytes, bool]:
@@ -394,6 +409,20 @@ class _Copier:
                 room.poll()
             except OSError:
                 return  # rule 3
+
+
+class _ObjectCopier(_Copier):
+    """One whose console is an object of this program."""
+
+    def __init__(self, fd: int, target: TextIO | None) -> None:
+        self._target = target
+        super().__init__(fd)
+
+    def _write(self, data: bytes) -> None:
+        if data and self._target is not None:
+            with suppress(Exception):  # rule 3: it may be closed, or not be able to write this
+                self._target.write(data.decode("utf-8", "replace"))
+                self._target.flush()
 
 
 def _is_pipe(fd: int) -> bool:

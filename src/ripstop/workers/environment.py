@@ -7,9 +7,10 @@ another job's worker is not mistaken for it; (2) nothing is set that torch itsel
 complain about it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ripstop.config import LEAVING
 from ripstop.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # names the pipe, to workers and to us
@@ -34,6 +35,7 @@ def worker_environment(
     role: str,
     max_restarts: int,
     error_file: Path,
+    signals: Sequence[str] = LEAVING,
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
     socket: str = "",
@@ -63,6 +65,7 @@ def worker_environment(
             "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),  # read where a worker starts workers itself
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's to host: every worker is a client
         }
         | alone

@@ -2,11 +2,13 @@
 
 Pure functions of source text, and one thin reader of files; nothing is ever executed.  Imports anywhere in the text
 count, in functions too, since many scripts import torch in `main()`.  Modules beside the script are followed, a bounded
-number of them.  This file runs in a helper process of the zygote's and so imports nothing of ours.
+number of them; so are those beside a module of the current directory.  Of a module that is elsewhere, its own package
+is followed alone: beside an installed one is all else that is installed.  This file runs in a helper process of the
+zygote's and so imports nothing of ours.
 """
 
 # Every run of a job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
-# ruff: noqa: PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
+# ruff: noqa: PTH109, PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
 
 from __future__ import annotations
 
@@ -138,7 +140,12 @@ def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
     if not home:
         return set()
     main = _module(f"{target}.__main__", home) or _module(target, home)
-    return set() if main is None else follow(*main, lambda name: _module(name, home)) | {target}
+    alone = os.path.realpath(home) != os.getcwd()
+
+    def read(name: str) -> tuple[bytes, str] | None:
+        return None if alone and name.partition(".")[0] != root else _module(name, home)
+
+    return set() if main is None else follow(*main, read) | {target}
 
 
 def _module(name: str, home: str) -> tuple[bytes, str] | None:

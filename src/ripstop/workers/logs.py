@@ -188,7 +188,7 @@ class RoundLogs:
             case Route.TEE if path:
                 console.follow(path, fd, self._prefix(local_rank), self._kept(stream))
             case Route.COPY if path:
-                console.follow(path, fd, fleeting=self._logs.directory is None, reserved=True)
+                console.follow(path, fd, fleeting=self._logs.directory is None, reserved=True, raw=True)
 
     def _prefix(self, local_rank: int) -> bytes:
         from string import Template  # not needed where nothing is teed

@@ -33,6 +33,7 @@ _HOME = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(_HOME, "hook")
 _CALL = os.path.join(_HOME, "call_function.py")
 _CHANNEL = "RIPSTOP_ZYGOTE"
+_ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 2048  # bytes that workers have for variables of their own: `zygote.py` shows them
 _PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
 
 
@@ -167,6 +168,7 @@ class Spawner:
             env = dict(self._env)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, env.get("PYTHONPATH")]))
             env[_CHANNEL] = str(theirs.fileno())
+            env[_ROOM] = "-" * _ROOM_SIZE
             os.set_inheritable(theirs.fileno(), True)
             try:
                 self._pid = os.posix_spawn(

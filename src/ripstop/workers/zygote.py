@@ -14,6 +14,7 @@ Rules
 5.  What stays of ours in a worker: an excepthook that writes the error file, and an exit handler (rule 7).  No file
     descriptor, no entry in sys.path or sys.modules, no variable does.  Where hangs are to be diagnosed, faulthandler
     and its file stay too, and where there is torch, a thread that sleeps at a socket until it is asked (`flight.py`).
+    `/proc/PID/environ` shows the worker's environment, as it would of a process that was executed with it.
 6.  Whatever goes wrong in here ends the process: it must never fall through into the script by accident.
 7.  When an exception ends the script, the worker exits as soon as threads have ended, exit handlers have run and files
     are flushed.  Taking torch's objects apart would take another 0.2 s, and the whole job would wait for it.
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 CHANNEL = "RIPSTOP_ZYGOTE"  # the variable that holds the number of the channel's file descriptor
+ROOM = "RIPSTOP_ROOM"  # a variable that makes room for the workers' own in what /proc/PID/environ shows
 NEWBORN = b"ripstop-newborn"
 ZYGOTE = b"ripstop-zygote"
+STORE = b"ripstop-store"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MADV_DONTNEED = 4
 MPOL_PREFERRED = 1
@@ -80,7 +83,10 @@ class Channel:
 
 
 class Title:
-    """What `ps` shows: the zygote and its workers have one command line, and only the workers should be seen by it."""
+    """What `ps` and /proc show: the memory in which the kernel laid out a process's command line and environment.
+
+    The zygote and its workers share one command line, and only the workers should be seen by it.
+    """
 
     def __init__(self) -> None:
         import ctypes
@@ -89,6 +95,7 @@ class Title:
         fields = stat_of("self")
         self.start = int(fields[45])
         self.words = ctypes.string_at(self.start, int(fields[46]) - self.start)
+        self.env_start, self.env_size = int(fields[47]), int(fields[48]) - int(fields[47])
         self.prctl = ctypes.CDLL(None).prctl
         with open("/proc/self/comm", "rb") as file:
             self.name = file.read().strip()
@@ -98,9 +105,25 @@ class Title:
         title = ZYGOTE[: len(self.words) - 1]
         self.write(self.start, title.ljust(len(self.words), b"\0"), len(self.words))
 
-    def show(self) -> None:
-        self.write(self.start, self.words, len(self.words))
+    def show(self, argv: list[str]) -> None:
+        """As a process that runs this; where there is no room for it, as it was before."""
+        words = b"".join(os.fsencode(word) + b"\0" for word in argv)
+        if len(words) > len(self.words):
+            words = self.words
+        self.write(self.start, words.ljust(len(self.words), b"\0"), len(self.words))
         self.prctl(PR_SET_NAME, self.name, 0, 0, 0)
+
+    def move_environment(self) -> None:
+        """Leave the environment's memory to `show_environment`: from now on nobody is given a pointer to it."""
+        for name, value in os.environ.items():
+            if name:  # one that begins with = has none, and nobody can ask for it
+                os.putenv(name, value)  # libc makes a copy
+
+    def show_environment(self) -> None:
+        """Show the present one; where there is no room for it, the one before."""
+        block = b"".join(b"%s=%s\0" % item for item in os.environb.items())
+        if len(block) <= self.env_size:
+            self.write(self.env_start, block.ljust(self.env_size, b"\0"), self.env_size)
 
 
 def main(home: str) -> None:
@@ -121,6 +144,7 @@ class Zygote:
         self.home = home
         self.root = os.path.dirname(os.path.dirname(home))  # where our package is found
         self.channel = Channel(int(os.environ.pop(CHANNEL)))
+        os.environ.pop(ROOM, None)
         self.loaded = False
         atexit.register(leave)  # before anybody else, so that it comes last
         self.born: dict[int, bytes] = {}  # our workers' pids and start times: their sessions are ours to kill
@@ -131,6 +155,7 @@ class Zygote:
         self.kind, self.target = orders["entry"]
         self.title = Title()
         self.title.hide()
+        self.title.move_environment()
         self.title.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self.agent:
             os._exit(0)
@@ -405,13 +430,14 @@ class Worker:
             os.close(fd)
         self._pass_gate()
         self._bind()
-        self.zygote.title.show()
         match self.birth["what"]:
             case "run":
                 self._run()
             case "exec":
+                self.zygote.title.show(self.birth["argv"])
                 self._exec(self.birth["argv"])
             case "store":
+                self.zygote.title.prctl(PR_SET_NAME, STORE, 0, 0, 0)
                 self._store(self.birth["host"], self.birth["port"])
 
     def _environment(self) -> None:
@@ -454,6 +480,8 @@ class Worker:
             os.close(fd)
         sys.argv[1:] = self.birth["args"]
         sys.orig_argv[len(sys.orig_argv) - self.birth["given"] :] = self.birth["args"]
+        self.zygote.title.show(sys.orig_argv)
+        self.zygote.title.show_environment()
         for number in self.streams:
             reopen(number)
         renew()
