@@ -214,7 +214,7 @@ class Job:
                 self._inquest.keep(failures, self.round)
                 self._unstopped.discard(node)
             case Leave(why):
-                self._lose(node, f"left: {why}", now)
+                self._lose(node, f"left: {why}", now, lost=False)
                 return [Drop(node)]
             case _:
                 pass
@@ -387,13 +387,12 @@ class Job:
         self._inquest.forgive(now)
         self._since += late
 
-    def _lose(self, node: str, why: str, now: float) -> None:
+    def _lose(self, node: str, why: str, now: float, *, lost: bool = True) -> None:
         if node not in self.members:
             return
         self._roster.lose(node, now)
         self._unstopped.discard(node)
         self._inquest.dismiss(node)
-        lost = not why.startswith("left")
         self._notes.append(observe.NodeGone(node, why, lost))
         if node in self.places and self._inquest.excuse(self.restarts, self.settings.timing.lease, now):
             self._notes.append(observe.BudgetRefunded(self.round, node))
