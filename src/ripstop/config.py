@@ -118,7 +118,7 @@ class Budget:
 class Timing:
     """Seconds the rendezvous waits, for what."""
 
-    settle: float = 2.0  # for more nodes, once the minimum is ready
+    last_call: float = 30.0  # for more nodes before the first round, once the minimum is ready
     join: float = 600.0  # for the minimum, and at first for the coordinator
     lease: float = 3.0  # for a word from a silent peer
     coordinator: float = 600.0  # for a coordinator that has gone away

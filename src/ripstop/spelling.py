@@ -217,7 +217,7 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
         attempts = whole(f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), least=1, most=1000)
         lease = seconds("keep_alive_interval", 5.0) * attempts
     waits = Timing(
-        settle=seconds("last_call_timeout", default.settle, positive=False),
+        last_call=seconds("last_call_timeout", default.last_call, positive=False),
         join=seconds("join_timeout", seconds("timeout", default.join)),
         lease=lease,
         coordinator=seconds("coordinator_timeout", default.coordinator),

@@ -333,7 +333,7 @@ def test_an_agent_that_never_finds_a_coordinator_gives_up() -> None:
     assert on(agent, Tick(), 100.0) == [
         Quit(
             1,
-            "no coordinator for 100 s (node0:29400: connection refused); is the node of --rdzv-endpoint up?",
+            "no coordinator for 100 s (node0:29400: connection refused); is its node up, and the job not over?",
         )
     ]
 
@@ -432,6 +432,13 @@ def test_the_jobs_success_ends_the_agent_with_zero() -> None:
     report = Report("job7", Outcome.SUCCEEDED, "because", 1, 0)
     assert on(agent, closed(Outcome.SUCCEEDED)) == [Stop(1, 15, 30.0, "because")]
     assert on(agent, WorkersStopped(1)) == [Tell(Leave("because")), Quit(0, "because", report)]
+
+
+def test_a_node_without_a_place_in_a_job_that_succeeds_says_that_it_ran_nothing() -> None:
+    report = Report("job7", Outcome.SUCCEEDED, "because", 1, 0)
+    why = "job=job7 had ended (because) before this node had a place in it: this node ran no worker"
+    end = [Say(why, warning=True), Tell(Leave("because")), Quit(0, "because", report)]
+    assert ready_agent().on(closed(Outcome.SUCCEEDED), 5.0) == end
 
 
 def test_the_jobs_failure_ends_the_agent_with_one() -> None:

@@ -93,7 +93,7 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--max-restarts=3", "budget", Budget(3)),
         ("--max-restarts=3 --restart-window=1h --restart-backoff=5", "budget", Budget(3, 3600.0, 5.0)),
         ("--shutdown-timeout=5", "timing", Timing(shutdown=5.0)),
-        ("--rdzv-conf=join_timeout=60,last_call_timeout=0", "timing", Timing(join=60.0, settle=0.0)),
+        ("--rdzv-conf=join_timeout=60,last_call_timeout=0", "timing", Timing(join=60.0, last_call=0.0)),
         ("--rdzv-conf=timeout=60", "timing", Timing(join=60.0)),
         ("--rdzv-conf=timeout=900,join_timeout=60", "timing", Timing(join=60.0)),
         ("--rdzv-conf=lease=1.5,coordinator_timeout=2m", "timing", Timing(lease=1.5, coordinator=120.0)),

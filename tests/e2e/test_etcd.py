@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
-from tests.e2e.harness import TRAIN, Agent, Job, free_port, wait_until
+from tests.e2e.harness import TRAIN, Agent, Job, free_port, hurried, wait_until
 from tests.e2e.test_nodes import finish, tree
 from tests.e2e.test_steering import refused
 
@@ -42,7 +42,7 @@ def node(job: Job, where: str, *flags: str, nnodes: str = "2:3", env: dict[str, 
         "--rdzv-backend=etcd",
         f"--rdzv-endpoint={where}",
         "--rdzv-id=e2e",
-        *(flags or ("--rdzv-conf=lease=1",)),
+        *hurried(flags or ("--rdzv-conf=lease=1",), nnodes),
         str(TRAIN),
         env=env,
     )

@@ -52,6 +52,34 @@ def test_nodes_meet_and_finish_together(job: Job) -> None:
     assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
 
 
+def test_nodes_that_start_seconds_apart_train_together_from_the_first_round(job: Job) -> None:
+    first = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
+    first.says(r"1 of 2 nodes are ready; the first round waits 30 s for more .*last_call_timeout=SECONDS")
+    time.sleep(3)  # as users do
+    second = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert sorted(h["rank"] for h in job.happenings(event="done")) == [0, 1]
+    assert {h["world"] for h in job.happenings()} == {2}
+    assert "round=2" not in first.err
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
+def test_a_node_that_ran_no_worker_says_so(job: Job, tmp_path: Path, status: int, code: int) -> None:
+    script, go = tmp_path / "brief.py", tmp_path / "go"
+    script.write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\nraise SystemExit({status})"
+    )
+    first = job.node(nnodes="1", script=script)
+    first.says("ranks=0-0")
+    spare = job.node(nnodes="1", script=script)
+    spare.says("spare")
+    go.touch()
+    assert [first.wait(), spare.wait()] == [code, code]
+    said = r" W job=e2e had ended \(all workers exited 0\) before this node had a place in it: this node ran no worker"
+    assert [bool(re.search(said, agent.err)) for agent in (first, spare)] == [False, status == 0]
+    assert ("exited with code 3" in spare.err) is (status == 3), spare.err
+
+
 def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
     agents = [job.node(nnodes="2:3") for _ in range(3)]
     job.steps(3)

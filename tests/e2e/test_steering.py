@@ -378,7 +378,8 @@ def test_a_job_on_one_node_is_steered_over_tls_where_it_was_told_to_listen(job: 
 def test_whoever_is_elected_can_be_asked_on_its_own_machine(job: Job, tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
     with cluster(1, tmp_path) as (etcd,):
-        flags = ["--nnodes=1:2", "--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=lease=1"]
+        conf = "--rdzv-conf=lease=1,last_call_timeout=2"
+        flags = ["--nnodes=1:2", "--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.endpoint}", conf]
         agents = []
         for place in places:
             place.mkdir()

@@ -67,6 +67,12 @@ def test_a_jobs_story_in_numbers() -> None:
     assert totals.events["round_formed"] == 2
 
 
+def test_a_charge_that_was_refused_is_not_counted() -> None:
+    totals = Totals()
+    totals.on(Entry(1, 100.0, "", BudgetCharged(1, Ending.APPLICATION, 0, 0, False, "0 of 0 restarts are spent")))
+    assert totals.charged == 0
+
+
 def test_a_phase_is_measured_where_a_node_had_a_part_in_it() -> None:
     counted = {phase: (sum(h.counts), round(h.sum, 6)) for phase, h in told().recovery.items()}
     assert counted == {

@@ -33,7 +33,7 @@ from ripstop.rendezvous.bounds import bounded
 from ripstop.rendezvous.codec import MAX_FRAME, fit
 from ripstop.rendezvous.events import Command, Drop, End, Event, Gone, Heard, Progressed, Record, Send, Tick
 from ripstop.rendezvous.inquest import BLAME, INSPECTION
-from ripstop.rendezvous.machine import FAREWELL, Job
+from ripstop.rendezvous.machine import FAREWELL, SETTLE, Job
 from ripstop.rendezvous.messages import (
     Assign,
     Beat,
@@ -62,7 +62,8 @@ from ripstop.rendezvous.transitions import TRANSITIONS
 from ripstop.round import Address, Node, Outcome, Place, RankBy
 
 RECHECK = 30.0  # seconds until every node has looked at its health again
-TIMING = Timing(settle=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
+TIMING = Timing(last_call=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)
+PATIENT = Timing(lease=600.0)  # with the default last call
 
 
 def new_job(low: int = 1, high: int = 4, *, restarts: int = 3, fixed: bool = False, now: float = 0.0) -> Job:
@@ -205,12 +206,78 @@ def test_a_first_round_forms_at_once_when_the_maximum_is_ready() -> None:
     assert assigned(hear(job, "b", join(job, "b"), 0.1)) == {"a": 0, "b": 1}
 
 
-def test_a_first_round_of_the_minimum_waits_for_more_until_the_settle_time_has_passed() -> None:
+def test_a_first_round_of_the_minimum_waits_for_more_until_the_last_call_is_over() -> None:
     job = new_job(1, 4)
     assert assigned(hear(job, "a", join(job, "a"), 1.0)) == {}
     assert job.deadline() == 3.0
     assert assigned(hear(job, "b", join(job, "b"), 2.9)) == {}
     assert assigned(on(job, Tick(), 3.0)) == {"a": 0, "b": 1}
+
+
+def test_by_default_a_first_round_waits_for_more_as_long_as_with_torch() -> None:
+    job = Job(Settings("job7", 1, 3, PATIENT))
+    hear(job, "a", join(job, "a"), 0.0)
+    on(job, Tick(), 29.9)
+    assert job.phase is Phase.GATHERING
+    assert assigned(hear(job, "b", join(job, "b"), 29.95)) == {}
+    assert assigned(on(job, Tick(), 30.0)) == {"a": 0, "b": 1}
+
+
+def test_everybody_who_waits_is_told_of_the_last_call_once() -> None:
+    job = Job(Settings("job7", 2, 4, PATIENT))
+    assert held(hear(job, "a", join(job, "a"), 0.0)) == {"a": 0}
+    told = hear(job, "b", join(job, "b"), 10.0)
+    why = (
+        "2 of 4 nodes are ready; the first round waits 30 s for more "
+        "(to change that: --rdzv-conf=last_call_timeout=SECONDS on the coordinator's node)"
+    )
+    assert told == [Send("a", Hold(0, why)), Send("b", Hold(0, why))]
+    (told_third,) = hear(job, "c", join(job, "c"), 12.0)
+    assert told_third == Send("c", Hold(0, why.replace("2 of", "3 of").replace("30 s", "28 s")))
+    assert hear(job, "a", Beat(), 13.0) == []
+
+
+def test_the_last_call_begins_anew_when_the_minimum_is_there_again() -> None:
+    job = Job(Settings("job7", 2, 4, PATIENT))
+    hear(job, "a", join(job, "a"), 0.0)
+    hear(job, "b", join(job, "b"), 1.0)
+    hear(job, "b", Leave("bye"), 20.0)
+    hear(job, "c", join(job, "c"), 25.0)
+    on(job, Tick(), 54.9)
+    assert job.phase is Phase.GATHERING
+    assert assigned(on(job, Tick(), 55.0)) == {"a": 0, "c": 1}
+
+
+def test_a_later_round_waits_for_no_last_call() -> None:
+    job = Job(Settings("job7", 1, 4, PATIENT, budget=Budget(3, backoff=0.0)))
+    for name in ("a", "b"):
+        hear(job, name, join(job, name), 0.0)
+    on(job, Tick(), 30.0)
+    offer_anew(job, "a", 30.0)
+    assert assigned(hear(job, "b", Leave("bye"), 31.0)) == {"a": 0}
+    offer_anew(job, "a", 31.0)
+    assert assigned(hear(job, "c", join(job, "c"), 32.0)) == {"a": 0, "c": 1}
+    offer_anew(job, "a", 32.0)
+    assert assigned(hear(job, "a", Failed(3, (crash(round=3),)), 33.0)) == {"a": 0, "c": 1}
+
+
+def test_a_new_coordinator_whose_nodes_are_between_two_rounds_waits_for_no_last_call() -> None:
+    job = Job(Settings("job7", 1, 4, PATIENT))
+    hear(job, "a", join(job, "a", newest=3), 0.0)
+    assert job.deadline() == SETTLE
+    hear(job, "b", join(job, "b", newest=3), 0.5)
+    assert assigned(on(job, Tick(), SETTLE)) == {"a": 0, "b": 1}
+    assert job.round == 4
+
+
+def test_a_node_that_comes_after_the_end_is_told_how_the_job_ended() -> None:
+    job = running("a", "b", restarts=0)
+    hear(job, "a", Failed(1, (crash(),)), 5.0)
+    for name in ("a", "b"):
+        hear(job, name, Stopped(), 5.1)
+    (told,) = hear(job, "c", join(job, "c"), 5.2)
+    assert isinstance(told, Send) and isinstance(told.message, Closed)
+    assert told.message.report.outcome is Outcome.FAILED
 
 
 def test_below_the_minimum_nothing_forms() -> None:
@@ -299,8 +366,8 @@ def test_a_newcomer_waits_for_another_no_longer_than_the_settle_time() -> None:
     hear(job, "c", join(job, "c", ready=None), 5.0)
     hear(job, "b", Ready(55, 0), 5.5)
     hear(job, "a", Beat(), 5.6)
-    assert job.deadline() == 7.5
-    assert assigned(on(job, Tick(), 7.5)) == {"a": 0, "b": 1}
+    assert job.deadline() == 5.5 + SETTLE
+    assert assigned(on(job, Tick(), 5.5 + SETTLE)) == {"a": 0, "b": 1}
 
 
 def test_a_node_beyond_the_maximum_is_a_spare_and_told_so_once() -> None:

@@ -41,6 +41,7 @@ class Rules:
         self.ports: dict[Address, tuple[int, int]] = {}
         self.running = (0, 0)  # the round last seen running
         self.earlier: set[str] = set()  # who was in the round before this step
+        self.enough = (0, 0.0)  # in which life as many nodes are ready as a first round needs, and since when
 
     # a step of the coordinator ----------------------------------------------------------------------------------------
 
@@ -78,6 +79,8 @@ class Rules:
     def after(self, job: Job, event: coordinator.Event, commands: list[coordinator.Command]) -> None:
         """What was decided is right."""
         here = (self.world.life, job.round)
+        if not self.committed:
+            self._check_last_call(job)
         if job.phase is Phase.RUNNING and self.running != here:
             self.running = here
             self._check_one_round(job)
@@ -179,6 +182,17 @@ class Rules:
         able = sorted(job._roster.able)
         right = not troubled or len(able) < self.world.low or len(before) > 1
         demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {able}")
+
+    def _check_last_call(self, job: Job) -> None:
+        """The first round of all has as many nodes as it is to have, or others had their time to come."""
+        if job._roster.ready() < self.world.low:
+            self.enough = (0, 0.0)
+            return
+        if self.enough[0] != self.world.life:
+            self.enough = (self.world.life, self.world.now)
+        waited = self.world.now - self.enough[1]
+        right = not job.places or len(job.places) >= job._target or waited >= self.world.timing.last_call - 1e-9
+        demand(right, f"the first round has {len(job.places)} of {job._target} nodes, and waited {waited:.1f} s")
 
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():

@@ -58,6 +58,11 @@ def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_hear", hear)
 
 
+def a_first_round_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    right = Roster.is_complete
+    patch.setattr(Roster, "is_complete", lambda roster, target, *, first: right(roster, target, first=False))
+
+
 def silence_is_never_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_expire", lambda job, now: [])
 
@@ -174,6 +179,7 @@ MUTANTS: list[Patch] = [
     an_old_offer_is_used_again,
     an_offer_outlives_its_connection,
     a_beat_renews_no_lease,
+    a_first_round_waits_for_nobody,
     silence_is_never_a_loss,
     a_coordinator_that_was_away_blames_the_others,
     a_stale_failure_counts,

@@ -144,7 +144,8 @@ class World:
         high = low + random.choice((0, 0, 1, 2, 3))
         window = random.choice((0.0, 0.0, 8.0))
         self.budget = Budget(random.choice(mix.restarts), window, 2.0, (0, 1, 100)[seed // 7 % 3], infra_window=20.0)
-        self.timing = Timing(settle=0.5, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
+        last_call = (0.5, 0.5, 0.5, 4.0)[seed // 11 % 4]
+        self.timing = Timing(last_call=last_call, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
         self.fixed = random.random() < 0.1  # a static job: every node brings its rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
         self.rank_by = RankBy.JOIN if self.fixed else tuple(RankBy)[seed % len(RankBy)]

@@ -293,8 +293,8 @@ class Driver:
                 self._task(self._stop_workers(round, signum, grace))
             case LookAtWorkers(round):
                 self._task(self._inspect(round))
-            case Say(text):
-                self._diary.record(AgentSaid(text))
+            case Say(text, warning):
+                self._diary.record(AgentSaid(text), logging.WARNING if warning else logging.INFO)
             case Quit():
                 if not self._end.done():
                     self._end.set_result(command)

@@ -205,6 +205,7 @@ class Say:
     """A line for the node's operator."""
 
     text: str
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +440,7 @@ class Agent:
         if self._ever_linked:
             why = f"no coordinator for {waited} while one was needed ({self._link_trouble}); raise coordinator_timeout"
         else:
-            why = f"no coordinator for {waited} ({self._link_trouble}); is the node of --rdzv-endpoint up?"
+            why = f"no coordinator for {waited} ({self._link_trouble}); is its node up, and the job not over?"
         return self._quit(Quit(1, why))
 
     # the coordinator's word -------------------------------------------------------------------------------------------
@@ -460,7 +461,7 @@ class Agent:
                 self._next = None
                 return self._workers_gone() if self.state is State.IDLE else self._stop(why)
             case Closed(report):
-                return self._quit(Quit(0 if report.outcome is Outcome.SUCCEEDED else 1, report.why, report))
+                return self._closed(report)
             case Rejected(why):
                 return self._quit(Quit(2, why))
             case _:
@@ -549,6 +550,17 @@ class Agent:
         if self._going():
             return []
         return [*self._tell(Leaving(why)), Say(f"{why}: leaving"), *self._quit(Quit(0, why))]
+
+    def _closed(self, report: Report) -> list[Command]:
+        if report.outcome is not Outcome.SUCCEEDED:
+            return self._quit(Quit(1, report.why, report))
+        end = self._quit(Quit(0, report.why, report))
+        if self.held is not None:
+            return end
+        why = (
+            f"job={report.run_id} had ended ({report.why}) before this node had a place in it: this node ran no worker"
+        )
+        return [Say(why, warning=True), *end]
 
     def _quit(self, end: Quit) -> list[Command]:
         """Go, after the workers."""

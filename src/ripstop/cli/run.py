@@ -106,7 +106,7 @@ in a container
 
 settings: --rdzv-conf KEY=VALUE,…
   join_timeout=600            time for enough nodes to come
-  last_call_timeout=2         time for more of them
+  last_call_timeout=30        time for more of them, before the first round; 0: none
   lease=3                     after which a silent node is lost
   coordinator_timeout=600     time for a coordinator that went away to come back
   is_host=1|0                 the coordinator is here, or is not (whoever can bind the endpoint)

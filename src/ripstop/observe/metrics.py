@@ -80,8 +80,8 @@ class Totals:
                 self.rounds += 1
             case RoundEnded(cause=cause):
                 self.restarts[cause] += 1
-            case BudgetCharged():
-                self.charged += 1
+            case BudgetCharged(allowed=allowed):
+                self.charged += allowed  # a charge that was refused costs nothing, and ends the job
             case BudgetRefunded():
                 self.refunded += 1
             case NodeJoined():

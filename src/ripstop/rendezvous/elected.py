@@ -127,6 +127,7 @@ class ElectedLink:
         self._told_the_end = False
         self._look = asyncio.Event()  # what is known of etcd's keys is in doubt
         self._trouble = "etcd was not asked yet"
+        self._unavailable = False  # the trouble is that etcd cannot be reached, and that was said
         self._seeking: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken: asyncio.Future[None] = self._loop.create_future()
@@ -190,11 +191,12 @@ class ElectedLink:
                 why = str(error)
                 if lost := await self._client.leaderless():
                     why += f" (no leader is known to {', '.join(map(str, lost))}; see that most of etcd's members run)"
-                if not self._trouble.startswith("etcd cannot"):
+                if not self._unavailable:
                     log.warning("etcd cannot be reached, trying again: %s", why)
                 self._trouble = f"etcd cannot be reached: {why}"
+                self._unavailable = True
             except (ProtocolError, Denied) as error:
-                self._trouble = str(error)
+                self._trouble, self._unavailable = str(error), False
                 if not self._member:
                     self._refuse(str(error))
                     return
@@ -209,9 +211,9 @@ class ElectedLink:
         """Look at the keys, act on them, and wait until they change or there is a reason to look again."""
         self._look.clear()
         view = await self._client.read(self._prefix)
-        if self._trouble.startswith("etcd cannot"):
+        if self._unavailable:
             log.info("etcd answers again")
-        self._trouble = ""
+        self._trouble, self._unavailable = "", False
         if "outcome" in view.entries:
             self._is_over(view.entries["outcome"])
         elif "coordinator" in view.entries:

@@ -7,10 +7,11 @@ failure and what follows (`inquest.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  Ranks of a round are exactly 0 … n-1 (`ranks.py`).
 2.  What is said of any other round than the live one changes nothing; it is kept as evidence at most.
-3.  A first round forms when `max` nodes are ready, or when `min` are and the settle time has passed.  A later one forms
-    as soon as every survivor of the last is ready or known to be lost, but not before a restart's pause; too few
-    survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with (`target`), stands
-    in for `max`; a round that is recovered (8) is as large as it is.  Phases follow `transitions.py`.
+3.  The first round of a job forms when `max` nodes are ready, or when `min` have been for the time of the last call.  A
+    later one forms as soon as every survivor of the last is ready or known to be lost, but not before a restart's
+    pause; too few survivors wait for newcomers.  An operator's wish for a size, or what the job was to begin with
+    (`target`), stands in for `max`; a round that is recovered (8) is as large as it is.  A job of which a node has
+    heard a round number is past its first round, whoever is its coordinator.  Phases follow `transitions.py`.
 4.  A newcomer disturbs nobody before it is ready.  Nodes beyond the maximum are spares, told so, and promoted.
 5.  A lost node is left out of the next round.  A closed connection is a hint: it is a loss when anybody fails
     meanwhile, and a node that is in no round, or leaving, is gone with its connection.
@@ -70,6 +71,7 @@ from ripstop.rendezvous.transitions import TRANSITIONS
 from ripstop.round import Node, Outcome, Place
 
 FAREWELL = 5.0  # seconds everybody has to take the last word
+SETTLE = 2.0  # seconds that a later round waits for nodes that are not ready yet
 
 
 class Job:
@@ -139,7 +141,7 @@ class Job:
                 if self._quorum is None:
                     times.append(self._since + timing.join)
                 else:
-                    times += [self._quorum + timing.settle, self._not_before]
+                    times += [self._quorum + self._time_for_more(), self._not_before]
             case Phase.RECOVERING:
                 times.append(self._since + self._time_to_return())
             case Phase.CLOSING:
@@ -147,7 +149,7 @@ class Job:
             case Phase.CLOSED:
                 times = [self._since + FAREWELL]
             case Phase.RUNNING:
-                times += [since + timing.settle for since in islice(self._roster.waiting.values(), 1)]
+                times += [since + SETTLE for since in islice(self._roster.waiting.values(), 1)]
                 times += self._roster.troubled().next_after(self._now)
         return min((t for t in times if t > self._now), default=None)
 
@@ -215,7 +217,7 @@ class Job:
                 self._inquest.keep(failures, self.round)
                 self._unstopped.discard(node)
             case Leave(why):
-                self._lose(node, f"left: {why}", now)
+                self._lose(node, f"left: {why}", now, lost=False)
                 return [Drop(node)]
             case _:
                 pass
@@ -392,13 +394,12 @@ class Job:
         self._inquest.forgive(now)
         self._since += late
 
-    def _lose(self, node: str, why: str, now: float) -> None:
+    def _lose(self, node: str, why: str, now: float, *, lost: bool = True) -> None:
         if node not in self.members:
             return
         self._roster.lose(node, now)
         self._unstopped.discard(node)
         self._inquest.dismiss(node)
-        lost = not why.startswith("left")
         self._notes.append(observe.NodeGone(node, why, lost))
         if node in self.places and self._inquest.excuse(self.restarts, self.settings.timing.lease, now):
             self._notes.append(observe.BudgetRefunded(self.round, node))
@@ -526,7 +527,7 @@ class Job:
         if self._done:
             return self._tell_newcomers("spare: the job is about to finish")
         first, since = next(iter(roster.waiting.items()))
-        if roster.warming and now < since + self.settings.timing.settle:
+        if roster.warming and now < since + SETTLE:
             return []  # one switch for all of them
         if not roster.has_store_for_next():
             return []
@@ -545,13 +546,27 @@ class Job:
             return self._hold(f"waiting: {ready} of at least {least} nodes are ready ({self._why})")
         if self._quorum is None:
             self._quorum = now
+            if not self._highest:
+                self._roster.tell_again()  # of the last call
         if now < self._not_before:
             return self._hold(self._why)
-        settled = now >= self._quorum + timing.settle
-        complete = settled or self._roster.is_complete(self._target, first=self.round == 0)
+        left = self._quorum + self._time_for_more() - now
+        complete = left <= 0 or self._roster.is_complete(self._target, first=self.round == 0)
         if self._presence.absent or not complete:
-            return self._hold(f"{ready} nodes are ready, others may be in {timing.settle:g} s ({self._why})")
+            return self._hold(self._waiting_for_more(ready, left))
         return self._form(self._roster.candidates(self._target), now)
+
+    def _time_for_more(self) -> float:
+        """How long nodes that are enough wait for more.  The last call is for the first round of all."""
+        return SETTLE if self._highest else self.settings.timing.last_call
+
+    def _waiting_for_more(self, ready: int, left: float) -> str:
+        if self._highest:
+            return f"{ready} nodes are ready, others may be in {max(0.0, left):.1f} s ({self._why})"
+        return (
+            f"{ready} of {self._target} nodes are ready; the first round waits {left:.0f} s for more "
+            "(to change that: --rdzv-conf=last_call_timeout=SECONDS on the coordinator's node)"
+        )
 
     def _hold(self, why: str) -> list[Command]:
         """Stop what is left of the last round, and tell newcomers what they wait for; once."""

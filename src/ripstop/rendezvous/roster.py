@@ -218,6 +218,10 @@ class Roster:
     def is_untold(self, node: str) -> bool:
         return node in self._untold
 
+    def tell_again(self) -> None:
+        """What those who wait are waiting for has changed."""
+        self._untold = dict.fromkeys([*self.waiting, *self._benched])
+
     def take_untold(self) -> dict[str, None]:
         """Who is to be told what it waits for, once."""
         untold, self._untold = self._untold, {}
