@@ -93,6 +93,20 @@ def test_an_image_that_cannot_be_pulled_is_a_reason_to_wait() -> None:
     assert (pod.waiting, pod.detail) == ("ImagePullBackOff", "no such image")
 
 
+def test_a_pod_whose_init_container_failed_says_so() -> None:
+    end = {"exitCode": 1, "reason": "Error", "message": "no data"}
+    later = container("trainer", waiting={"reason": "PodInitializing"})
+    status = {
+        "phase": "Failed",
+        "initContainerStatuses": [container("fetch", terminated=end)],
+        "containerStatuses": [later],
+    }
+    pod = seen(status)
+    assert (pod.over, pod.exit_code) == (True, None)
+    assert pod.detail == "init container fetch exited with code 1: no data"
+    assert seen({**status, "initContainerStatuses": [container("a", terminated=end | {"reason": "StartError"})]}).reason
+
+
 def test_an_image_of_an_init_container_counts_too() -> None:
     wait = {"reason": "ErrImagePull"}
     later = {"reason": "PodInitializing"}

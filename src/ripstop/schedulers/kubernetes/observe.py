@@ -72,6 +72,7 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
     end: Json = trainer.get("terminated") or {}
     waiting = _waiting(status)
     phase = _phase(status.get("phase") or "Pending", end)
+    before: Json = _failed_init(status) if phase == "Failed" and not end else {}
     over = phase in ("Succeeded", "Failed")
     return Pod(
         name=metadata["name"],
@@ -84,9 +85,9 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
         exit_code=end.get("exitCode"),
         finished=seconds(end["finishedAt"]) if end.get("finishedAt") else None,
         message=end.get("message") or "",
-        reason=status.get("reason") or _telling(end.get("reason") or ""),
+        reason=status.get("reason") or _telling(end.get("reason") or before.get("reason") or ""),
         waiting=waiting.get("reason") or "",
-        detail=(status.get("message") or waiting.get("message") or "")[:MOST_TEXT],
+        detail=(status.get("message") or waiting.get("message") or before.get("message") or "")[:MOST_TEXT],
         unschedulable=_why_not(item, "PodScheduled", "Unschedulable"),
         disrupted=_why(item, "DisruptionTarget"),
         silent=None if over else silent.get(node_of(item)),
@@ -119,6 +120,16 @@ def _waiting(status: Json) -> Json:
             waiting: Json = (container.get("state") or {}).get("waiting") or {}
             if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
                 return waiting
+    return {}
+
+
+def _failed_init(status: Json) -> Json:
+    """The end of an init container that failed, so that the trainer was never started."""
+    for container in status.get("initContainerStatuses") or ():
+        end: Json = (container.get("state") or {}).get("terminated") or {}
+        if end.get("exitCode"):
+            said = f": {end['message']}" if end.get("message") else ""
+            return {**end, "message": f"init container {container['name']} exited with code {end['exitCode']}{said}"}
     return {}
 
 
