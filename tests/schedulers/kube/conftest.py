@@ -80,16 +80,23 @@ def operators(account: Path, tmp_path: Path) -> Iterator[Operators]:
 
 
 @pytest.fixture(scope="module")
-def operator(account: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
-    """One operator for all tests of a file; it has to live through them all."""
+def _operator_of_the_file(account: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operators]:
     operators = Operators(account, tmp_path_factory.mktemp("operator") / "operator.log", HOME)
-    operator = operators.start()
     try:
-        yield operator
-        assert operator.poll() is None, operators.log.read_text()
+        operators.watching(operators.start())
+        yield operators
     finally:
         operators.kill()
         print(operators.log.read_text())
+
+
+@pytest.fixture
+def operator(_operator_of_the_file: Operators) -> Iterator[subprocess.Popen[bytes]]:
+    """One operator for all tests of a file; it has to live through them all, or the rest fails without waiting."""
+    (operator,) = _operator_of_the_file.running
+    assert operator.poll() is None, "the operator has ended; an earlier test shows why"
+    yield operator
+    assert operator.poll() is None, _operator_of_the_file.log.read_text()
 
 
 @pytest.fixture(scope="module")

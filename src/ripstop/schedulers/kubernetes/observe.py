@@ -16,8 +16,8 @@ from ripstop.schedulers.kubernetes.spec import Json
 NOTHING: Json = {}
 
 
-def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", unheard: str = "") -> Job:
-    """The job of an ElasticJob; `telemetry`, `refused` and `unheard` are the operator's own knowledge."""
+def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", ignored: str = "", unheard: str = "") -> Job:
+    """The job of an ElasticJob; all but `item` is the operator's own knowledge."""
     metadata = item["metadata"]
     return Job(
         owner=Owner(metadata["name"], metadata["namespace"], metadata["uid"]),
@@ -28,6 +28,7 @@ def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", unhear
         deleting="deletionTimestamp" in metadata,
         telemetry=telemetry,
         refused=refused,
+        ignored=ignored,
         unheard=unheard,
     )
 
