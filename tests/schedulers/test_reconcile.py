@@ -121,6 +121,15 @@ def test_a_lost_pod_is_deleted_first_and_replaced_when_it_is_gone() -> None:
     assert deeds(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
 
 
+@pytest.mark.parametrize("beside", [{"accompanied": True}, {"exit_code": None, "reason": "Evicted"}])
+def test_a_pod_in_which_something_may_still_run_has_its_grace_period(beside: dict[str, Any]) -> None:
+    job = settled(a_job(), running(0), running(1))
+    ended = replace(lost(1), **beside)
+    decision = decide(job, [running(0), ended], NOW + 100)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1")]
+    assert deeds(decide(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100)) == []
+
+
 def test_a_loss_is_told_once() -> None:
     job = settled(a_job(), running(0), lost(1), now=NOW + 100)
     assert emitted(decide(job, [running(0), lost(1)], NOW + 101)) == []
@@ -515,6 +524,12 @@ def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> 
     spec = decision.spec
     assert spec is not None
     assert (spec.replicas, spec.spares, spec.suspend, spec.active_deadline, spec.ttl) == (3, 1, False, 100, 7)
+
+
+def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
+    job = settled(a_job(), running(0), running(1))
+    decision = decide(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)
+    assert (deeds(decision), decision.spec and decision.spec.spares) == ([], 0)
 
 
 # the end --------------------------------------------------------------------------------------------------------------

@@ -345,7 +345,7 @@ def waits_for(pod: Json) -> str:
     placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == NO_PLACE]
     reasons = [each for each in (*held, *placed) if each.get("reason") and "deletionTimestamp" not in pod["metadata"]]
     texts = [": ".join(filter(None, (each["reason"], each.get("message")))) for each in reasons]
-    return f"pod {pod['metadata']['name']}: {texts[0]}" if texts else ""
+    return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
 def operate(given: Given) -> int:

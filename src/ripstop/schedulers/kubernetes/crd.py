@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of ElasticJob, made from `spec.FIELDS`.  Pure.
 
 Rules that concern two fields, a change or the name are CEL expressions, which Kubernetes 1.25 and later check; the rest
-is understood by 1.20.  The operator checks everything again, and shows as a condition what an older cluster let through.
+is understood by 1.20.  The operator checks everything again: what an older cluster lets through is a condition.
 No rule keeps the template as it was: CEL does not see fields that the schema does not name, and a pod's are not named.
 """
 

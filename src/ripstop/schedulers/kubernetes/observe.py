@@ -92,6 +92,7 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
         unschedulable=_why_not(item, "PodScheduled", "Unschedulable"),
         disrupted=_why(item, "DisruptionTarget"),
         silent=None if over else silent.get(node_of(item)),
+        accompanied=over and status.get("phase") not in ("Succeeded", "Failed"),
     )
 
 

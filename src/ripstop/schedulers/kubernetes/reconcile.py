@@ -84,10 +84,16 @@ class Pod:
     unschedulable: str = ""
     disrupted: str = ""  # why the cluster is taking it away
     silent: float | None = None  # since when its node does not answer
+    accompanied: bool = False  # something runs on beside the trainer, which has ended
 
     @property
     def over(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def empty(self) -> bool:
+        """Nothing runs in it any more, as its kubelet says."""
+        return self.over and self.exit_code is not None and not self.accompanied
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +225,8 @@ class _Deciding:
         problems = changed(before, given)
         latest = {k: v for k, v in before.items() if k not in _FREE} | {k: given[k] for k in _FREE & given.keys()}
         wrong = _problems(read(name, latest))
-        for field in _FREE & {problem.where.removeprefix("spec.") for problem in wrong}:
-            latest[field] = before.get(field)
+        kept = _FREE & {problem.where.removeprefix("spec.") for problem in wrong}
+        latest = {k: v for k, v in latest.items() if k not in kept} | {k: before[k] for k in kept & before.keys()}
         spec = self._accept(latest)
         if spec is None:  # another version of us accepted it
             return None, _problems(read(name, latest))
@@ -308,8 +314,9 @@ class _Deciding:
             return
         if pod.silent is not None and (pod.deleting or self.now - pod.silent >= SILENCE):
             self._lose(pod, "NodeLost", f"its node has not answered for {self.now - pod.silent:.0f} s", force=True)
-        elif pod.over and pod.deleting:  # nothing runs in it any more, and its kubelet takes seconds to clear it away
-            self.actions.append(DeletePod(pod.name, pod.uid, force=True))
+        elif pod.over and pod.deleting:
+            if pod.empty:  # its kubelet takes seconds to clear it away
+                self.actions.append(DeletePod(pod.name, pod.uid, force=True))
         elif pod.over:
             self._lose(pod, *_loss(pod))
         elif pod.silent is not None:
