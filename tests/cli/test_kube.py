@@ -187,6 +187,7 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         (f"render {IMAGE} --nproc-per-node=some t.py", "--nproc-per-node=some: not a whole number"),
         (f"render {IMAGE} --gpus=foo t.py", "--gpus=foo: not a whole number"),
         (f"render {IMAGE} --gpus=0 t.py", "--gpus=0: "),
+        ("install x", "x: one word too many; write ripstop kube install [--image=IMAGE] [--timeout S] [--dry-run]\n"),
         ("install --timeout=soon", "--timeout=soon: not a whole number"),
         (f"render {IMAGE} --standalone t.py", "--standalone: every pod gets its own, or has none; leave it out"),
         (f"render {IMAGE} --node-rank=0 t.py", "--node-rank: every pod gets its own, or has none; leave it out"),

@@ -168,7 +168,7 @@ def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -
 def test_a_service_or_secret_that_somebody_deleted_comes_back_although_no_pod_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operator_module, "RESYNC", 0.2)
+    monkeypatch.setattr(operator_module, "FURNISH", 0.2)
     cluster, api = Shelf(), Talkative()
     api.answers.set()
 

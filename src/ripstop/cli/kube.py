@@ -215,5 +215,5 @@ def _words(
     if not least <= len(names) <= most:
         wanted = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
         what = f"{names[most]}: one word too many" if len(names) > most else "a word is missing"
-        raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('   ')[0]}")
+        raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('  ')[0]}")
     return given, names

@@ -34,9 +34,8 @@ from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 
 CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
-RESYNC = (
-    60.0  # a job is looked at so often although nothing happened, and its service, secret and budget are made sure of
-)
+RESYNC = 600.0  # a job is looked at so often although nothing happened
+FURNISH = 60.0  # and one that is not over so often, for its service, its secret and its budget to be made sure of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -172,7 +171,7 @@ class Operator:
         decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
         item = await self._call(self._deeds.write_status, item, decision.status)
         now = time.monotonic()
-        due = now - tended.furnished >= RESYNC
+        due = now - tended.furnished >= FURNISH
         furnish = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
             ignored = await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
@@ -183,7 +182,9 @@ class Operator:
         if (tended.refused, tended.ignored) != (job.refused, job.ignored):
             tended.woken.set()  # for the status to say so
         self._speak(tended, job.owner, decision, pods)
-        return min(decision.again or RESYNC, RESYNC if tended.talk is None else TELEMETRY)
+        over = decision.spec is None or "completionTime" in decision.status
+        calm = TELEMETRY if tended.talk is not None else RESYNC if over else FURNISH
+        return min(decision.again or calm, calm)
 
     def _speak(self, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Speak to the job, if it runs and its secret is of our making."""
