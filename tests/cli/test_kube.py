@@ -10,7 +10,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.kube import COMMANDS
-from ripstop.cli.kube_cluster import describe, how_ripstop_is_called
+from ripstop.cli.kube_cluster import describe, how_ripstop_is_called, is_rolled_out, waits_for
 from ripstop.cli.kube_job import objects, words
 from ripstop.schedulers.kubernetes.manifests import Owner, pod
 from ripstop.schedulers.kubernetes.spec import Spec, read
@@ -185,6 +185,10 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         (f"render {IMAGE} --nnodes=4:2 t.py", "--nnodes=4:2: the minimum (4) is above the maximum (2)"),
         (f"render {IMAGE} --nnodes=2:4 --replicas=5 t.py", "--replicas=5: above the most that makes sense (4)"),
         (f"render {IMAGE} --nproc-per-node=some t.py", "--nproc-per-node=some: not a whole number"),
+        (f"render {IMAGE} --gpus=foo t.py", "--gpus=foo: not a whole number"),
+        (f"render {IMAGE} --gpus=0 t.py", "--gpus=0: "),
+        ("install x", "x: one word too many; write ripstop kube install [--image=IMAGE] [--timeout S] [--dry-run]\n"),
+        ("install --timeout=soon", "--timeout=soon: not a whole number"),
         (f"render {IMAGE} --standalone t.py", "--standalone: every pod gets its own, or has none; leave it out"),
         (f"render {IMAGE} --node-rank=0 t.py", "--node-rank: every pod gets its own, or has none; leave it out"),
         (f"render {IMAGE} --rdzv-backend=static t.py", "--rdzv-backend=static: pods meet at one of them, or by etcd"),
@@ -303,3 +307,43 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
 def test_stacks_calls_ripstop_as_the_pod_does(command: list[str], arguments: list[str], called: list[str]) -> None:
     container = {"name": "main", "command": command, "args": arguments}
     assert how_ripstop_is_called({"spec": {"containers": [container]}}) == called
+
+
+# install --------------------------------------------------------------------------------------------------------------
+
+
+def a_deployment(**status: int) -> dict[str, Any]:
+    return {"metadata": {"generation": 2}, "spec": {"replicas": 1}, "status": status}
+
+
+RUNS = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1, "availableReplicas": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "done"),
+    [
+        (RUNS, True),
+        ({}, False),
+        (RUNS | {"observedGeneration": 1}, False),  # what runs may be the version before
+        (RUNS | {"replicas": 2}, False),  # an earlier one has not ended
+        (RUNS | {"updatedReplicas": 0}, False),
+        (RUNS | {"availableReplicas": 0}, False),
+    ],
+)
+def test_an_operator_is_installed_when_its_latest_version_runs(status: dict[str, int], done: bool) -> None:
+    assert is_rolled_out(a_deployment(**status)) is done
+
+
+def test_what_an_operators_pod_waits_for_is_said_in_the_clusters_words() -> None:
+    wait = {"reason": "ImagePullBackOff", "message": "Back-off pulling image x:1"}
+    status: dict[str, Any] = {"containerStatuses": [{"state": {"waiting": wait}}]}
+    assert waits_for({"metadata": {"name": "p"}, "status": status}) == (
+        "pod p: ImagePullBackOff: Back-off pulling image x:1"
+    )
+    leaving = {"name": "p", "deletionTimestamp": "2027-01-15T08:00:00Z"}
+    assert waits_for({"metadata": leaving, "status": status}) == "", "it is of the version before"
+    nowhere = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+    assert (
+        waits_for({"metadata": {"name": "p"}, "status": {"conditions": [nowhere]}}) == "pod p: Unschedulable: 0/3 nodes"
+    )
+    assert waits_for({"metadata": {"name": "p"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}}) == ""

@@ -32,6 +32,7 @@ OTHERS = {
     "--environment",  # of ripstop.compat
     *("--multi-gpu", "--num-processes", "--script"),  # of other people's launchers
     *("--json", "--seconds"),  # of bench/
+    *("--node-monitor-grace-period", "--validate"),  # of Kubernetes
     "--prefix",  # of etcdctl
     "--unix-socket",  # of curl
 }

@@ -97,6 +97,44 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextlib.contextmanager
+def an_address_that_does_not_answer(host: str, port: int) -> Iterator[None]:
+    """Its backlog is full: what is sent there is dropped, as with the address of a machine that is gone."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind((host, port))
+        server.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield
+
+
+def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "HANDSHAKE", 1000.0)
+    look_up, looked_up = socket.getaddrinfo, list[str]()
+
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            with an_address_that_does_not_answer("127.0.0.2", address.port):
+
+                def moved(host: str, port: int, *words: Any) -> Any:
+                    if host != "coordinator.test":
+                        return look_up(host, port, *words)
+                    looked_up.append(host)
+                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *words)
+
+                monkeypatch.setattr(socket, "getaddrinfo", moved)
+                async with harness.linking(Address("coordinator.test", address.port)) as (_, agent):
+                    await agent.until(lambda a: a.count("linked") == 1)
+
+    asyncio.run(scenario())
+    assert len(looked_up) > 1
+
+
 def test_a_coordinator_that_is_not_there_yet_is_waited_for(harness: Any) -> None:
     async def scenario() -> None:
         address = Address("127.0.0.1", free_port())

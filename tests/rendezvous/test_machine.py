@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -751,6 +752,37 @@ def test_a_new_coordinator_waits_less_for_the_rest_of_a_round_that_has_failed_an
     assert job.deadline() == 11.5  # who is alive would have tried again after a third of a lease
     assert assigned(on(job, Tick(), 11.5)) == {"a": 1, "b": 0}
     assert job.restarts.used == 0
+
+
+def back_by_number(job: Job, name: str, number: int, now: float, *, rank: int | None = None) -> list[Command]:
+    """A node that comes back to a failed round of three; without a rank, a newcomer."""
+    state: dict[str, Any] = {"rank_by": RankBy.SLOT}
+    if rank is not None:
+        state |= {"held": place(5, rank, 3), "status": Status.FAILED, "failures": (victim(rank, 5),), "newest": 5}
+    return hear(job, name, replace(join(job, name, **state), node=node(name, number=number)), now)
+
+
+def test_a_new_coordinator_does_not_wait_for_a_member_whose_successor_is_there() -> None:
+    job = ranked_by(RankBy.SLOT, 1, 3)
+    back_by_number(job, "a2", 0, 1.0)  # the coordinator's own node: its predecessor had the last one
+    assert assigned(back_by_number(job, "b", 1, 1.1, rank=1)) == {}
+    assert assigned(back_by_number(job, "c", 2, 1.2, rank=2)) == {"a2": 0, "b": 1, "c": 2}
+    assert job.restarts.used == 0
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "ranks"),
+    [
+        (3, {1: 1, 2: 2}),  # a newcomer, but nobody's successor
+        (0, {3: 1, 2: 2}),  # ranks are not numbers, so rank 0 need not have been number 0
+    ],
+)
+def test_a_new_coordinator_waits_for_a_member_that_may_be_alive(newcomer: int, ranks: dict[int, int]) -> None:
+    job = ranked_by(RankBy.SLOT, 1, 4)
+    back_by_number(job, "a2", newcomer, 1.0)
+    for name, (number, rank) in zip("bc", ranks.items(), strict=True):
+        assert assigned(back_by_number(job, name, number, 1.1, rank=rank)) == {}
+    assert job.phase is Phase.RECOVERING
 
 
 def test_a_round_that_fails_late_while_its_members_are_awaited_is_over_at_once() -> None:

@@ -1,5 +1,6 @@
 """What `ripstop run` leaves at its end is what the operator reads."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def test_the_jobs_end_is_the_elastic_jobs(outcome: Outcome, failures: Any, phase
     report = Report("job", outcome, "the budget is spent", 4, 3, failures)
     decision = after(last_word("", report), int(outcome is Outcome.FAILED))
     assert (decision.status["phase"], decision.status.get("lastFailure")) == (phase, text)
+
+
+@pytest.mark.parametrize("message", ["no such file", "exited with code 7"])
+def test_the_culprit_is_named_once_and_with_its_last_line(message: str) -> None:
+    culprit = replace(CULPRIT, message=message, log_tail=("a line", "no such file", ""))
+    why = "rank 3 on host-b exited with code 7; 3 of 3 restarts in all are spent"
+    decision = after(last_word("", Report("job", Outcome.FAILED, why, 4, 3, (culprit,))), 1)
+    assert decision.status["lastFailure"] == (
+        "rank 3 on host-b exited with code 7: no such file; 3 of 3 restarts in all are spent"
+    )
+    assert decision.status["restarts"] == 3
 
 
 @pytest.mark.parametrize(("why", "code"), [("SIGTERM", 143), ("no coordinator for 600 s", 1), ("sent away", 0)])

@@ -70,6 +70,9 @@ def test_the_end_of_the_trainer_is_the_pods_also_while_something_runs_beside_it(
     pod = seen({"phase": "Running", "containerStatuses": statuses, **condition("Ready", "True")})
     assert (pod.phase, pod.ready, pod.exit_code, pod.finished, pod.message) == ("Failed", False, 1, NOW, "alas")
     assert pod.reason == ""
+    assert (pod.accompanied, pod.empty) == (True, False)
+    alone = seen({"phase": "Failed", "containerStatuses": [statuses[1]]})
+    assert (alone.accompanied, alone.empty) == (False, True)
 
 
 def test_what_ends_beside_the_trainer_is_not_the_pods_end() -> None:
@@ -80,6 +83,7 @@ def test_what_ends_beside_the_trainer_is_not_the_pods_end() -> None:
 def test_an_eviction_has_its_reason_and_its_words() -> None:
     pod = seen({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."})
     assert (pod.over, pod.reason, pod.detail) == (True, "Evicted", "The node was low on resource: memory.")
+    assert not pod.empty, "its containers may still be ending"
 
 
 def test_a_container_that_reached_its_memory_limit_says_so() -> None:
@@ -91,6 +95,20 @@ def test_an_image_that_cannot_be_pulled_is_a_reason_to_wait() -> None:
     wait = {"reason": "ImagePullBackOff", "message": "no such image"}
     pod = seen({"phase": "Pending", "containerStatuses": [container("trainer", waiting=wait)]})
     assert (pod.waiting, pod.detail) == ("ImagePullBackOff", "no such image")
+
+
+def test_a_pod_whose_init_container_failed_says_so() -> None:
+    end = {"exitCode": 1, "reason": "Error", "message": "no data"}
+    later = container("trainer", waiting={"reason": "PodInitializing"})
+    status = {
+        "phase": "Failed",
+        "initContainerStatuses": [container("fetch", terminated=end)],
+        "containerStatuses": [later],
+    }
+    pod = seen(status)
+    assert (pod.over, pod.exit_code) == (True, None)
+    assert pod.detail == "init container fetch exited with code 1: no data"
+    assert seen({**status, "initContainerStatuses": [container("a", terminated=end | {"reason": "StartError"})]}).reason
 
 
 def test_an_image_of_an_init_container_counts_too() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from ripstop.schedulers.kubernetes import operator as operator_module
 from ripstop.schedulers.kubernetes.client import ApiError, Cluster, NotFound
+from ripstop.schedulers.kubernetes.deeds import dropped
 from ripstop.schedulers.kubernetes.job_api import JobApi
 from ripstop.schedulers.kubernetes.operator import Operator
 
@@ -30,6 +32,7 @@ class Shelf(Cluster):
         }  # fmt: skip
         self.pods: dict[str, dict[str, Any]] = {}
         self.made = 0
+        self.others: list[str] = []  # kinds of other things that were made
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] | None = None
@@ -44,6 +47,7 @@ class Shelf(Cluster):
             case "POST", path if path == PODS:
                 return self._start(dict(body or {}))
             case "POST", _:
+                self.others.append(path.rpartition("/")[2])
                 return dict(body or {})
         raise NotFound(404, path)
 
@@ -60,7 +64,7 @@ class Shelf(Cluster):
         pod["status"] = {"phase": "Running", "podIP": f"10.0.0.{self.made}",
                          "conditions": [{"type": "Ready", "status": "True"}]}  # fmt: skip
         self.pods[pod["metadata"]["name"]] = pod
-        return pod
+        return {**pod, "spec": {name: value for name, value in pod["spec"].items() if name != "unheardOf"}}
 
 
 class Talkative(JobApi):
@@ -159,3 +163,49 @@ def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -
         await until(api.asked.is_set)  # at once, though it was asked a moment ago
 
     tended(cluster, api, story)
+
+
+def test_a_service_or_secret_that_somebody_deleted_comes_back_although_no_pod_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operator_module, "FURNISH", 0.2)
+    cluster, api = Shelf(), Talkative()
+    api.answers.set()
+
+    async def story(operator: Operator) -> None:
+        await until(lambda: cluster.made == 2)
+        cluster.others.clear()
+        await until(lambda: {"services", "secrets"} <= set(cluster.others))
+        assert cluster.made == 2
+
+    tended(cluster, api, story)
+
+
+def test_fields_of_the_template_that_the_cluster_drops_are_a_condition() -> None:
+    template = {"spec": {"unheardOf": 1, "containers": [{"name": "main", "image": "x:1"}]}}
+    cluster, api = Shelf(template=template), Talkative()
+
+    async def story(operator: Operator) -> None:
+        await until(lambda: "FieldsIgnored" in str(cluster.job.get("status")))
+        (said,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "FieldsIgnored"]
+        assert "drops them: spec.unheardOf; correct" in said["message"]
+
+    tended(cluster, api, story)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept", "gone"),
+    [
+        ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, []),
+        ({"a": {"b": 1, "x": 2}}, {"a": {"b": 1}}, ["a.x"]),
+        ({"a": {}, "b": [], "c": None, "d": "", "e": 0, "f": False}, {}, []),  # empty, and so left out
+        ({"l": [{"name": "a", "x": 1}]}, {"l": [{"name": "a"}]}, ["l[0].x"]),
+        ({"l": [{"name": "a", "x": 1}]}, {"l": [{"name": "put"}, {"name": "a"}]}, ["l[0].x"]),
+        ({"l": [{"x": 1}]}, {"l": [{}, {"x": 1}]}, []),  # which is which cannot be told
+        ({"l": [{"name": "v", "x": 1}]}, {"l": [{"name": "v"}, {"name": "v", "x": 1}]}, []),
+        ({"l": ["a", "b"]}, {"l": ["a"]}, []),
+        ({"q": {"cpu": 1}}, {"q": {"cpu": "1"}}, []),
+    ],
+)
+def test_what_a_cluster_drops_is_what_its_answer_lacks(sent: Any, kept: Any, gone: list[str]) -> None:
+    assert dropped(sent, kept) == gone

@@ -121,6 +121,15 @@ def test_a_lost_pod_is_deleted_first_and_replaced_when_it_is_gone() -> None:
     assert deeds(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
 
 
+@pytest.mark.parametrize("beside", [{"accompanied": True}, {"exit_code": None, "reason": "Evicted"}])
+def test_a_pod_in_which_something_may_still_run_has_its_grace_period(beside: dict[str, Any]) -> None:
+    job = settled(a_job(), running(0), running(1))
+    ended = replace(lost(1), **beside)
+    decision = decide(job, [running(0), ended], NOW + 100)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1")]
+    assert deeds(decide(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100)) == []
+
+
 def test_a_loss_is_told_once() -> None:
     job = settled(a_job(), running(0), lost(1), now=NOW + 100)
     assert emitted(decide(job, [running(0), lost(1)], NOW + 101)) == []
@@ -181,6 +190,64 @@ def test_a_pod_that_was_told_to_leave_and_has_ended_is_not_waited_for() -> None:
     ended = running(1, deleting=True, phase="Failed", ready=False, exit_code=143)
     decision = decide(settled(a_job(), running(0), running(1)), [running(0), ended], NOW)
     assert deeds(decision) == [DeletePod("train-1", "uid-1", force=True)]
+
+
+@pytest.mark.parametrize(
+    ("disrupted", "reason"),
+    [
+        ("", "Deleted"),
+        ("EvictionByEvictionAPI: Eviction API: evicting", "Evicted"),
+        ("DeletionByTaintManager: Taint manager: deleting", "Evicted"),
+        ("PreemptionByScheduler: preempting to accommodate a higher priority pod", "Preempted"),
+    ],
+)
+def test_a_pod_that_is_taken_away_is_told_and_counted_once(disrupted: str, reason: str) -> None:
+    job = settled(a_job(), running(0), running(1))
+    leaving = running(1, deleting=True, disrupted=disrupted)
+    decision = decide(job, [running(0), leaving], NOW + 1)
+    assert (deeds(decision), emitted(decision)) == ([], [reason])
+    job = after(job, decision)
+    assert emitted(decide(job, [running(0), leaving], NOW + 2)) == []
+    ended = replace(lost(1), deleting=True)
+    assert emitted(decide(job, [running(0), ended], NOW + 2)) == []
+    gone = decide(job, [running(0)], NOW + 3)
+    assert (deeds(gone), emitted(gone), gone.status["replaced"]) == ([CreatePod(1)], [], 1)
+
+
+def test_a_pod_that_vanishes_is_told_and_counted_each_time() -> None:
+    job = settled(a_job(), running(0), running(1))
+    for n in range(2):
+        decision = decide(job, [running(0)], NOW + n)
+        assert (deeds(decision), emitted(decision)) == ([CreatePod(1)], ["Deleted"])
+        job = settled(after(job, decision), running(0), running(1, uid=f"next-{n}"))
+    assert job.status["replaced"] == 2
+
+
+def test_a_pod_that_was_deleted_and_has_ended_is_told_once() -> None:
+    job = settled(a_job(), running(0), running(1))
+    ended = replace(lost(1), deleting=True)
+    decision = decide(job, [running(0), ended], NOW)
+    assert (deeds(decision), emitted(decision)) == ([DeletePod("train-1", "uid-1", force=True)], ["Deleted"])
+
+
+def test_a_pod_on_a_lost_node_is_counted_once() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job = settled(job, running(0), running(1, silent=NOW), now=NOW + SILENCE)
+    decision = decide(job, [running(0)], NOW + SILENCE + 1)
+    assert (emitted(decision), decision.status["replaced"]) == ([], 1)
+
+
+@pytest.mark.parametrize("change", [{"replicas": 1}, {"suspend": True}])
+def test_a_pod_that_we_told_to_leave_is_no_loss(change: dict[str, Any]) -> None:
+    job = settled(a_job(), running(0), running(1))
+    smaller = settled(replace(job, spec={**job.spec, **change}), running(0), running(1))
+    back = decide(replace(smaller, spec=job.spec), [running(0), running(1, deleting=True)], NOW + 1)
+    assert "Deleted" not in emitted(back)
+    assert "replaced" not in back.status
+
+
+def test_one_node_is_not_many() -> None:
+    assert condition(decide(a_job(replicas=1), [running(0)], NOW), "Running")["message"] == "1 node is ready"
 
 
 def test_a_disruption_budget_is_made_when_it_is_wanted() -> None:
@@ -286,6 +353,58 @@ def test_an_image_that_does_not_exist_is_a_condition_and_no_loop() -> None:
     assert "no such image" in condition(decision, "CannotStart")["message"]
 
 
+def test_a_missing_secret_is_not_the_images_fault() -> None:
+    detail = 'secret "mine" not found'
+    bad = running(0, phase="Pending", ready=False, waiting="CreateContainerConfigError", detail=detail)
+    message = condition(decide(a_job(replicas=1), [bad], NOW), "CannotStart")["message"]
+    assert "create the Secret or ConfigMap" in message and "image" not in message
+
+
+NOT_STARTED = {
+    "phase": "Failed",
+    "ready": False,
+    "exit_code": 128,
+    "reason": "StartError",
+    "message": 'exec: "nope": executable file not found in $PATH',
+}
+
+
+def test_a_command_that_is_not_in_the_image_is_a_condition_until_a_pod_runs() -> None:
+    job = a_job(replicas=1)
+    failed = running(0, finished=NOW, **NOT_STARTED)
+    decision = decide(job, [failed], NOW)
+    assert (deeds(decision), emitted(decision)) == ([DeletePod("train-0", "uid-0")], ["CannotStart"])
+    said = condition(decision, "CannotStart")
+    assert (said["status"], said["reason"]) == ("True", "StartError")
+    assert said["message"] == (
+        'pod train-0: exec: "nope": executable file not found in $PATH; correct the command or the image, in a new job'
+    )
+    for pods in ([], [running(0, uid="next", phase="Pending", ready=False)]):
+        job = after(job, decision)
+        decision = decide(job, pods, NOW + 1)
+        assert condition(decision, "CannotStart") == said
+    runs = decide(after(job, decision), [running(0, uid="next")], NOW + 2)
+    assert condition(runs, "CannotStart")["status"] == "False"
+
+
+def test_pods_that_cannot_start_are_replaced_ever_more_slowly() -> None:
+    job, waits = a_job(replicas=1), []
+    for n in range(4):
+        job = settled(job, running(0, uid=f"try-{n}", finished=NOW, **NOT_STARTED))
+        waits.append(decide(job, [], NOW).again)
+    assert waits == [None, 1, 2, 4]
+
+
+def test_fields_that_the_cluster_dropped_are_a_condition_that_stays() -> None:
+    job = replace(a_job(), ignored="spec.containers[0].imagePulPolicy")
+    decision = decide(job, [running(0), running(1)], NOW)
+    assert "imagePulPolicy" in condition(decision, "FieldsIgnored")["message"]
+    assert "FieldsIgnored" in emitted(decision)
+    later = decide(replace(after(job, decision), ignored=""), [running(0), running(1)], NOW)
+    assert condition(later, "FieldsIgnored")["status"] == "True"
+    assert emitted(later) == []
+
+
 def test_a_pod_that_fits_nowhere_is_a_condition() -> None:
     decision = decide(a_job(replicas=1), [running(0, phase="Pending", ready=False, unschedulable="no GPU")], NOW)
     assert condition(decision, "Unschedulable")["message"] == "pod train-0: no GPU"
@@ -323,9 +442,10 @@ def test_a_decision_on_a_settled_job_changes_nothing() -> None:
 )
 def test_a_spec_that_cannot_be_right_is_a_condition_and_starts_nothing(spec: dict[str, Any], word: str) -> None:
     decision = decide(a_job(**spec), [], NOW)
-    assert decision.actions == ()
+    assert (deeds(decision), emitted(decision)) == ([], ["Invalid"])
     assert decision.status["phase"] == "Invalid"
     assert word in condition(decision, "Invalid")["message"]
+    assert decide(after(a_job(**spec), decision), [], NOW).actions == (), "it is told once"
 
 
 def test_a_name_too_long_for_a_host_is_a_condition() -> None:
@@ -355,6 +475,63 @@ def test_a_size_out_of_range_leaves_the_running_job_as_it_is() -> None:
     assert condition(mended, "Invalid")["status"] == "False"
 
 
+def out_of_range(job: Job) -> Job:
+    return replace(job, spec={**job.spec, "replicas": 50})
+
+
+def test_a_size_out_of_range_leaves_a_resumed_job_running() -> None:
+    job = settled(a_job(suspend=True))
+    job = settled(replace(job, spec={**job.spec, "suspend": False}), running(0), running(1))
+    decision = decide(out_of_range(job), [running(0), running(1)], NOW + 1)
+    assert (deeds(decision), decision.status["phase"]) == ([], "Running")
+
+
+def test_a_size_out_of_range_leaves_a_suspended_job_without_pods() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job = settled(replace(job, spec={**job.spec, "suspend": True}))
+    decision = decide(out_of_range(job), [], NOW + 1)
+    assert (deeds(decision), decision.status["phase"]) == ([], "Suspended")
+
+
+def test_a_size_out_of_range_leaves_an_extended_deadline() -> None:
+    job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
+    job = settled(replace(job, spec={**job.spec, "activeDeadlineSeconds": 1000}), running(0), running(1))
+    decision = decide(out_of_range(job), [running(0), running(1)], NOW + 200)
+    assert (decision.status["phase"], decision.again) == ("Running", 800)
+
+
+def test_a_size_out_of_range_leaves_the_last_valid_one_however_many_pods_are_lost() -> None:
+    job = settled(a_job(), running(0), running(1))
+    job = settled(replace(job, spec={**job.spec, "replicas": 3}), running(0), running(1), running(2))
+    job = settled(out_of_range(job), running(0), running(1), running(2))
+    assert deeds(decide(job, [running(0)], NOW + 1)) == [CreatePod(1), CreatePod(2)]
+
+
+def test_a_valid_field_that_is_changed_beside_an_invalid_one_counts() -> None:
+    job = out_of_range(settled(a_job(), running(0), running(1)))
+    decision = decide(replace(job, spec={**job.spec, "suspend": True}), [running(0), running(1)], NOW)
+    assert deeds(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
+    assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"spares": -1}, {"suspend": "yes"}, {"activeDeadlineSeconds": 0}, {"ttlSecondsAfterFinished": "soon"}]
+)
+def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> None:
+    good = {"spares": 1, "suspend": False, "activeDeadlineSeconds": 100, "ttlSecondsAfterFinished": 7}
+    job = settled(a_job(**good), running(0), running(1), running(2))
+    decision = decide(replace(job, spec={**job.spec, "replicas": 3, **wrong}), [running(0)], NOW)
+    spec = decision.spec
+    assert spec is not None
+    assert (spec.replicas, spec.spares, spec.suspend, spec.active_deadline, spec.ttl) == (3, 1, False, 100, 7)
+
+
+def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
+    job = settled(a_job(), running(0), running(1))
+    decision = decide(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)
+    assert (deeds(decision), decision.spec and decision.spec.spares) == ([], 0)
+
+
 # the end --------------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +544,19 @@ def test_a_job_succeeds_when_a_pod_says_so() -> None:
 def test_a_job_fails_with_the_report_of_its_pods() -> None:
     decision = decide(a_job(), [said(0, "failed", 1), said(1, "failed", 1)], NOW)
     assert (decision.status["phase"], decision.status["lastFailure"]) == ("Failed", "because")
+
+
+def test_the_end_has_the_counts_of_the_report_and_not_of_the_last_answer() -> None:
+    word = json.dumps({"outcome": "failed", "why": "1 of 1 restarts in all are spent", "rounds": 2, "restarts": 1})
+    job = trains(a_job(), round=1, restarts=0)
+    status = decide(job, [replace(said(0, "failed", 1), message=word), running(1)], NOW).status
+    assert (status["round"], status["restarts"]) == (2, 1)
+
+
+@pytest.mark.parametrize("count", [-1, "many", True, None])
+def test_counts_that_are_none_are_left_out(count: Any) -> None:
+    word = json.dumps({"outcome": "failed", "restarts": count})
+    assert "restarts" not in decide(a_job(), [replace(said(0, "failed", 1), message=word)], NOW).status
 
 
 def test_wrong_input_ends_the_job_at_once() -> None:

@@ -25,7 +25,8 @@ usage: ripstop kube COMMAND …
   stacks NAME [RANK]                              where its workers are in their code
   scale NAME N                                    have N pods
   delete NAME                                     end it, and remove all that is its
-  install [--image=IMAGE] [--dry-run]             bring ElasticJob and its operator into a cluster
+  install [--image=IMAGE] [--timeout S] [--dry-run]  bring ElasticJob and its operator into a cluster, and wait up to
+                                                  S seconds until it runs (120; 0: do not wait)
   operator [--home NAMESPACE] [--health HOST:PORT]  be that operator: of one namespace or of all; --home has its key
 
   -n, --namespace NAMESPACE   the job's (the one of kubectl)
@@ -52,9 +53,11 @@ IMAGE = Flag("--image", "IMAGE", from_environment=False)
 HOME = Flag("--home", "NAMESPACE", from_environment=False)
 HEALTH = Flag("--health", "HOST:PORT", from_environment=False)
 DRY_RUN = Flag("--dry-run", from_environment=False)
-_ALL = (*CLUSTER_FLAGS, *kube_job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN)
+TIMEOUT = Flag("--timeout", "SECONDS", from_environment=False)
+_ALL = (*CLUSTER_FLAGS, *kube_job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN, TIMEOUT)
 FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all commands, for completion
 MOST_TAIL = 1_000_000
+INSTALL_TIMEOUT_S, MOST_TIMEOUT_S = 120, 86_400
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,21 +156,21 @@ def _delete(argv: Sequence[str]) -> int:
 
 
 def _install(argv: Sequence[str]) -> int:
-    given, _ = _words("install", argv, (IMAGE, DRY_RUN))
+    given, _ = _words("install", argv, (IMAGE, DRY_RUN, TIMEOUT))
     if given is None:
         return 0
     from ripstop.schedulers.kubernetes import deploy
     from ripstop.schedulers.kubernetes.manifests import HOME as HOME_NAMESPACE
 
-    home = given.text("--namespace", HOME_NAMESPACE)
-    found = deploy.objects(given.text("--image", deploy.IMAGE), home)
+    image, home = given.text("--image", deploy.IMAGE), given.text("--namespace", HOME_NAMESPACE)
+    timeout = whole("--timeout", given.text("--timeout", str(INSTALL_TIMEOUT_S)), least=0, most=MOST_TIMEOUT_S)
     if "--dry-run" in given:
-        print(to_yaml(found), end="")
+        print(to_yaml(deploy.objects(image, home)), end="")
         return 0
     _need("kubernetes")
     from ripstop.cli import kube_cluster
 
-    return kube_cluster.install(given, found)
+    return kube_cluster.install(given, image, home, timeout)
 
 
 def _operator(argv: Sequence[str]) -> int:
@@ -212,5 +215,5 @@ def _words(
     if not least <= len(names) <= most:
         wanted = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
         what = f"{names[most]}: one word too many" if len(names) > most else "a word is missing"
-        raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('   ')[0]}")
+        raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('  ')[0]}")
     return given, names

@@ -14,7 +14,9 @@ from typing import Any
 
 from ripstop.cli.flags import Given
 from ripstop.errors import RipstopError, UsageError
+from ripstop.schedulers.kubernetes import deploy
 from ripstop.schedulers.kubernetes.client import Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.schedulers.kubernetes.crd import knows_rules
 from ripstop.schedulers.kubernetes.manifests import HOME, JOB, SLOT
 from ripstop.schedulers.kubernetes.spec import KIND, PLURAL
 from ripstop.schedulers.kubernetes.streams import Streams
@@ -22,6 +24,7 @@ from ripstop.spelling import whole_content, whole_file
 
 Json = Mapping[str, Any]
 AGAIN = 2.0  # seconds until pods are looked for that came meanwhile
+NO_PLACE = ("PodScheduled", "False")  # a condition of a pod
 OVER = ("Succeeded", "Failed")
 PLURALS = {  # of what is applied here; as the paths of the API write them
     KIND: PLURAL,
@@ -292,10 +295,10 @@ def how_ripstop_is_called(pod: Json) -> list[str]:
 # the operator ---------------------------------------------------------------------------------------------------------
 
 
-def install(given: Given, objects: Sequence[dict[str, Any]]) -> int:
-    """Create what is not there, and make the rest as it should be."""
+def install(given: Given, image: str, home: str, timeout: float) -> int:
+    """Create what is not there, make the rest as it should be, and wait until the operator runs."""
     server = cluster(given)
-    for item in objects:
+    for item in deploy.objects(image, home, rules=knows_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
             server.create(_path(item), item)
@@ -303,7 +306,47 @@ def install(given: Given, objects: Sequence[dict[str, Any]]) -> int:
         except Conflict:
             server.patch(f"{_path(item)}/{name}", item)
             print(f"{kind} {name} as it should be")
+    if timeout:
+        await_operator(server, item, timeout)
     return 0
+
+
+def await_operator(server: Cluster, deployment: Json, timeout: float) -> None:
+    """Wait until the deployment's pods run as they should now, and say what they wait for."""
+    home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
+    selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())
+    deadline, said = time.monotonic() + timeout, ""
+    while not is_rolled_out(current := server.get(f"{_path(deployment)}/{name}")):
+        pods = server.list(core_path(home, "pods"), labelSelector=selector)
+        why = next(filter(None, map(waits_for, pods)), "its pod is not ready yet")
+        if why != said:
+            print(f"waiting for the operator: {why}", flush=True)
+        said = why
+        if time.monotonic() >= deadline:
+            raise RipstopError(
+                f"the operator does not run after {timeout:.0f} s: {why}; correct --image and install again, or see "
+                f"`kubectl describe pods --namespace={home}`"
+            )
+        time.sleep(min(AGAIN, timeout / 10))
+    print(f"the operator runs: {current['spec']['template']['spec']['containers'][0]['image']}")
+
+
+def is_rolled_out(deployment: Json) -> bool:
+    """Whether all pods of a deployment are of its latest version, and available."""
+    state: Json = deployment.get("status") or {}
+    wanted = deployment["spec"]["replicas"]
+    counts = (state.get(each, 0) for each in ("replicas", "updatedReplicas", "availableReplicas"))
+    return state.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and {*counts} == {wanted}
+
+
+def waits_for(pod: Json) -> str:
+    """Why a pod does not run, in the cluster's words; empty: there is none."""
+    state: Json = pod.get("status") or {}
+    held = [(each.get("state") or {}).get("waiting") or {} for each in state.get("containerStatuses") or ()]
+    placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == NO_PLACE]
+    reasons = [each for each in (*held, *placed) if each.get("reason") and "deletionTimestamp" not in pod["metadata"]]
+    texts = [": ".join(filter(None, (each["reason"], each.get("message")))) for each in reasons]
+    return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
 def operate(given: Given) -> int:

@@ -128,7 +128,9 @@ def _whole(given: Given, flag: str, least: int, most: int, default: int = 0) -> 
 
 
 def _workers(given: Given) -> str:
-    text = given.text("--nproc-per-node", given.text("--gpus", "1"))
+    if "--nproc-per-node" not in given:
+        return str(_whole(given, "--gpus", 1, MOST_SLOTS, default=1))
+    text = given.text("--nproc-per-node", "")
     if text not in ("auto", "gpu", "cpu"):
         whole("--nproc-per-node", text, least=1, most=MOST_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
     return text

@@ -2,12 +2,12 @@
 
 One JSON object of at most `MOST` bytes, which is what Kubernetes keeps: `outcome` (`succeeded`, `failed` or `stopped`
 for the job; `left` when this agent ended and the job, for all it knows, did not), `why`, `rounds`, `restarts`, and
-`culprit` when a worker was to blame.  Pure.
+`culprit` when a worker was to blame: who, how it ended, and its message or its last line on stderr.  Pure.
 """
 
 import json
 
-from ripstop.observe.failure import Report
+from ripstop.observe.failure import Failure, Report
 from ripstop.observe.report import how, root_cause
 
 MOST = 4096
@@ -25,11 +25,22 @@ def last_word(why: str, report: Report | None) -> str:
             "restarts": report.restarts,
         }
         if (culprit := root_cause(report.failures)) is not None:
-            word["culprit"] = f"rank {culprit.rank} on {culprit.host} {how(culprit)}: {culprit.message}"
+            word["culprit"] = ": ".join(filter(None, (_who(culprit), _detail(culprit))))
     longest = MOST
     while len(text := json.dumps(_cut(word, longest))) > MOST:  # ASCII: a character is a byte
         longest //= 2
     return text
+
+
+def _who(culprit: Failure) -> str:
+    return f"rank {culprit.rank} on {culprit.host} {how(culprit)}"
+
+
+def _detail(culprit: Failure) -> str:
+    """The worker's own message, or the last line that it wrote to stderr."""
+    if culprit.message not in ("", how(culprit)):
+        return culprit.message
+    return next((line.strip() for line in reversed(culprit.log_tail) if line.strip()), "")
 
 
 def _cut(word: dict[str, str | int], longest: int) -> dict[str, str | int]:

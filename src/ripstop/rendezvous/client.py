@@ -42,6 +42,7 @@ from ripstop.rendezvous.wire import FLUSH, HANDSHAKE, KNOCK, PATH, RETURNING, Ou
 from ripstop.round import Address
 
 FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease
+LEAST_CONNECT_TIMEOUT_S = 0.5
 PATIENCE = 4  # handshakes that are broken off without a word, until it is taken for a refusal
 NO_TLS = 426  # the HTTP status for a client without TLS where there is TLS
 
@@ -140,9 +141,8 @@ class WebSocketLink:
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         redirects = aiohttp.TraceConfig()
         redirects.on_request_redirect.append(_refuse_redirect)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trace_configs=[redirects]
-        ) as http:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects]) as http:
             while True:
                 began = self._loop.time()
                 self._tries += 1
@@ -159,6 +159,15 @@ class WebSocketLink:
                     pause = FIRST_PAUSE  # that one had held
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, max(self._lease / 3, FIRST_PAUSE))
+
+    @property
+    def _connect_timeout(self) -> float:
+        """Seconds for a TCP connection.
+
+        The address of a machine or pod that is gone does not answer, and meanwhile the name may have another address.
+        So it is looked up again as often as a coordinator expects us to try.  With TLS the time includes its handshake.
+        """
+        return HANDSHAKE if self._tls else max(self._lease / 3, LEAST_CONNECT_TIMEOUT_S)
 
     def _refuse(self, why: str) -> None:
         self._last = why
@@ -357,6 +366,8 @@ def _describe(error: BaseException) -> str:
             return os.strerror(number).lower() if number else str(error.os_error)
         case aiohttp.WSServerHandshakeError():
             return f"answers HTTP {error.status}, so it is no ripstop coordinator"
+        case aiohttp.ConnectionTimeoutError():
+            return "the address does not answer"
         case TimeoutError():
             return f"no answer in {HANDSHAKE:g} s"
         case _:

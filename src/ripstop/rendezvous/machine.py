@@ -20,7 +20,8 @@ failure and what follows (`inquest.py`).  The rules of the whole:
 7.  A port offered for a store serves one round.  An offer made before that round, or over an earlier connection, is
     stale: nobody knows who may still be talking to that port.
 8.  A coordinator that knows nothing learns the job from its agents: the highest round wins, and it goes on undisturbed
-    when all its members are back within a lease, or sooner when it has failed meanwhile; restarts that were granted are
+    when all its members are back within a lease, or sooner when it has failed meanwhile; a failed one does not wait for
+    members whose successors are there (`rank_by=slot`: a number belongs to one node); restarts that were granted are
     spent; an end that one of them was told of comes to its end.
 9.  A live round makes way for one without a node in trouble, if that may go, as soon as the next store has a port.
 10. Leaving is not closing.  The job is closed once: by success of all its nodes, by a failure that no budget covers, by
@@ -68,7 +69,7 @@ from ripstop.rendezvous.roster import Roster
 from ripstop.rendezvous.settings import Settings
 from ripstop.rendezvous.standing import Member
 from ripstop.rendezvous.transitions import TRANSITIONS
-from ripstop.round import Node, Outcome, Place
+from ripstop.round import Node, Outcome, Place, RankBy
 
 FAREWELL = 5.0  # seconds everybody has to take the last word
 SETTLE = 2.0  # seconds that a later round waits for nodes that are not ready yet
@@ -486,7 +487,7 @@ class Job:
         assert self._witness is not None
         back, size = len(self.places), self._witness.group_size
         if back < size:
-            if now < self._since + self._time_to_return():
+            if now < self._since + self._time_to_return() and not self._is_succeeded(size):
                 return []
             self._gather(Ending.COORDINATOR, f"{back} of {size} nodes came back", now)
             return self._form_or_hold(now)
@@ -497,6 +498,19 @@ class Job:
         if self._inquest.broken:
             out += self._judge(now)
         return [*out, *self._advance(now)]
+
+    def _is_succeeded(self, size: int) -> bool:
+        """Whether every missing member of a failed round has a successor, a newcomer with its number.
+
+        Only where all members that are back have their numbers for ranks, as a missing one has no other number then.
+        """
+        if self.settings.rank_by is not RankBy.SLOT or not self._inquest.broken or len(self.members) < size:
+            return False
+        numbers = {name: member.node.number for name, member in self.members.items()}
+        if any(numbers[name] != place.group_rank for name, place in self.places.items()):
+            return False
+        newcomers = {number for name, number in numbers.items() if name not in self.places}
+        return newcomers >= set(range(size)) - {place.group_rank for place in self.places.values()}
 
     def _time_to_return(self) -> float:
         """How long the members of a round that is recovered have; less when it is over anyway.

@@ -36,7 +36,8 @@ def admin() -> dict[str, Any]:
 def cluster(admin: dict[str, Any]) -> Iterator[Cluster]:
     """The cluster, with our definition and rights."""
     cluster = Cluster()
-    brought = [item for item in deploy.objects(home=HOME) if item["kind"] != "Deployment"]
+    # without the definition's rules, so that the operator sees what an older cluster would let through
+    brought = [item for item in deploy.objects(home=HOME, rules=False) if item["kind"] != "Deployment"]
     ours = [item for item in brought if apply(cluster, item)]
     definition = f"{collection(brought[0])}/{brought[0]['metadata']['name']}"
     eventually(lambda: "Established" in json.dumps(cluster.get(definition)["status"]["conditions"]))
@@ -80,16 +81,23 @@ def operators(account: Path, tmp_path: Path) -> Iterator[Operators]:
 
 
 @pytest.fixture(scope="module")
-def operator(account: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
-    """One operator for all tests of a file; it has to live through them all."""
+def _operator_of_the_file(account: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operators]:
     operators = Operators(account, tmp_path_factory.mktemp("operator") / "operator.log", HOME)
-    operator = operators.start()
     try:
-        yield operator
-        assert operator.poll() is None, operators.log.read_text()
+        operators.watching(operators.start())
+        yield operators
     finally:
         operators.kill()
         print(operators.log.read_text())
+
+
+@pytest.fixture
+def operator(_operator_of_the_file: Operators) -> Iterator[subprocess.Popen[bytes]]:
+    """One operator for all tests of a file; it has to live through them all, or the rest fails without waiting."""
+    (operator,) = _operator_of_the_file.running
+    assert operator.poll() is None, "the operator has ended; an earlier test shows why"
+    yield operator
+    assert operator.poll() is None, _operator_of_the_file.log.read_text()
 
 
 @pytest.fixture(scope="module")

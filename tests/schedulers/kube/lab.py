@@ -197,13 +197,19 @@ class Operators:
         """An operator; it kills itself right after its change of number `last`."""
         with self.log.open("ab") as log:
             operator = subprocess.Popen(
-                [sys.executable, HERE / "operate.py", namespace, self.home, str(last)],
+                [sys.executable, "-m", "tests.schedulers.kube.operate", namespace, self.home, str(last)],
+                cwd=HERE.parents[2],
                 env=os.environ | {"KUBECONFIG": str(config or self.config)},
                 stdout=log,
                 stderr=log,
             )
         self.running.append(operator)
         return operator
+
+    def watching(self, operator: subprocess.Popen[bytes]) -> None:
+        """Wait until the operator watches; one that has ended fails the test with what it said."""
+        eventually(lambda: operator.poll() is not None or "operator watches" in self.log.read_text())
+        assert operator.poll() is None, self.log.read_text()
 
     def kill(self) -> None:
         for operator in self.running:

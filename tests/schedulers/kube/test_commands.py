@@ -92,11 +92,24 @@ def test_a_mistake_changes_nothing(
 def test_an_operator_is_installed_and_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     path = f"/apis/apps/v1/namespaces/{HOME}/deployments/{deploy.NAME}"
     try:
-        assert main(["kube", "install", f"--namespace={HOME}", "--image=x:1"]) == 0
+        assert main(["kube", "install", f"--namespace={HOME}", "--image=x:1", "--timeout=0"]) == 0
         assert f"Deployment {deploy.NAME} created" in said(capsys)
-        assert main(["kube", "install", f"--namespace={HOME}", "--image=x:2"]) == 0
+        assert main(["kube", "install", f"--namespace={HOME}", "--image=x:2", "--timeout=0"]) == 0
         assert f"Deployment {deploy.NAME} as it should be" in said(capsys)
         assert cluster.get(path)["spec"]["template"]["spec"]["containers"][0]["image"] == "x:2"
+    finally:
+        cluster.delete(path)
+
+
+def test_an_operator_that_does_not_run_is_not_reported_as_installed(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"/apis/apps/v1/namespaces/{HOME}/deployments/{deploy.NAME}"
+    try:
+        assert main(["kube", "install", f"--namespace={HOME}", "--image=lab.invalid/none:1", "--timeout=2"]) == 1
+        words = said(capsys)
+        assert "waiting for the operator: " in words
+        assert "the operator does not run after 2 s: " in words
     finally:
         cluster.delete(path)
 

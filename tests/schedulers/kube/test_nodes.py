@@ -106,6 +106,12 @@ def test_the_coordinators_pod_comes_back_and_the_job_goes_on(training: Training)
     training.loses("pod of slot 0 deleted", "train-0", lambda: training.do(*take), of=3)
 
 
+def test_the_coordinators_agent_is_killed_and_the_job_goes_on(training: Training) -> None:
+    training.steady(3)
+    agent = training.agent("train-0")
+    training.loses("agent of slot 0 killed", "train-0", lambda: os.kill(agent, signal.SIGKILL), of=3)
+
+
 def test_what_is_lost_together_with_the_operator_is_replaced_by_the_next(
     training: Training, operators_pod: str, cluster: Cluster
 ) -> None:
@@ -150,6 +156,22 @@ def test_an_image_that_does_not_exist_is_a_condition_and_disturbs_no_other_job(t
     finally:
         training.do("delete", "elasticjob/wrong")
         eventually(lambda: not training.place.pods("wrong"), PATIENCE)  # a node that is drained would wait for it
+
+
+def test_a_command_that_is_not_in_the_image_is_a_condition_and_is_tried_ever_more_slowly(training: Training) -> None:
+    wrong = template(training.folder, training.names)
+    wrong["spec"]["containers"][0]["command"] = ["/no/such/command"]
+    training.place.submit("wrong", maxReplicas=1, replicas=1, template=wrong)
+    try:
+        eventually(lambda: training.place.condition("CannotStart", "wrong")["status"] == "True", PATIENCE)
+        message = training.place.condition("CannotStart", "wrong")["message"]
+        assert "/no/such/command" in message and "correct the command or the image" in message
+        eventually(lambda: "CannotStart" in training.place.events("wrong"), PATIENCE)
+        eventually(lambda: training.place.job("wrong")["status"]["losses"][0]["times"] >= 3, PATIENCE)
+        assert training.place.condition("CannotStart", "wrong")["status"] == "True"
+    finally:
+        training.do("delete", "elasticjob/wrong")
+        eventually(lambda: not training.place.pods("wrong"), PATIENCE)
 
 
 def test_a_node_that_is_drained_is_left_in_order(training: Training) -> None:

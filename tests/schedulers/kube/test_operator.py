@@ -94,11 +94,45 @@ def test_a_lost_pod_is_replaced_in_its_slot_and_the_others_stay(place: Place) ->
     eventually(lambda: "Killed" in place.events())
 
 
-def test_a_pod_that_somebody_deletes_is_replaced(place: Place) -> None:
+def test_a_pod_that_somebody_deletes_is_replaced_told_and_counted(place: Place) -> None:
     place.submit()
     before = place.there("train-0", "train-1")
+    place.start("train-0", "train-1")
+    eventually(lambda: place.job()["status"].get("members") == ["train-0", "train-1"])
     place.cluster.delete(core_path(place.name, "pods", "train-0"))
     eventually(lambda: place.uids().get("train-0") not in (None, before["train-0"]))
+    eventually(lambda: "Deleted" in place.events())
+    assert place.job()["status"]["replaced"] == 1
+
+
+def test_a_size_out_of_range_leaves_a_resumed_job_running(place: Place) -> None:
+    place.submit(suspend=True)
+    eventually(lambda: place.phase() == "Suspended")
+    place.change(suspend=False)
+    before = place.there("train-0", "train-1")
+    place.start("train-0", "train-1")
+    eventually(lambda: place.phase() == "Running")
+    place.scale(9)
+    eventually(lambda: "spec.replicas (9) must be" in place.condition("Invalid")["message"])
+    eventually(lambda: "Invalid" in place.events())
+    assert (place.phase(), place.uids()) == ("Running", before)
+    place.scale(3)
+    assert place.there("train-0", "train-1", "train-2").items() >= before.items()
+
+
+def test_fields_of_the_template_that_the_cluster_does_not_know_are_a_condition(place: Place) -> None:
+    container = {"name": "main", "image": "x:1", "imagePulPolicy": "Never"}
+    place.submit(template={"spec": {"nodeSelector": NOWHERE, "containers": [container]}})
+    place.there("train-0", "train-1")
+    eventually(lambda: "spec.containers[0].imagePulPolicy" in place.condition("FieldsIgnored")["message"])
+
+
+def test_a_template_that_the_cluster_knows_is_no_condition(place: Place) -> None:
+    place.submit()
+    place.there("train-0", "train-1")
+    place.start("train-0", "train-1")
+    eventually(lambda: place.phase() == "Running")
+    assert place.condition("FieldsIgnored")["status"] == ""
 
 
 def test_a_job_succeeds_when_its_pods_say_so_and_goes_when_its_time_is_over(place: Place) -> None:

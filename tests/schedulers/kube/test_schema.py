@@ -2,11 +2,14 @@
 
 import json
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ripstop.schedulers.kubernetes.client import ApiError, jobs_path
+from ripstop.schedulers.kubernetes import crd
+from ripstop.schedulers.kubernetes.client import ApiError, Cluster, jobs_path
+from tests.schedulers.golden import DEPLOY
 from tests.schedulers.kube.lab import Place, a_job, eventually, needs_a_cluster
 
 needs_a_cluster()
@@ -45,6 +48,48 @@ def test_what_one_field_gets_wrong_is_refused(place: Place, spec: dict[str, Any]
     with pytest.raises(ApiError, match=field.replace(".", r"\.")) as refused:
         place.cluster.create(jobs_path(place.name), body)
     assert refused.value.code == 422
+
+
+@pytest.fixture
+def _rules(cluster: Cluster) -> Iterator[None]:
+    """The definition with its rules, on a cluster that checks them."""
+    if not crd.knows_rules(cluster.get("/version")):
+        pytest.skip("this cluster is older than rules in definitions (1.25)")
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd.definition()['metadata']['name']}"
+    cluster.patch(path, crd.definition())
+    try:
+        yield
+    finally:
+        cluster.patch(path, crd.definition(rules=False))
+
+
+@pytest.mark.usefixtures("_rules")
+def test_what_two_fields_or_a_change_get_wrong_is_refused(place: Place) -> None:
+    def refusal(**spec: Any) -> str:
+        try:
+            place.submit("wrong", **spec)
+        except ApiError as error:
+            return str(error)
+        place.cluster.delete(jobs_path(place.name, "wrong"))
+        return ""
+
+    eventually(lambda: "minReplicas must not be above maxReplicas" in refusal(minReplicas=5))
+    assert "replicas must be from minReplicas to maxReplicas" in refusal(replicas=9)
+    assert "rendezvous.endpoints are etcd's" in refusal(rendezvous={"backend": "etcd"})
+    with pytest.raises(ApiError, match="names a service"):
+        place.submit("7up")
+    place.submit()
+    with pytest.raises(ApiError, match="maxRestarts cannot be changed"):
+        place.change(maxRestarts=9)
+    with pytest.raises(ApiError, match="replicas must be from"):
+        place.scale(9)
+    place.scale(3)
+
+
+def test_kubectl_takes_the_definition_as_it_is_in_the_repository(cluster: Cluster, kubectl: str) -> None:
+    rules = crd.knows_rules(cluster.get("/version"))
+    command = [kubectl, "apply", "--dry-run=server", "-f", str(DEPLOY / "crd.yaml"), f"--validate={rules}".lower()]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_a_number_of_workers_may_be_written_as_a_number(place: Place) -> None:

@@ -1,12 +1,15 @@
 """The CustomResourceDefinition of ElasticJob, made from `spec.FIELDS`.  Pure.
 
-It keeps to what Kubernetes 1.20 understands.  Rules that concern two fields are added for clusters that can check them
-(1.25 and later); on older ones the operator shows them as a condition.
+Rules that concern two fields, a change or the name are CEL expressions, which Kubernetes 1.25 and later check; the rest
+is understood by 1.20.  The operator checks everything again: what an older cluster lets through is a condition.
+No rule keeps the template as it was: CEL does not see fields that the schema does not name, and a pod's are not named.
 """
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ripstop.schedulers.kubernetes.spec import FIELDS, GROUP, KIND, PLURAL, VERSION, Field
+from ripstop.schedulers.kubernetes.spec import FIELDS, GROUP, KIND, LONGEST_NAME, PLURAL, VERSION, Field
 
 TYPES = {int: "integer", bool: "boolean", str: "string"}
 COLUMNS = (
@@ -18,17 +21,43 @@ COLUMNS = (
     ("Goodput", "number", ".status.goodput", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
-RULES = (
+RULES_SINCE = (1, 25)  # the version of Kubernetes
+NAME_RULES = (
+    (f"size(self.metadata.name) <= {LONGEST_NAME}", f"metadata.name has at most {LONGEST_NAME} characters"),
+    (
+        "self.metadata.name.matches('^[a-z][-a-z0-9]*$')",
+        "metadata.name names a service: a-z first, then a-z, 0-9 and dashes",
+    ),
+)
+SPEC_RULES = (
     ("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"),
     (
         "!has(self.replicas) || (self.replicas >= self.minReplicas && self.replicas <= self.maxReplicas)",
         "replicas must be from minReplicas to maxReplicas",
     ),
+    (
+        "(has(self.rendezvous) && self.rendezvous.backend == 'etcd') == "
+        "(has(self.rendezvous) && has(self.rendezvous.endpoints) && size(self.rendezvous.endpoints) > 0)",
+        "rendezvous.endpoints are etcd's, and needed with it: give them, or choose embedded",
+    ),
+    *(
+        (
+            f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
+            f"{name} cannot be changed while the job exists; delete the job and create it anew",
+        )
+        for name in (*(field.name for field in FIELDS if field.fixed), "rendezvous")
+    ),
 )
 
 
-def definition(*, rules: bool = False) -> dict[str, Any]:
-    """The object to apply; `rules` adds what older clusters do not know."""
+def knows_rules(version: Mapping[str, str]) -> bool:
+    """Whether a cluster of this `/version` checks rules."""
+    digits = (re.match("[0-9]*", version.get(part, "")) for part in ("major", "minor"))
+    return tuple(int(found[0]) if found and found[0] else 0 for found in digits) >= RULES_SINCE
+
+
+def definition(*, rules: bool = True) -> dict[str, Any]:
+    """The object to apply; without `rules`, for a cluster older than 1.25."""
     version = {
         "name": VERSION,
         "served": True,
@@ -73,11 +102,16 @@ def _root(rules: bool) -> dict[str, Any]:
         "description": "A distributed PyTorch job that ripstop keeps alive on a changing number of pods.",
         "required": ["spec"],
         "properties": {"spec": _spec(rules), "status": _status()},
+        **(_validations(NAME_RULES) if rules else {}),
     }
 
 
+def _validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
+
+
 def _spec(rules: bool) -> dict[str, Any]:
-    schema: dict[str, Any] = {
+    return {
         "type": "object",
         "required": ["maxReplicas", "template"],
         "properties": {
@@ -121,21 +155,8 @@ def _spec(rules: bool) -> dict[str, Any]:
                 },
             },
         },
+        **(_validations(SPEC_RULES) if rules else {}),
     }
-    if rules:
-        schema["x-kubernetes-validations"] = [
-            *({"rule": rule, "message": message} for rule, message in RULES),
-            *(
-                {
-                    "rule": f"has(self.{field.name}) == has(oldSelf.{field.name}) && "
-                    f"(!has(self.{field.name}) || self.{field.name} == oldSelf.{field.name})",
-                    "message": f"{field.name} cannot be changed while the job exists; delete it and create it anew",
-                }
-                for field in FIELDS
-                if field.fixed
-            ),
-        ]
-    return schema
 
 
 def _field(field: Field) -> dict[str, Any]:
@@ -181,22 +202,24 @@ def _status() -> dict[str, Any]:
             "conditions": said(
                 {"type": "array", "items": condition},
                 "Running, Recovering, Suspended, Succeeded, Failed; "
-                "Invalid, Refused, CannotStart, Unschedulable, Unheard.",
+                "Invalid, Refused, FieldsIgnored, CannotStart, Unschedulable, Unheard.",
             ),
             "replicas": said(number, "Pods that are there."),
             "readyReplicas": said(number, "Pods that train, or could at once."),
             "selector": said(text, "By which autoscalers find the pods."),
-            "members": said({"type": "array", "items": text}, "Pods that run."),
+            "members": said({"type": "array", "items": text}, "Pods that run, and are to stay."),
             "round": said(number, "The round that trains, as the job's coordinator says."),
-            "restarts": said(number, "Failures of workers that were healed, as it says."),
+            "restarts": said(
+                number, "Failures of workers that were healed since the job started or was resumed, as it says."
+            ),
             "goodput": said(share, "The share of its time that went into steps that were kept, as it says."),
             "lastFailure": said(text, "Why workers, or the job, failed last."),
             "startTime": said(time, "When the job was accepted."),
             "completionTime": said(time, "When it was over."),
             "observedGeneration": said(number, "The version of the spec that this is about."),
-            "accepted": said(text, "The spec that the job was accepted with."),
+            "accepted": said(text, "The last valid spec: an invalid field keeps its value here."),
             "everRan": said({"type": "boolean"}, "Enough pods were ready once."),
-            "replaced": said(number, "Pods that were replaced."),
+            "replaced": said(number, "Pods that were lost, and replaced."),
             "losses": said(
                 {"type": "array", "items": loss}, "The last pod that each slot lost, for the next one's pause."
             ),

@@ -3,7 +3,8 @@
 Things are made under names that follow from the job and deleted by uid: that one is there already, or gone, is what was
 wanted.  A thing of that name that belongs to somebody else is not touched; it is a reason why ours cannot be made.
 Secrets are made and never read: the names of ours carry the job's uid, and the token follows from the operator's key,
-so that a secret which somebody deleted comes back as it was.
+so that a secret which somebody deleted comes back as it was.  A cluster drops the fields of a pod that it does not
+know, without a word; what it answers shows which.
 """
 
 import base64
@@ -11,8 +12,10 @@ import hashlib
 import hmac
 import logging
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from ripstop.errors import RipstopError
@@ -128,18 +131,23 @@ class Deeds:
                 why,
             )
 
-    def carry_out(self, item: Json, owner: Owner, decision: Decision, *, furnish: bool) -> None:
-        """Do what was decided; `furnish`: also what may be there already.  Raises Refused, when all else is done."""
+    def carry_out(self, item: Json, owner: Owner, decision: Decision, *, furnish: bool) -> list[str]:
+        """Do what was decided; `furnish`: also what may be there already.  Raises Refused, when all else is done.
+
+        Returns the fields of the pods that the cluster does not know.
+        """
         refused: Refused | None = None
+        ignored: list[str] = []
         for action in decision.actions:
             try:
-                self._do(action, item, owner, decision.spec, furnish and refused is None)
+                ignored = self._do(action, item, owner, decision.spec, furnish and refused is None) or ignored
             except Refused as error:
                 refused = refused or error
         if refused is not None:
             raise refused
+        return ignored
 
-    def _do(self, action: Action, item: Json, owner: Owner, spec: Spec | None, making: bool) -> None:
+    def _do(self, action: Action, item: Json, owner: Owner, spec: Spec | None, making: bool) -> list[str]:
         where = f"job={owner.namespace}/{owner.name}"
         match action:
             case Emit():
@@ -160,12 +168,13 @@ class Deeds:
             case CreatePod(slot) if making:
                 assert spec is not None, "pods are made of a spec"
                 log.info("%s makes pod slot=%d", where, slot)
-                self._make(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
+                return self._make(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
             case Ensure(what) if making:
                 assert spec is not None, "what a job needs follows from its spec"
                 self._furnish(what, owner, spec)
             case _:
                 pass  # something before it was refused, or it is there
+        return []
 
     def _furnish(self, what: str, owner: Owner, spec: Spec) -> None:
         match what:
@@ -180,19 +189,20 @@ class Deeds:
                 budget = manifests.disruption_budget(owner, spec, version=version)
                 self._make(budgets_path(owner.namespace, version), budget, owner)
 
-    def _make(self, path: str, body: Json, owner: Owner) -> None:
-        """Create it, unless it is there and ours."""
+    def _make(self, path: str, body: Json, owner: Owner) -> list[str]:
+        """Create it, unless it is there and ours; the fields that the cluster dropped."""
         try:
-            self._create(path, body)
+            return dropped(body, self._create(path, body))
         except Conflict as error:
             name = body["metadata"]["name"]
             with suppress(NotFound):  # it has just gone; next time, then
                 if not owned(self._cluster.get(f"{path}/{name}"), owner.uid):
                     raise Refused(_refusal(body, 409, "there is one already, and it is not the job's")) from error
+        return []
 
-    def _create(self, path: str, body: Json) -> None:
+    def _create(self, path: str, body: Json) -> Json:
         try:
-            self._cluster.create(path, body)
+            return self._cluster.create(path, body)
         except Conflict:
             raise
         except ApiError as error:
@@ -223,6 +233,42 @@ class Deeds:
                 self._cluster.patch(f"{path}/{name}", {"count": count + 1, "lastTimestamp": now})
         except ApiError as error:  # a namespace that is going away takes no events
             log.info("job=%s/%s event=%s could not be told: %s", owner.namespace, owner.name, event.reason, error)
+
+
+def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
+    """The fields that were sent and are not in the cluster's answer.  An empty value need not come back.
+
+    Items of a list are compared by their names where they have any: others may have been put between them.
+    """
+    match sent:
+        case Mapping():
+            if not isinstance(kept, Mapping):
+                return [where]
+            gone = [f"{where}.{name}".lstrip(".") for name, value in sent.items() if value and name not in kept]
+            inner = (
+                dropped(value, kept[name], f"{where}.{name}".lstrip("."))
+                for name, value in sent.items()
+                if name in kept
+            )
+            return [*gone, *chain.from_iterable(inner)]
+        case list() if isinstance(kept, list):
+            found = _matching(sent, kept)
+            inner = (dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found)
+            return list(chain.from_iterable(inner))
+    return []
+
+
+def _matching(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
+    """What became of the items of a list, by their numbers; those that cannot be told from others are left out."""
+    if len(sent) == len(kept):
+        return dict(enumerate(kept))
+    named = [item for item in kept if isinstance(item, Mapping) and "name" in item]
+    names = {item["name"]: item for item in named}
+    if len(names) < len(named):  # two mounts of one volume have one name
+        return {}
+    return {
+        n: names[item["name"]] for n, item in enumerate(sent) if isinstance(item, Mapping) and item.get("name") in names
+    }
 
 
 def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:

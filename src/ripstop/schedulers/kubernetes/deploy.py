@@ -17,18 +17,21 @@ USER = 65532  # nobody in particular, and not root
 RBAC = "rbac.authorization.k8s.io"
 
 
-def files(image: str = IMAGE, home: str = HOME) -> dict[str, list[dict[str, Any]]]:
-    """All objects, by the name of the file that they are in; in the order in which they are applied."""
+def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """All objects, by the name of the file that they are in; in the order in which they are applied.
+
+    Without `rules` they are for a cluster older than 1.25.
+    """
     return {
-        "crd.yaml": [crd.definition()],
+        "crd.yaml": [crd.definition(rules=rules)],
         "rbac.yaml": [namespace(home), *rights(home)],
         "operator.yaml": [deployment(image, home)],
     }
 
 
-def objects(image: str = IMAGE, home: str = HOME) -> list[dict[str, Any]]:
+def objects(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list[dict[str, Any]]:
     """All objects, in the order in which they are applied."""
-    return [item for items in files(image, home).values() for item in items]
+    return [item for items in files(image, home, rules=rules).values() for item in items]
 
 
 def kustomization() -> dict[str, Any]:

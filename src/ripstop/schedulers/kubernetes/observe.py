@@ -16,8 +16,8 @@ from ripstop.schedulers.kubernetes.spec import Json
 NOTHING: Json = {}
 
 
-def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", unheard: str = "") -> Job:
-    """The job of an ElasticJob; `telemetry`, `refused` and `unheard` are the operator's own knowledge."""
+def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", ignored: str = "", unheard: str = "") -> Job:
+    """The job of an ElasticJob; all but `item` is the operator's own knowledge."""
     metadata = item["metadata"]
     return Job(
         owner=Owner(metadata["name"], metadata["namespace"], metadata["uid"]),
@@ -28,6 +28,7 @@ def seen_job(item: Json, *, telemetry: Json = NOTHING, refused: str = "", unhear
         deleting="deletionTimestamp" in metadata,
         telemetry=telemetry,
         refused=refused,
+        ignored=ignored,
         unheard=unheard,
     )
 
@@ -72,6 +73,7 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
     end: Json = trainer.get("terminated") or {}
     waiting = _waiting(status)
     phase = _phase(status.get("phase") or "Pending", end)
+    before: Json = _failed_init(status) if phase == "Failed" and not end else {}
     over = phase in ("Succeeded", "Failed")
     return Pod(
         name=metadata["name"],
@@ -84,12 +86,13 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
         exit_code=end.get("exitCode"),
         finished=seconds(end["finishedAt"]) if end.get("finishedAt") else None,
         message=end.get("message") or "",
-        reason=status.get("reason") or _telling(end.get("reason") or ""),
+        reason=status.get("reason") or _telling(end.get("reason") or before.get("reason") or ""),
         waiting=waiting.get("reason") or "",
-        detail=(status.get("message") or waiting.get("message") or "")[:MOST_TEXT],
+        detail=(status.get("message") or waiting.get("message") or before.get("message") or "")[:MOST_TEXT],
         unschedulable=_why_not(item, "PodScheduled", "Unschedulable"),
         disrupted=_why(item, "DisruptionTarget"),
         silent=None if over else silent.get(node_of(item)),
+        accompanied=over and status.get("phase") not in ("Succeeded", "Failed"),
     )
 
 
@@ -119,6 +122,16 @@ def _waiting(status: Json) -> Json:
             waiting: Json = (container.get("state") or {}).get("waiting") or {}
             if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
                 return waiting
+    return {}
+
+
+def _failed_init(status: Json) -> Json:
+    """The end of an init container that failed, so that the trainer was never started."""
+    for container in status.get("initContainerStatuses") or ():
+        end: Json = (container.get("state") or {}).get("terminated") or {}
+        if end.get("exitCode"):
+            said = f": {end['message']}" if end.get("message") else ""
+            return {**end, "message": f"init container {container['name']} exited with code {end['exitCode']}{said}"}
     return {}
 
 

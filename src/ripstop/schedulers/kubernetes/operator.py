@@ -13,6 +13,7 @@ asked of it.  Rules:
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from ripstop.schedulers.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
 RESYNC = 600.0  # a job is looked at so often although nothing happened
+FURNISH = 60.0  # and one that is not over so often, for its service, its secret and its budget to be made sure of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,14 +53,15 @@ class Tended:
     nodes: frozenset[str] = frozenset()
     troubles: int = 0  # in a row
     uid: str = ""  # of the job that the rest is about: there may be another of its name
-    furnished: bool = False  # its service, its secret and its budget are there
+    furnished: float = -math.inf  # when its service, its secret and its budget were there
     refused: str = ""
+    ignored: str = ""
     talk: Conversation | None = None  # while it runs
 
     def meet(self, uid: str) -> None:
         """Forget what was about another job."""
         if self.uid != uid:
-            self.uid, self.furnished, self.refused = uid, False, ""
+            self.uid, self.furnished, self.refused, self.ignored = uid, -math.inf, "", ""
             self.hush()
 
     def hush(self) -> None:
@@ -164,19 +167,24 @@ class Operator:
         tended.nodes = frozenset(filter(None, map(node_of, pods)))
         tended.meet(item["metadata"]["uid"])
         telemetry, unheard = tended.heard
-        job = seen_job(item, telemetry=telemetry, refused=tended.refused, unheard=unheard)
+        job = seen_job(item, telemetry=telemetry, refused=tended.refused, ignored=tended.ignored, unheard=unheard)
         decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
         item = await self._call(self._deeds.write_status, item, decision.status)
-        furnish = not tended.furnished or any(isinstance(action, CreatePod) for action in decision.actions)
+        now = time.monotonic()
+        due = now - tended.furnished >= FURNISH
+        furnish = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
-            tended.furnished, tended.refused = True, ""
+            ignored = await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
+            tended.furnished, tended.refused = now if furnish else tended.furnished, ""
+            tended.ignored = _ignored(ignored) or tended.ignored
         except Refused as error:
             tended.refused = str(error)
-        if tended.refused != job.refused:
+        if (tended.refused, tended.ignored) != (job.refused, job.ignored):
             tended.woken.set()  # for the status to say so
         self._speak(tended, job.owner, decision, pods)
-        return min(decision.again or RESYNC, RESYNC if tended.talk is None else TELEMETRY)
+        over = decision.spec is None or "completionTime" in decision.status
+        calm = TELEMETRY if tended.talk is not None else RESYNC if over else FURNISH
+        return min(decision.again or calm, calm)
 
     def _speak(self, tended: Tended, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Speak to the job, if it runs and its secret is of our making."""
@@ -193,6 +201,15 @@ class Operator:
 
     async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
+
+
+def _ignored(fields: Sequence[str]) -> str:
+    if not fields:
+        return ""
+    return f"the cluster does not know these fields of the template, and drops them: {', '.join(fields)}; {_SPELLING}"
+
+
+_SPELLING = "correct their spelling or their place, in a new job"
 
 
 def run_operator(
@@ -236,6 +253,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
     async def on_node(type: str | None, body: Json, **_: Any) -> None:
         operator.node_changed(body, gone=type == "DELETED")
 
+    log.info("operator watches namespace=%s", namespace or "*")
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     kopf.on.login(registry=registry)(on_login)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)

@@ -8,13 +8,16 @@ or lost its watches, goes on from what the cluster says.  Rules:
 2.  Only what is gone is replaced.  A pod that runs is touched by a smaller `replicas`, by `suspend`, by the job's end,
     and by nothing else.  Smaller means: the highest slots go.
 3.  How the job ended, its pods say (`Ending`): `ripstop run` leaves the job's outcome in its termination message.  A
-    pod that ended without one was lost, whatever took it, and is replaced.
+    pod that ended without one was lost, whatever took it, and is replaced.  A running pod that somebody deletes is lost
+    when it is told to go; `status.members` remembers the pods that ran, so that one which vanished counts too.
 4.  A slot whose pods die quickly waits before the next: 1 s, doubling to `LONGEST_PAUSE`.  Exit code 2 is wrong input,
-    which no replacement mends: it ends the job.
+    which no replacement mends: it ends the job.  A container that cannot be started may be its node's fault, so its pod
+    is replaced, with the same pauses, and a condition says why.
 5.  A pod on a node that does not answer is lost after `SILENCE` seconds and deleted without its consent: should it
     still train, its round is over for everybody else.
 6.  What cannot be right (`spec.read`, a fixed field changed), or the cluster refuses (a quota, a template that makes no
-    pod), is a condition, and changes nothing that runs.
+    pod), is a condition, and changes nothing that runs: the field keeps its last valid value (`status.accepted`), and
+    all other fields count as they are.
 7.  How many nodes train, the job is told (`Tell`): `replicas`, so that spares stay spares; without spares its pods say
     it by being there.  A job with spares that runs and does not answer for long is a condition.
 8.  A job that is over stays over.  Pods that do not end with it are deleted after `FAREWELL` seconds; the job itself
@@ -23,11 +26,11 @@ or lost its watches, goes on from what the cluster says.  Rules:
 
 import json
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from datetime import UTC, datetime
 from typing import Any
 
-from ripstop.schedulers.kubernetes.manifests import JOB, UID, Owner
+from ripstop.schedulers.kubernetes.manifests import JOB, UID, Owner, pod_name
 from ripstop.schedulers.kubernetes.spec import FIELDS, PORT, Json, Problem, Spec, changed, read
 from ripstop.values import dataclass
 
@@ -41,6 +44,21 @@ BAD_START = (
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
     "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
 )  # fmt: skip
+CANNOT_START = "CannotStart"  # a condition, and the reason of a loss
+START_ERRORS = ("StartError", "ContainerCannotRun")  # of a container that has ended before it began
+NOT_QUICK = ("Deleted", "Evicted", "Preempted", "NodeLost")  # losses that say nothing against the next pod
+EVICTIONS = ("Eviction", "Deletion", "Termination")  # how the reasons of disruptions begin that are no preemptions
+
+_IMAGE = "correct the image, in a new job, or have the node let to pull it"
+REMEDIES = {  # what to do about a container that does not start
+    "ErrImagePull": _IMAGE,
+    "ImagePullBackOff": _IMAGE,
+    "InvalidImageName": "correct the image's name, in a new job",
+    "ErrImageNeverPull": "bring the image to the node, or change imagePullPolicy, in a new job",
+    "CreateContainerConfigError": "create the Secret or ConfigMap that the template names, or correct it, in a new job",
+    "StartError": "correct the command or the image, in a new job",
+    "ContainerCannotRun": "correct the command or the image, in a new job",
+}
 
 
 # what is seen ---------------------------------------------------------------------------------------------------------
@@ -66,10 +84,16 @@ class Pod:
     unschedulable: str = ""
     disrupted: str = ""  # why the cluster is taking it away
     silent: float | None = None  # since when its node does not answer
+    accompanied: bool = False  # something runs on beside the trainer, which has ended
 
     @property
     def over(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def empty(self) -> bool:
+        """Nothing runs in it any more, as its kubelet says."""
+        return self.over and self.exit_code is not None and not self.accompanied
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +108,7 @@ class Job:
     deleting: bool = False
     telemetry: Json = field(default_factory=dict)
     refused: str = ""  # what the cluster did not let us make, and why
+    ignored: str = ""  # fields of the template that the cluster dropped
     unheard: str = ""  # why it has not answered for long
 
 
@@ -167,15 +192,13 @@ class _Deciding:
         self.pods = {pod.slot: pod for pod in pods}
         self.now = now
         self.status: dict[str, Any] = dict(job.status)
+        self.members = frozenset(self.status.get("members", ()))  # the pods that ran when we looked last
         self.actions: list[Action] = []
         self.again: list[float] = []
 
     def result(self) -> Decision:
         spec, problems = self._accepted()
-        if problems:
-            self._condition("Invalid", True, "Invalid", "; ".join(f"{p.where} {p.text}" for p in problems))
-        else:
-            self._condition("Invalid", False, "Valid", "")
+        self._trouble("Invalid", "Valid", "; ".join(f"{p.where} {p.text}" for p in problems))
         if spec is None:
             self.status["phase"] = "Invalid"
             return self._done(None)
@@ -195,24 +218,27 @@ class _Deciding:
 
     def _accepted(self) -> tuple[Spec | None, list[Problem]]:
         """The spec to go by: once a job was accepted, its fixed fields stay, whatever is written over them (rule 6)."""
+        name, given = self.job.owner.name, self.job.spec
         before = _parsed(self.status.get("accepted", ""))
         if before is None:
-            latest = read(self.job.owner.name, self.job.spec)
-            if isinstance(latest, Spec):
-                self.status["accepted"] = json.dumps(dict(self.job.spec), sort_keys=True)
-                return latest, []
-            return None, latest
-        problems = changed(before, self.job.spec)
-        free = {f.name: self.job.spec[f.name] for f in FIELDS if not f.fixed and f.name in self.job.spec}
-        mixed = read(self.job.owner.name, {**{k: v for k, v in before.items() if k not in _FREE}, **free})
-        if isinstance(mixed, Spec):
-            return mixed, problems
-        first = read(self.job.owner.name, before)
-        if not isinstance(first, Spec):  # another version of us accepted it
-            return None, first
-        keep = len([pod for pod in self.pods.values() if not pod.over])
-        size = min(max(keep, first.min_replicas), first.max_replicas)
-        return replace(first, replicas=size), [*problems, *mixed]
+            return self._accept(given), _problems(read(name, given))
+        problems = changed(before, given)
+        latest = {k: v for k, v in before.items() if k not in _FREE} | {k: given[k] for k in _FREE & given.keys()}
+        wrong = _problems(read(name, latest))
+        kept = _FREE & {problem.where.removeprefix("spec.") for problem in wrong}
+        latest = {k: v for k, v in latest.items() if k not in kept} | {k: before[k] for k in kept & before.keys()}
+        spec = self._accept(latest)
+        if spec is None:  # another version of us accepted it
+            return None, _problems(read(name, latest))
+        return spec, [*problems, *wrong]
+
+    def _accept(self, fields: Json) -> Spec | None:
+        """The spec of these fields, if they are valid: they are remembered then."""
+        spec = read(self.job.owner.name, fields)
+        if not isinstance(spec, Spec):
+            return None
+        self.status["accepted"] = json.dumps(dict(fields), sort_keys=True)
+        return spec
 
     # a job that is not over -------------------------------------------------------------------------------------------
 
@@ -234,6 +260,7 @@ class _Deciding:
             if slot >= spec.pods:
                 self._remove(self.pods[slot], "Suspended" if spec.suspend else "ScaledDown")
         for slot in range(spec.pods):
+            self._note_departure(slot)
             self._keep(slot)
         self._phase(spec)
         self._size(spec)
@@ -248,9 +275,11 @@ class _Deciding:
                     self._remove(pod, "DeadlineExceeded")
                 return True
             self.again.append(left)
-        endings = [ending for pod in self.pods.values() if (ending := _ending(pod)) is not None]
+        endings = [(ending, pod) for pod in self.pods.values() if (ending := _ending(pod)) is not None]
         if endings:  # a latecomer is turned away, as if by mistake: what the job itself said counts more
-            self._end(*min(endings, key=lambda ending: ending[1] == "WrongInput"))
+            ending, pod = min(endings, key=lambda each: each[0][1] == "WrongInput")
+            self.status |= _counts(pod)
+            self._end(*ending)
         return bool(endings)
 
     def _end(self, phase: str, reason: str, text: str) -> None:
@@ -285,17 +314,32 @@ class _Deciding:
             return
         if pod.silent is not None and (pod.deleting or self.now - pod.silent >= SILENCE):
             self._lose(pod, "NodeLost", f"its node has not answered for {self.now - pod.silent:.0f} s", force=True)
-        elif pod.over and pod.deleting:  # nothing runs in it any more, and its kubelet takes seconds to clear it away
-            self.actions.append(DeletePod(pod.name, pod.uid, force=True))
+        elif pod.over and pod.deleting:
+            if pod.empty:  # its kubelet takes seconds to clear it away
+                self.actions.append(DeletePod(pod.name, pod.uid, force=True))
         elif pod.over:
             self._lose(pod, *_loss(pod))
         elif pod.silent is not None:
             self.again.append(pod.silent + SILENCE - self.now)
 
+    def _note_departure(self, slot: int) -> None:
+        """Note the loss of a pod that ran, and was deleted by somebody else (rule 3)."""
+        name = pod_name(self.job.owner.name, slot)
+        pod = self.pods.get(slot)
+        if name not in self.members or (pod is not None and (not pod.deleting or pod.silent is not None)):
+            return
+        reason, text = _departure(pod)
+        if self._note_loss(pod or Pod(name, slot, uid=""), reason):
+            self._emit_loss(name, reason, text)
+
     def _lose(self, pod: Pod, reason: str, text: str, *, force: bool = False) -> None:
         self.actions.append(DeletePod(pod.name, pod.uid, force))
+        self.status["members"] = [name for name in self.status["members"] if name != pod.name]
         if self._note_loss(pod, reason):
-            self.actions.append(Emit(reason, f"pod {pod.name}: {text}; it is replaced", warning=True))
+            self._emit_loss(pod.name, reason, text)
+
+    def _emit_loss(self, pod: str, reason: str, text: str) -> None:
+        self.actions.append(Emit(reason, f"pod {pod}: {text}; it is replaced", warning=True))
 
     def _remove(self, pod: Pod, reason: str) -> None:
         if not pod.deleting or pod.silent is not None:
@@ -307,10 +351,10 @@ class _Deciding:
         """Remember the loss for rule 4; false when it was known."""
         losses = {loss["slot"]: loss for loss in self.status.get("losses", ())}
         before = losses.get(pod.slot)
-        if before is not None and before["uid"] == pod.uid:
+        if before is not None and before["uid"] == pod.uid != "":
             return False
         ended = pod.finished if pod.finished is not None else self.now
-        quick = ended - pod.created < YOUNG and reason not in ("Evicted", "Preempted", "NodeLost")
+        quick = ended - pod.created < YOUNG and reason not in NOT_QUICK
         times = (before["times"] + 1 if before else 1) if quick else 0
         losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": _iso(self.now)}
         self.status["losses"] = sorted(losses.values(), key=lambda loss: loss["slot"])
@@ -332,34 +376,50 @@ class _Deciding:
             "replicas": len(live),
             "readyReplicas": sum(pod.ready for pod in live),
             "selector": f"{JOB}={self.job.owner.name},{UID}={self.job.owner.uid}",
-            "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if pod.phase == "Running"],
+            "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if _is_member(pod, spec)],
         }
         if not self.status.get("completionTime"):  # what was said last of a job that is over is older than its end
             self.status |= {name: self.job.telemetry[name] for name in SAID if name in self.job.telemetry}
-        bad = next((pod for pod in live if pod.waiting in BAD_START), None)
-        self._condition("CannotStart", bad is not None, bad.waiting if bad else "Started", _cannot_start(bad))
-        self._refused()
+        self._cannot_start()
+        self._trouble("Refused", "Made", self.job.refused)
+        if self.job.ignored:  # the template is the same as long as the job lives, and so is this
+            self._trouble("FieldsIgnored", "", self.job.ignored)
         stuck = next((pod for pod in live if pod.unschedulable), None)
         text = f"pod {stuck.name}: {stuck.unschedulable}" if stuck else ""
         self._condition("Unschedulable", stuck is not None, "Unschedulable" if stuck else "Scheduled", text)
 
-    def _refused(self) -> None:
-        text = self.job.refused[:MOST_TEXT]
-        before = next((c for c in self.status.get("conditions", ()) if c["type"] == "Refused"), None)
+    def _cannot_start(self) -> None:
+        """A container does not start; or the last one of a slot did not, and the next is not there yet."""
+        pods = sorted(self.pods.values(), key=lambda pod: pod.slot)
+        bad = next((pod for pod in pods if not pod.deleting and _start_error(pod)), None)
+        failed = {loss["slot"] for loss in self.status.get("losses", ()) if loss["reason"] == CANNOT_START}
+        begun = {pod.slot for pod in pods if pod.phase == "Running"}
+        before = self._current(CANNOT_START)
+        if bad is not None:
+            self._condition(CANNOT_START, True, _start_error(bad), f"pod {bad.name}: {_why_not_started(bad)}")
+        elif before is None or before["status"] != "True" or not failed - begun:
+            self._condition(CANNOT_START, False, "Started", "")
+
+    def _trouble(self, kind: str, otherwise: str, text: str) -> None:
+        """A condition that is true while there is a text, and an event for each new one."""
+        text = text[:MOST_TEXT]
+        before = self._current(kind)
         if text and (before is None or before["message"] != text):
-            self.actions.append(Emit("Refused", text, warning=True))
-        self._condition("Refused", bool(text), "Refused" if text else "Made", text)
+            self.actions.append(Emit(kind, text, warning=True))
+        self._condition(kind, bool(text), kind if text else otherwise, text)
+
+    def _current(self, kind: str) -> Json | None:
+        return next((c for c in self.status.get("conditions", ()) if c["type"] == kind), None)
 
     def _phase(self, spec: Spec) -> None:
         ready = self.status["readyReplicas"]
         if spec.suspend:
             phase, text = "Suspended", "spec.suspend is true"
         elif ready >= spec.min_replicas:
-            phase, text = "Running", f"{ready} nodes"
-        elif self.status.get("everRan"):
-            phase, text = "Recovering", f"{ready} of at least {spec.min_replicas} nodes are ready"
+            phase, text = "Running", f"{ready} node is ready" if ready == 1 else f"{ready} nodes are ready"
         else:
-            phase, text = "Pending", f"{ready} of at least {spec.min_replicas} nodes are ready"
+            phase = "Recovering" if self.status.get("everRan") else "Pending"
+            text = f"nodes ready: {ready}, needed: {spec.min_replicas}"
         if phase == "Running":
             self.status["everRan"] = True
         if phase != self.status.get("phase") and phase != "Pending":
@@ -427,7 +487,9 @@ def _loss(pod: Pod) -> tuple[str, str]:
     if pod.reason == "Evicted":
         return "Evicted", pod.detail or "it was evicted"
     if pod.disrupted:
-        return "Preempted", pod.disrupted
+        return _departure(pod)
+    if pod.reason in START_ERRORS:
+        return CANNOT_START, _why_not_started(pod)
     if pod.reason == "OOMKilled":
         return "OOMKilled", "its memory limit was reached; raise resources.limits.memory"
     if pod.exit_code is not None and pod.exit_code >= 128:
@@ -437,10 +499,36 @@ def _loss(pod: Pod) -> tuple[str, str]:
     return pod.reason or "PodFailed", pod.detail or "the cluster says no more"
 
 
-def _cannot_start(pod: Pod | None) -> str:
-    if pod is None:
-        return ""
-    return f"pod {pod.name}: {pod.detail or pod.waiting}; correct the image, or the template of a new job"
+def _departure(pod: Pod | None) -> tuple[str, str]:
+    """Why a pod that somebody took away is gone: reason, text."""
+    if pod is None or not pod.disrupted:
+        return "Deleted", "it was deleted"
+    return "Evicted" if pod.disrupted.startswith(EVICTIONS) else "Preempted", pod.disrupted
+
+
+def _is_member(pod: Pod, spec: Spec) -> bool:
+    """Whether a pod that is there runs, and is to stay."""
+    return pod.phase == "Running" and pod.slot < spec.pods
+
+
+def _start_error(pod: Pod) -> str:
+    """Why the pod's container does not start, in a word of the cluster's; empty: it does."""
+    if pod.over:
+        return pod.reason if pod.reason in START_ERRORS else ""
+    return pod.waiting if pod.waiting in BAD_START else ""
+
+
+def _why_not_started(pod: Pod) -> str:
+    error = _start_error(pod)
+    text = (pod.message.strip() if pod.over else "") or pod.detail or error
+    return f"{text}; {REMEDIES.get(error, 'correct the template, in a new job')}"
+
+
+def _counts(pod: Pod) -> dict[str, int]:
+    """What the pod's last word counts: newer than what the job said while it ran."""
+    said = _parsed(pod.message) or {}
+    found = {"round": said.get("rounds"), "restarts": said.get("restarts")}
+    return {name: value for name, value in found.items() if type(value) is int and value >= 0}
 
 
 def _word(pod: Pod) -> str:
@@ -448,7 +536,15 @@ def _word(pod: Pod) -> str:
     said = _parsed(pod.message)
     if said is None:
         return pod.message.strip() or "see its log"
-    return "; ".join(str(said[key]) for key in ("why", "culprit") if said.get(key))
+    why, culprit = str(said.get("why") or ""), str(said.get("culprit") or "")
+    who = culprit.partition(": ")[0]
+    if who and who in why:  # the job ended because of the culprit: it is named once, with all that is known
+        return why.replace(who, culprit, 1)
+    return "; ".join(filter(None, (why, culprit)))
+
+
+def _problems(found: Spec | list[Problem]) -> list[Problem]:
+    return [] if isinstance(found, Spec) else found
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
