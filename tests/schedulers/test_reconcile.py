@@ -268,8 +268,8 @@ def trains(job: Job, **telemetry: Any) -> Job:
         ({"spares": 1}, 2, []),
         ({"spares": 1, "replicas": 3}, 2, [CreatePod(3), Tell(3)]),
         ({"spares": 1, "replicas": 4}, 3, [CreatePod(3), CreatePod(4), Tell(4)]),
-        ({}, 4, []),
-        ({}, 2, [Tell(4)]),  # it has no spares any more: who is there, trains
+        ({}, 4, [Tell(2)]),  # replicas is the size, with and without spares
+        ({}, 2, []),
         ({"spares": 1, "secretName": "mine"}, 4, []),  # the operator has no right to steer it
     ],
 )

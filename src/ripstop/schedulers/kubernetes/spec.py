@@ -96,9 +96,7 @@ class Spec:
     @property
     def target(self) -> int | None:
         """How many of them are to train; None: it cannot be told to the job, whose secret is somebody else's."""
-        if self.secret_name:
-            return None
-        return self.replicas if self.spares else self.max_replicas
+        return None if self.secret_name else self.replicas
 
 
 def read(name: str, spec: Json) -> Spec | list[Problem]:
