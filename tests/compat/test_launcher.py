@@ -741,8 +741,8 @@ def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from(caplo
     assert elastic_launch(config(workers=1, numa_options=options), os.getppid)() == {0: os.getpid()}
     assert "not bound" in caplog.text
     caplog.clear()
-    with pytest.raises(ValueError, match="no_such_wait"):
-        elastic_launch(config(workers=4000, numa_options=options, rdzv_configs={"no_such_wait": 1}), os.getppid)()
+    with pytest.raises(ValueError, match="lease=soon"):
+        elastic_launch(config(workers=4000, numa_options=options, rdzv_configs={"lease": "soon"}), os.getppid)()
     assert "not bound" not in caplog.text
 
 
