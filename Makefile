@@ -40,8 +40,8 @@ test-kube: $(KUBE)  ## the tests against a Kubernetes API server, which KUBECONF
 	@test -n "$${KUBECONFIG-}" || { \
 		echo "KUBECONFIG names no cluster; one for tests: kind create cluster, then export KUBECONFIG=~/.kube/config"; exit 2; }
 	@test -n "$${RIPSTOP_TEST_NODES-}" || \
-		echo "RIPSTOP_TEST_NODES names no command to take nodes away: tests/schedulers/kube/test_nodes*.py are left out"
-	python -m pytest tests/schedulers
+		echo "RIPSTOP_TEST_NODES names no command to take nodes away: tests/kubernetes/kube/test_nodes*.py are left out"
+	python -m pytest tests/kubernetes
 
 .PHONY: check
 check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from ripstop.rendezvous import secret
+from ripstop.protocol import secret
 
 HERE = Path(__file__).parent
 TOKEN, RUN_ID = "overhead", "overhead"
@@ -85,7 +85,7 @@ def run(steps: int, *, on: bool) -> dict:
         ]
         job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         over = threading.Event()
-        readers = [Scraper(port, over), Follower(port, over)] if on else []
+        readers = [MetricsCollector(port, over), Follower(port, over)] if on else []
         for reader in readers:
             reader.start()
         agent = Agent(psutil.Process(job.pid), over)
@@ -139,7 +139,7 @@ class Reader(threading.Thread):
         return urllib.request.urlopen(request, timeout=10)
 
 
-class Scraper(Reader):
+class MetricsCollector(Reader):
     """Prometheus, once a second."""
 
     def run(self) -> None:

@@ -35,8 +35,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from ripstop import round
-from ripstop.rendezvous.messages import Join, Ready
+from ripstop.model import round
+from ripstop.protocol.messages import Join, Ready
 
 TOKEN = "bench"
 JOB = "scale"
@@ -139,7 +139,7 @@ class Node(asyncio.Protocol):
                 if self.rank == 0:
                     self.say("Ready", store_port=self.port, after=place["round"])
                 self.fleet.assigned(place["round"])
-            case "Hold":
+            case "StandBy":
                 pass
             case _:
                 sys.exit(f"{self.name} was told {message}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.config import Tls
+from ripstop.model.config import Tls
 
 PAST = ("20200101000000Z", "20200102000000Z")
 NOW = ("20200101000000Z", "20991231235959Z")

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ripstop.workers import linux
+from ripstop.system import linux
 
 # `nohup` and some CI runners start us with these ignored, and every process that a test starts would inherit that
 for _signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, signal.default_int_handler if _signum is signal.SIGINT else signal.SIG_DFL)
+
+pytest_plugins = ["tests.coordinator_fixtures", "tests.worker_fixtures"]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 TYPE_CHECKING = False  # typing's own costs an import at every start
 if TYPE_CHECKING:
     from ripstop import train
-    from ripstop.observe.recording import record
+    from ripstop.workers.error_file import record
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "record", "train"]
@@ -12,7 +12,7 @@ __all__ = ["__version__", "record", "train"]
 def __getattr__(name: str) -> object:
     """The public names, imported at their first use: the agent, which starts first of all, needs none of them."""
     if name == "record":
-        from ripstop.observe.recording import record
+        from ripstop.workers.error_file import record
 
         return record
     if name == "train":

@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.agent.driver import Driver
-from ripstop.agent.machine import Quit
-from ripstop.config import (
+from ripstop.agent.machine import ExitAgent
+from ripstop.api import probes
+from ripstop.api.job_socket import JobSocket
+from ripstop.coordinator.service import Coordinator
+from ripstop.coordinator.settings import JobSettings
+from ripstop.diagnostics.failure_report import render, to_json
+from ripstop.logs.console import Console
+from ripstop.logs.directory import LogDirectory, LogsSource, write_whole
+from ripstop.model.config import (
     Backend,
-    Command,
     CoordinatorConfig,
-    Entry,
+    Entrypoint,
+    Executable,
     Function,
     Logs,
     Module,
@@ -31,27 +38,20 @@ from ripstop.config import (
     RunConfig,
     Script,
 )
-from ripstop.errors import UsageError
-from ripstop.observe import probes
-from ripstop.observe.event_file import OF_JOB, OF_NODE, EventFile
-from ripstop.observe.events import Entry as Logged
-from ripstop.observe.events import Sink
-from ripstop.observe.failure import Report
-from ripstop.observe.job_socket import JobSocket
-from ripstop.observe.log import Stderr
-from ripstop.observe.report import render, to_json
-from ripstop.observe.text import clean, one_line
-from ripstop.rendezvous import secret
-from ripstop.rendezvous.coordinator import Coordinator
-from ripstop.rendezvous.endpoint import Bound, bind
-from ripstop.rendezvous.link import Link
-from ripstop.rendezvous.local import LocalLink
-from ripstop.rendezvous.settings import Settings
-from ripstop.round import Address, Node, Outcome, RankBy
-from ripstop.values import dataclass
-from ripstop.workers.console import Console
+from ripstop.model.errors import UsageError
+from ripstop.model.events import EventRecord as Logged
+from ripstop.model.events import Sink
+from ripstop.model.failure import JobReport
+from ripstop.model.round import Address, Node, Outcome, RankBy
+from ripstop.model.text import clean, one_line
+from ripstop.model.values import dataclass
+from ripstop.protocol import secret
+from ripstop.telemetry.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.telemetry.log import StderrHandler
+from ripstop.transport.endpoint import Bound, bind
+from ripstop.transport.in_process import InProcessLink
+from ripstop.transport.link import Link
 from ripstop.workers.environment import shared_environment
-from ripstop.workers.logs import LogDirectory, LogsSource, write_whole
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -77,7 +77,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     return end.code
 
 
-def _run(config: RunConfig, link: Link | None) -> tuple[Quit, LogDirectory]:
+def _run(config: RunConfig, link: Link | None) -> tuple[ExitAgent, LogDirectory]:
     directory = LogDirectory(config.logs, config.run_id)
     bound = bind_endpoint(config)
     probed = None
@@ -121,7 +121,7 @@ async def take_part(
     link: Link | None = None,
     probed: socket.socket | None = None,
     console: Console | None = None,
-) -> Quit:
+) -> ExitAgent:
     """This node's part of the job, in any event loop, with workers that `spawner` starts.
 
     `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making; at
@@ -170,12 +170,12 @@ async def _meet(
         await _serve(parts, coordinator, bound, config)
     _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
     parts.callback(coordinator.stop)  # before those end who wait for an answer: none comes any more
-    return _Meeting(LocalLink(coordinator, node.id), coordinator.ended, coordinator)
+    return _Meeting(InProcessLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
 def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory) -> _Meeting:
     """The coordinator is wherever etcd says; it may be within the link."""
-    from ripstop.rendezvous.elected import ElectedLink  # aiohttp: only where there is a network
+    from ripstop.election.etcd_link import EtcdLink  # aiohttp: only where there is a network
 
     assert config.etcd is not None
     way_in = _way_in(parts, config, node.id)
@@ -188,7 +188,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         else:
             way_in.job = None
 
-    link = ElectedLink(
+    link = EtcdLink(
         config.etcd,
         _settings(config),
         node=node.id,
@@ -201,7 +201,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     return _Meeting(link, link.broken)
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> Report | int:
+async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
     """How the job ended, or the signal that ended its coordinator."""
     stopped: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -252,7 +252,7 @@ def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
 def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
     """Would the agents trust the certificate of the endpoint's host?  Asked before anything is started."""
     if config.tls is not None and config.endpoint is not None:
-        from ripstop.rendezvous.tls import examine_host
+        from ripstop.transport.tls import examine_host
 
         try:
             examine_host(config.tls, config.endpoint.host)
@@ -278,9 +278,9 @@ def _this_node(config: RunConfig, bound: Bound | None) -> Node:
     return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
-def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> Settings:
+def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
     alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
-    return Settings(
+    return JobSettings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
@@ -304,7 +304,7 @@ def _spans(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list
     """What sends the job's traces, where somebody wants them."""
     if config.tracing is None:
         return []
-    from ripstop.rendezvous.span_sender import SpanSender
+    from ripstop.transport.span_sender import SpanSender
 
     sender = SpanSender(config.tracing, config.run_id)
     parts.push_async_callback(sender.close)
@@ -325,7 +325,7 @@ def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[
     if not config.event_handler:
         yield []
         return
-    from ripstop.workers.event_handler import EventHandler
+    from ripstop.telemetry.torch_handler import EventHandler
 
     handler = EventHandler(config.event_handler, environ)
     try:
@@ -334,13 +334,13 @@ def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[
         handler.close()
 
 
-def _program(entry: Entry) -> str:
+def _program(entry: Entrypoint) -> str:
     match entry:
         case Script(path):
             return path
         case Module(name):
             return name
-        case Command(argv):
+        case Executable(argv):
             return argv[0]
         case Function():
             return "function"
@@ -348,7 +348,7 @@ def _program(entry: Entry) -> str:
 
 def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
     """Gives `put` what happens here as torch's agent would have told it."""
-    from ripstop.observe.torch_events import TorchEvents
+    from ripstop.telemetry.torch_events import TorchEvents
 
     events = TorchEvents(
         run_id=config.run_id,
@@ -368,11 +368,11 @@ def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> S
 async def _serve(
     parts: AsyncExitStack, coordinator: Coordinator, bound: Bound, config: RunConfig | CoordinatorConfig
 ) -> None:
-    from ripstop.rendezvous.server import Server  # aiohttp: only where there is a network
+    from ripstop.transport.server import Server  # aiohttp: only where there is a network
 
     tls = None
     if config.tls is not None:
-        from ripstop.rendezvous.tls import for_coordinator
+        from ripstop.transport.tls import for_coordinator
 
         tls = for_coordinator(config.tls)
     server = Server(
@@ -391,12 +391,12 @@ async def _serve(
 
 
 def _remote(config: RunConfig, node: str) -> Link:
-    from ripstop.rendezvous.client import WebSocketLink
+    from ripstop.transport.client import WebSocketLink
 
     assert config.endpoint is not None
     tls = None
     if config.tls is not None:
-        from ripstop.rendezvous.tls import for_agent
+        from ripstop.transport.tls import for_agent
 
         tls = for_agent(config.tls)
     return WebSocketLink(
@@ -410,11 +410,11 @@ def _remote(config: RunConfig, node: str) -> Link:
 @contextmanager
 def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
     """One line an event.  A coordinator for this node alone is silent: the agent tells the same."""
-    handler = Stderr()
+    handler = StderrHandler()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-    logging.getLogger("ripstop.rendezvous").setLevel(logging.INFO if rendezvous else logging.WARNING)
+    logging.getLogger("ripstop.coordinator").setLevel(logging.INFO if rendezvous else logging.WARNING)
     for note in notes:
         log.warning("%s", note)
     try:
@@ -424,7 +424,7 @@ def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
         handler.close()
 
 
-def _conclude(end: Quit, directory: LogDirectory) -> None:
+def _conclude(end: ExitAgent, directory: LogDirectory) -> None:
     succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=succeeded)
     if succeeded:
@@ -444,12 +444,12 @@ def _conclude(end: Quit, directory: LogDirectory) -> None:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
 
 
-def _leave_word(file: Path, end: Quit) -> None:
+def _leave_word(file: Path, end: ExitAgent) -> None:
     """For whoever started this agent.  Not being able to is worth a line, and no more."""
-    from ripstop.observe.last_word import last_word
+    from ripstop.api.termination_message import termination_message
 
     try:
-        file.write_text(last_word(end.why, end.report))
+        file.write_text(termination_message(end.why, end.report))
     except OSError as error:
         word = f"cannot be written ({error.strerror}); name another file"
         print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {word}", file=sys.stderr)
@@ -463,7 +463,7 @@ def _linger(config: RunConfig) -> None:
     signal.sigwait(wanted)
 
 
-def _with_what_is_kept(report: Report, directory: LogDirectory) -> Report:
+def _with_what_is_kept(report: JobReport, directory: LogDirectory) -> JobReport:
     """The report, without the names of files that are gone."""
     if directory.kept:
         return report

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent import answers
+from ripstop.agent import queries
 from ripstop.agent.driver import QUESTIONS, Driver
-from ripstop.agent.machine import LookAtWorkers
-from ripstop.config import HealthLimits, Logs, RunConfig, Script
-from ripstop.rendezvous.codec import encode
-from ripstop.rendezvous.link import Listener
-from ripstop.rendezvous.messages import Answer, Ask, FromAgent, Inspected
-from ripstop.round import Node
-from ripstop.workers.logs import LogDirectory
-from ripstop.workers.spawner import Birth, Start, Warm
+from ripstop.agent.machine import InspectWorkers
+from ripstop.logs.directory import LogDirectory
+from ripstop.model.config import HealthLimits, Logs, RunConfig, Script, StartMethod
+from ripstop.model.round import Node
+from ripstop.protocol.codec import encode
+from ripstop.protocol.messages import FromAgent, Inspected, Query, Reply
+from ripstop.transport.link import Listener
+from ripstop.workers.spawner import ProcessSpec, Warm
 
 DEADLINE = 20.0
 
@@ -53,9 +53,9 @@ class NoWorkers:
     """A starter of whom nothing is asked."""
 
     async def warm(self) -> Warm:
-        return Warm(Start.EXEC, (), "", 0.0)
+        return Warm(StartMethod.EXEC, (), "", 0.0)
 
-    async def spawn(self, births: list[Birth]) -> list[int]:
+    async def spawn(self, births: list[ProcessSpec]) -> list[int]:
         raise AssertionError("no round was assigned")
 
     def close(self) -> None:
@@ -117,14 +117,14 @@ def test_an_answer_too_large_for_a_message_is_refused(tmp_path: Path, monkeypatc
     async def quotes(workers: object, details: object) -> dict[str, Any]:
         return {"said": '"' * 70_000}  # four characters each, in the message
 
-    monkeypatch.setitem(answers.QUESTIONS, "quotes", quotes)
+    monkeypatch.setitem(queries.QUESTIONS, "quotes", quotes)
 
     async def scenario(driver: Driver, coordinator: Coordinator) -> None:
-        driver.on_message(Ask(7, "quotes"))
-        answer = await coordinator.hear(Answer)
+        driver.on_message(Query(7, "quotes"))
+        answer = await coordinator.hear(Reply)
         assert answer.number == 7 and "ask for less" in answer.error
-        driver.on_message(Ask(8, "ä" * 100_000))
-        assert "cannot answer" in (await coordinator.hear(Answer)).error
+        driver.on_message(Query(8, "ä" * 100_000))
+        assert "cannot answer" in (await coordinator.hear(Reply)).error
 
     with_agent(tmp_path, scenario)
 
@@ -139,13 +139,13 @@ def test_more_questions_than_an_agent_has_hands_for_are_answered_at_once(
             await go.wait()
             return {}
 
-        monkeypatch.setitem(answers.QUESTIONS, "patient", patient)
+        monkeypatch.setitem(queries.QUESTIONS, "patient", patient)
         for number in range(QUESTIONS + 1):
-            driver.on_message(Ask(number, "patient"))
-        answer = await coordinator.hear(Answer)
+            driver.on_message(Query(number, "patient"))
+        answer = await coordinator.hear(Reply)
         assert answer.number == QUESTIONS and "busy" in answer.error
         go.set()
-        assert {(await coordinator.hear(Answer)).error for _ in range(QUESTIONS)} == {""}
+        assert {(await coordinator.hear(Reply)).error for _ in range(QUESTIONS)} == {""}
 
     with_agent(tmp_path, scenario)
 
@@ -158,7 +158,7 @@ def test_workers_who_cannot_be_looked_at_do_not_end_an_agent(tmp_path: Path, mon
         watch = SimpleNamespace(inspect=refuses, close=lambda: None)
         running = SimpleNamespace(place=SimpleNamespace(round=3), watch=watch, group=None)
         monkeypatch.setattr(driver, "_running", running)
-        driver._execute(LookAtWorkers(3))
+        driver._execute(InspectWorkers(3))
         assert await coordinator.hear(Inspected) == Inspected(3)
 
     with_agent(tmp_path, scenario)

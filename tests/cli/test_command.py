@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from ripstop.cli import STEERING, kube, main
-from ripstop.cli.completion import commands_flags
-from ripstop.cli.flags import Flag
-from ripstop.cli.run import HELP
-from ripstop.rendezvous.secret import api_token
+from ripstop.cli import STEERING, main
+from ripstop.cli.commands import kube
+from ripstop.cli.commands.completion import commands_flags
+from ripstop.cli.commands.run import HELP
+from ripstop.cli.options.flags import Flag
+from ripstop.protocol.secret import api_token
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl", "typing"}
 

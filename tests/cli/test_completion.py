@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import main
-from ripstop.cli.completion import COMMANDS, SHELLS, script
-from ripstop.cli.run import FLAGS
+from ripstop.cli.commands.completion import COMMANDS, SHELLS, script
+from ripstop.cli.commands.run import FLAGS
 
 BIN = str(Path(sys.executable).parent)
 BASH = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli import devices
+from ripstop.cli.options import devices
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.dry_run import describe
-from ripstop.config import Binding, Budget, HealthLimits, Logs, QuarantineLimits, RunConfig, Script, Timing
+from ripstop.model.config import Binding, Budget, HealthLimits, Logs, QuarantineLimits, RunConfig, Script, Timing
 
 PARTS = {"budget": Budget, "health": HealthLimits, "quarantine": QuarantineLimits, "timing": Timing, "logs": Logs}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import main
-from ripstop.cli.run import configure
-from ripstop.config import Module, RunConfig, Script, StreamMap, Streams, Timing
+from ripstop.cli.commands.run import configure
+from ripstop.model.config import Module, OutputStreams, RunConfig, Script, StreamMap, Timing
 
 Read = Callable[..., RunConfig]
 
@@ -49,7 +49,7 @@ def test_a_file_can_say_all_that_flags_can(read: Read) -> None:
     assert config.entry == Script("train.py", ("--lr", "0.1"))
     assert (config.slots, config.budget.max_restarts, config.budget.window) == (4, 3, 3600.0)
     assert config.timing == Timing(join=60.0, lease=1.5, shutdown=2.5)
-    assert config.logs.tee == StreamMap(Streams.NONE, ((0, Streams.ALL),))
+    assert config.logs.tee == StreamMap(OutputStreams.NONE, ((0, OutputStreams.ALL),))
     assert config.logs.shown == {0, 1}
     assert config.logs.stdout_filters == ("loss", "a,b")
     assert config.signals == ("SIGTERM", "SIGUSR1")

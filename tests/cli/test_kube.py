@@ -9,11 +9,11 @@ import kubernetes_validate
 import pytest
 
 from ripstop.cli import main
-from ripstop.cli.kube import COMMANDS
-from ripstop.cli.kube_cluster import describe, how_ripstop_is_called, is_rolled_out, waits_for
-from ripstop.cli.kube_job import objects, words
-from ripstop.schedulers.kubernetes.manifests import Owner, pod
-from ripstop.schedulers.kubernetes.spec import Spec, read
+from ripstop.cli.commands.kube import COMMANDS
+from ripstop.cli.kube.cluster import describe, how_ripstop_is_called, is_rolled_out, waits_for
+from ripstop.cli.kube.job import objects, words
+from ripstop.kubernetes.manifests import Owner, pod
+from ripstop.kubernetes.spec import Spec, read
 
 IMAGE = "--image=registry.example/train:7"
 TORCHRUN = "--nnodes=2:4 --nproc-per-node=8 --max-restarts=3 train.py --lr 0.1"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ripstop.cli.stacks import render
+from ripstop.cli.commands.stacks import render
 
 
 def stack(rank: int, **more: Any) -> dict[str, Any]:

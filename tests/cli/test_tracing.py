@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.coordinator import configure as configure_coordinator
+from ripstop.cli.commands.coordinator import configure as configure_coordinator
+from ripstop.cli.commands.run import configure
 from ripstop.cli.dry_run import describe
-from ripstop.cli.run import configure
-from ripstop.config import Tracing
+from ripstop.model.config import Tracing
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 HERE = {ENDPOINT: "http://here:4318"}

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ripstop.compat import agent as ours
 from ripstop.compat import events, metrics, multiprocessing
-from ripstop.compat.health_check import HealthCheckServer, create_healthcheck_server
+from ripstop.compat.agent.health_check import HealthCheckServer, create_healthcheck_server
 from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
 from ripstop.compat.rendezvous import get_rendezvous_handler
 
@@ -405,8 +405,8 @@ def test_an_event_handler_that_raises_or_blocks_disturbs_nobody(
 ) -> None:
     name = handler.__name__
     monkeypatch.setitem(events._log_handlers, name, handler())
-    monkeypatch.setattr("ripstop.compat.event_thread.GOODBYE", 0.1)
-    monkeypatch.setattr("ripstop.compat.event_thread.WAITING", 2)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.GOODBYE", 0.1)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.WAITING", 2)
     spec = ours.WorkerSpec("r", 3, OneNode(), entrypoint=print, event_log_handler=name)
     result = recording(ours.SimpleElasticAgent)(spec, [ours.WorkerState.SUCCEEDED]).run()
     assert result.state is ours.WorkerState.SUCCEEDED

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import ripstop
-from ripstop.compat import errors as ours
-from ripstop.workers.failures import read_error_file
+from ripstop.compat.multiprocessing import errors as ours
+from ripstop.diagnostics.evidence import read_error_file
 from tests.compat.signatures import taken_by_both
 
 theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
@@ -86,7 +86,7 @@ def test_ripstops_own_record_is_read_by_torch_and_by_the_agent(error_file: Path)
 
 def test_ripstops_own_record_loads_nothing_heavy(tmp_path: Path) -> None:
     script = "import ripstop, sys\n@ripstop.record\ndef main(): return 5\nassert main() == 5\n"
-    check = "print([name for name in ('torch', 'asyncio', 'aiohttp', 'ripstop.config') if name in sys.modules])"
+    check = "print([name for name in ('torch', 'asyncio', 'aiohttp', 'ripstop.model.config') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script + check], text=True) == "[]\n"
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat.etcd import Client, Unavailable
-from ripstop.compat.etcd_server import EtcdServer, find_free_port, stop_etcd
-from ripstop.config import Etcd
-from ripstop.round import Address
+from ripstop.compat.rendezvous.etcd import Client, Unavailable
+from ripstop.compat.rendezvous.etcd_server import EtcdServer, find_free_port, stop_etcd
+from ripstop.model.config import Etcd
+from ripstop.model.round import Address
 from tests.compat.signatures import taken_by_both
 from tests.e2e.etcd import needs_etcd
 from tests.e2e.harness import wait_until
@@ -34,12 +34,11 @@ from torch.distributed.elastic.rendezvous import etcd_server as their_server
 from torch.distributed.elastic.rendezvous import etcd_store as their_store
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from ripstop.compat import etcd_rendezvous
-from ripstop.compat.etcd_rendezvous import EtcdRendezvousHandler, create_rdzv_handler
-from ripstop.compat.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
-from ripstop.compat.etcd_store import EtcdStore
-from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError
+from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError, etcd_rendezvous
 from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
+from ripstop.compat.rendezvous.etcd_rendezvous import EtcdRendezvousHandler, create_rdzv_handler
+from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
+from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
 pytestmark = needs_etcd
 
@@ -144,7 +143,7 @@ def test_a_data_directory_of_the_users_is_used_and_kept(tmp_path: Path) -> None:
 def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not() -> None:
     source = """
     import os, subprocess
-    from ripstop.compat.etcd_server import EtcdServer
+    from ripstop.compat.rendezvous.etcd_server import EtcdServer
     server = EtcdServer()
     server.start(stderr=subprocess.DEVNULL)
     if os.fork() == 0:
@@ -299,9 +298,9 @@ def test_a_process_group_meets_at_a_store_in_etcd(server: EtcdServer, prefix: st
     from ripstop.compat import install
     install()
     from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-    from ripstop.compat.etcd import Client
-    from ripstop.config import Etcd
-    from ripstop.round import Address
+    from ripstop.compat.rendezvous.etcd import Client
+    from ripstop.model.config import Etcd
+    from ripstop.model.round import Address
     store = EtcdStore(Client(Etcd((Address("localhost", {server.get_port()}),), "/")), "{prefix}")
     rank = 1 if os.fork() == 0 else 0
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

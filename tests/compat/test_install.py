@@ -48,7 +48,7 @@ def test_every_name_of_torchs_resolves_to_ours_and_is_torchs_again_afterwards() 
     import torch
     assert torch.distributed.run is import_module("ripstop.compat.run")
     from torch.distributed.elastic.multiprocessing import errors
-    assert errors is import_module("ripstop.compat.errors")
+    assert errors is import_module("ripstop.compat.multiprocessing.errors")
     uninstall(), uninstall()
     assert not installed()
     for name in MODULES:
@@ -82,7 +82,7 @@ def test_what_torch_itself_imports_of_the_names_is_there() -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     print(record.__module__, LaunchConfig.__module__)
     """
-    assert python(source) == "ripstop.compat.errors ripstop.compat.launcher"
+    assert python(source) == "ripstop.compat.multiprocessing.errors ripstop.compat.launcher"
 
 
 NOT_FOR_USERS = {"cas_delay", "get_libc"}

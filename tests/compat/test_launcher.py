@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from ripstop.compat import events, metrics
-from ripstop.compat.errors import ChildFailedError
 from ripstop.compat.launcher import LaunchConfig, elastic_launch, launch_agent
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from ripstop.compat.multiprocessing.errors import ChildFailedError
 from ripstop.compat.numa import AffinityMode, NumaOptions
 
 METHODS = ("spawn", "fork", "forkserver")
@@ -515,7 +515,7 @@ def test_launches_in_several_threads_leave_each_others_workers_alone(program: Pr
         threads = [threading.Thread(target=launch, args=pair) for pair in (("slow", "quick"), ("quick", "slow"))]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        from ripstop.workers.linux import is_subreaper
+        from ripstop.system.linux import is_subreaper
         say(is_subreaper())
     """
     assert said(program(source, "spawn")) == [["quick"], ["slow"], [False]]
@@ -544,7 +544,7 @@ def test_a_handler_and_its_stores_die_by_reference_count_when_the_launch_is_over
         """
         import asyncio, gc, weakref
         import torch.distributed as dist
-        from ripstop.compat.errors import ChildFailedError
+        from ripstop.compat.multiprocessing.errors import ChildFailedError
         from ripstop.compat.rendezvous import rendezvous_handler_registry
         from ripstop.compat.rendezvous.c10d import create_backend
         from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, create_handler

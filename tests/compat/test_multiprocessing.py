@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ripstop.compat import multiprocessing as ours
-from ripstop.compat import tail_log as our_tail_log
-from ripstop.errors import UsageError
+from ripstop.compat.multiprocessing import tail_log as our_tail_log
+from ripstop.model.errors import UsageError
 from tests.compat.processes import DEADLINE, eventually, is_alive, nothing_left  # noqa: F401
 from tests.compat.scripts import worker_functions as functions
 from tests.compat.signatures import taken_by_both

@@ -25,17 +25,17 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_dyn
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as torch_static
 from torch.distributed.elastic.rendezvous import utils as torch_utils
 
-from ripstop.compat import handler_link, rendezvous
+from ripstop.compat import rendezvous
 from ripstop.compat.agent import LocalElasticAgent, WorkerSpec
-from ripstop.compat.errors import ChildFailedError
-from ripstop.compat.launcher import LaunchConfig, elastic_launch
+from ripstop.compat.launcher import LaunchConfig, elastic_launch, handler_link
 from ripstop.compat.multiprocessing import DefaultLogsSpecs
+from ripstop.compat.multiprocessing.errors import ChildFailedError
 from ripstop.compat.rendezvous import RendezvousParameters, RendezvousStoreInfo, c10d, dynamic, endpoint, static
 from ripstop.compat.rendezvous.c10d import C10dRendezvousBackend
 from ripstop.compat.rendezvous.dynamic import DynamicRendezvousHandler, RendezvousTimeout
 from ripstop.compat.rendezvous.handler import is_a
-from ripstop.config import RunConfig, Script
-from ripstop.rendezvous.messages import Answer, Beat, Failed, Inspected, Problems, Told
+from ripstop.model.config import RunConfig, Script
+from ripstop.protocol.messages import Events, Failed, Heartbeat, Inspected, Problems, Reply
 from tests.compat.processes import eventually, nothing_left  # noqa: F401
 from tests.compat.signatures import taken_by_both
 
@@ -558,7 +558,7 @@ def test_a_success_is_one_while_the_handler_does_not_answer() -> None:
     assert launch(Silent, Silent.asked.wait, DEADLINE) == {0: True, 1: True}
 
 
-class Gone(OneNode):
+class NodeDisconnected(OneNode):
     """The store of its rounds goes with the node that held it."""
 
     backend = "gone"
@@ -572,13 +572,13 @@ class Gone(OneNode):
 
 
 def test_a_success_that_nobody_can_be_told_is_one() -> None:
-    assert launch(Gone, answer, "done")[0][0] == "done"
+    assert launch(NodeDisconnected, answer, "done")[0][0] == "done"
 
 
 def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
     async def main() -> None:
         link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
-        for message in (Told(("{}",)), Answer(1), Beat(), Problems(("sick",)), Inspected(1)):
+        for message in (Events(("{}",)), Reply(1), Heartbeat(), Problems(("sick",)), Inspected(1)):
             link.send(message)
         assert link._heard.empty()
         link.send(Failed(1, ()))

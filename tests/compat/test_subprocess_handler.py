@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat import redirects as our_redirects
-from ripstop.compat import subprocess_handler as ours
+from ripstop.compat.multiprocessing import redirects as our_redirects
+from ripstop.compat.multiprocessing import subprocess_handler as ours
 from tests.compat.processes import DEADLINE, eventually, is_alive, nothing_left  # noqa: F401
 from tests.compat.signatures import taken_by_both
 

@@ -18,7 +18,8 @@ import torch.distributed.elastic.timer.api as torch_api
 import torch.distributed.elastic.timer.debug_info_logging as torch_debug
 import torch.distributed.elastic.timer.local_timer as torch_local
 
-from ripstop.compat import timer, timer_api
+from ripstop.compat import timer
+from ripstop.compat.timer import api as timer_api
 from tests.compat.processes import eventually
 from tests.compat.signatures import taken_by_both
 
@@ -154,7 +155,7 @@ def test_a_request_equals_its_like() -> None:
 
 
 def test_without_a_server_a_client_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ripstop.compat.file_timer.PAUSE", 0.001)
+    monkeypatch.setattr("ripstop.compat.timer.file_timer.PAUSE", 0.001)
     os.mkfifo(tmp_path / "unread")
     for name in ("missing", "unread"):
         with pytest.raises(BrokenPipeError, match="there is no timer server"):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat import data as our_data
-from ripstop.compat import distributed as our_distributed
-from ripstop.compat import store as our_store
 from ripstop.compat import utils as our_utils
+from ripstop.compat.utils import data as our_data
+from ripstop.compat.utils import distributed as our_distributed
+from ripstop.compat.utils import store as our_store
 from tests.compat.signatures import taken_by_both
 
 pytest.importorskip("torch")

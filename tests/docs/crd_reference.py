@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ripstop.schedulers.kubernetes.crd import COLUMNS, definition
-from ripstop.schedulers.kubernetes.spec import FIELDS
+from ripstop.kubernetes.crd import COLUMNS, definition
+from ripstop.kubernetes.spec import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"

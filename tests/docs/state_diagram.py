@@ -5,8 +5,8 @@
 
 from pathlib import Path
 
-from ripstop.observe.status import Phase
-from ripstop.rendezvous.transitions import TRANSITIONS
+from ripstop.coordinator.phases import TRANSITIONS
+from ripstop.model.status import Phase
 
 PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"
 MARK = "<!-- states -->\n"

@@ -3,17 +3,21 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
+import ast
 import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ripstop.observe import events
-from ripstop.observe.events import Ending
-from ripstop.observe.exposition import METRICS
+from ripstop.model import events
+from ripstop.model.events import RoundEndCause
+from ripstop.telemetry.prometheus import METRICS
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+SOURCE = ROOT / "src" / "ripstop"
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
@@ -43,6 +47,26 @@ def of_metrics() -> str:
     return _table(("name", "type", "labels", "meaning"), rows)
 
 
+def of_source_tree() -> str:
+    """One row a package: what it is for, by its own docstring, and its modules."""
+    packages = sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
+    rows = [
+        (f"`{package.relative_to(SOURCE)}/`", _first_sentence(package / "__init__.py"), _modules(package))
+        for package in packages
+    ]
+    top = ("`ripstop/`", _first_sentence(SOURCE / "__init__.py"), _modules(SOURCE))
+    return _table(("package", "purpose", "modules"), [top, *rows])
+
+
+def _first_sentence(path: Path) -> str:
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def _modules(package: Path) -> str:
+    return ", ".join(sorted(path.stem for path in package.glob("*.py") if not path.name.startswith("__")))
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |" for line in lines)
@@ -52,7 +76,8 @@ TABLES = {
     "events of the coordinator": lambda: of_events(agents=False),
     "events of an agent": lambda: of_events(agents=True),
     "metrics": of_metrics,
-    "causes": lambda: ", ".join(f"`{cause}`" for cause in Ending) + ".",
+    "source tree": of_source_tree,
+    "causes": lambda: ", ".join(f"`{cause}`" for cause in RoundEndCause) + ".",
 }
 
 
@@ -67,5 +92,5 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in DOCS.glob("*.md"):
+    for page in (*DOCS.glob("*.md"), ARCHITECTURE):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")

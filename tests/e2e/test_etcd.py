@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
 from tests.e2e.harness import TRAIN, Agent, Job, free_port, hurried, wait_until
 from tests.e2e.test_nodes import finish, tree
-from tests.e2e.test_steering import refused
+from tests.e2e.test_operator_commands import refused
 
 pytestmark = needs_etcd
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.observe.events import parse
-from ripstop.rendezvous.secret import api_token
+from ripstop.model.events import parse
+from ripstop.protocol.secret import api_token
 from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
 
@@ -144,7 +144,7 @@ def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
 def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
     answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
-    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "RestartBudget")
     assert answers[filled_in(*queries(restarts))] == {(): 1.0}
 
 

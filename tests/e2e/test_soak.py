@@ -13,7 +13,7 @@ LONGEST = 20.0  # seconds from a death to the next step: what takes longer hangs
 
 
 @dataclass(frozen=True)
-class Held:
+class LeaderKnown:
     """What the agent has at a moment."""
 
     fds: int
@@ -22,7 +22,7 @@ class Held:
     memory: int
 
     @classmethod
-    def by(cls, pid: int) -> "Held":
+    def by(cls, pid: int) -> "LeaderKnown":
         proc = Path(f"/proc/{pid}")
         children = sum(len(task.read_text().split()) for task in proc.glob("task/*/children"))
         resident = int((proc / "statm").read_text().split()[1]) * 4096
@@ -52,10 +52,10 @@ def test_recovery_after_recovery_none_hangs_and_nothing_piles_up(tmp_path: Path,
             return True if agent.out.count(f"restart {restart} rank ") == 2 else None
 
         wait_until(lambda: met(0), why=job.story)
-        before = Held.by(agent.pid)
+        before = LeaderKnown.by(agent.pid)
         Path(f"{go}-0").touch()
         wait_until(lambda: met(times), times * LONGEST, why=job.story)
-        after = Held.by(agent.pid)
+        after = LeaderKnown.by(agent.pid)
         Path(f"{go}-{times}").touch()
         assert agent.wait() == 0
         logs = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.config import Tls
+from ripstop.model.config import Tls
 from tests.certificates import Authority
 from tests.e2e.etcd import cluster, needs_etcd
 from tests.e2e.harness import Agent, Job

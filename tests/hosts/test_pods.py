@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ripstop.schedulers.kubernetes import plain
-from ripstop.schedulers.kubernetes.manifests import Owner, pod
-from ripstop.schedulers.kubernetes.spec import Spec, read
+from ripstop.kubernetes import plain
+from ripstop.kubernetes.manifests import Owner, pod
+from ripstop.kubernetes.spec import Spec, read
 from tests.e2e.harness import TRAIN, Agent, Job
 from tests.hosts.network import Cluster, Host, hosts, needs_hosts
 

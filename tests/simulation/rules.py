@@ -6,13 +6,13 @@ Looks into the machines on purpose: a rule that is broken inside shows outside o
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ripstop.observe.events import NodeGone, RoundEnded
-from ripstop.observe.status import Phase
-from ripstop.rendezvous import machine as coordinator
-from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.messages import Assign, Failed, Hold, Join, Problems, Succeeded
-from ripstop.rendezvous.policy import Cause
-from ripstop.round import Address, Place, RankBy
+from ripstop.coordinator import job as coordinator
+from ripstop.coordinator.budget import Cause
+from ripstop.coordinator.job import Job
+from ripstop.model.events import NodeGone, RoundEnded
+from ripstop.model.round import Address, Place, RankBy
+from ripstop.model.status import Phase
+from ripstop.protocol.messages import Assign, Failed, Join, Problems, StandBy, Succeeded
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -45,16 +45,16 @@ class Rules:
 
     # a step of the coordinator ----------------------------------------------------------------------------------------
 
-    def before(self, job: Job, event: coordinator.Event) -> Callable[[], None] | None:
+    def before(self, job: Job, event: coordinator.JobInput) -> Callable[[], None] | None:
         """Look at the state before certain events; the answer compares it with the state after."""
         self.earlier = set(job.places)
         match event:
-            case coordinator.Heard(name, Join(held=held)) if held is not None:
+            case coordinator.NodeMessage(name, Join(held=held)) if held is not None:
                 self.earlier.add(name)  # in a round that this coordinator does not know, perhaps
-            case coordinator.Heard(_, Problems()):
+            case coordinator.NodeMessage(_, Problems()):
                 charged = job.restarts.used
                 return lambda: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
-            case coordinator.Heard(_, Failed(round) | Succeeded(round)) if round != job.round:
+            case coordinator.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
                 used, done = job.restarts.used, set(job._done)
 
                 def untouched() -> None:
@@ -62,7 +62,7 @@ class Rules:
                     demand(job._done <= done, f"a stale success was counted: {event}")
 
                 return untouched
-            case coordinator.Heard(name, Failed(round, failures)) if (
+            case coordinator.NodeMessage(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
                 and name in job.places
                 and not (job._presence.absent or job._presence.leaving or job._inquest.doomed)
@@ -76,7 +76,7 @@ class Rules:
                 )
         return None
 
-    def after(self, job: Job, event: coordinator.Event, commands: list[coordinator.Command]) -> None:
+    def after(self, job: Job, event: coordinator.JobInput, commands: list[coordinator.JobCommand]) -> None:
         """What was decided is right."""
         here = (self.world.life, job.round)
         if not self.committed:
@@ -87,7 +87,7 @@ class Rules:
         if not commands:
             return
         self._check_places(
-            job, commands, again=isinstance(event, coordinator.Heard) and isinstance(event.message, Join)
+            job, commands, again=isinstance(event, coordinator.NodeMessage) and isinstance(event.message, Join)
         )
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
@@ -95,9 +95,9 @@ class Rules:
         demand(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
-                case coordinator.Record(NodeGone(name, why)) if why.startswith("lost: silent"):
+                case coordinator.RecordEvent(NodeGone(name, why)) if why.startswith("lost: silent"):
                     self._check_loss(name)
-                case coordinator.Record(RoundEnded(delay=delay)) if delay:
+                case coordinator.RecordEvent(RoundEnded(delay=delay)) if delay:
                     demand(not job.progressed, f"a round that made progress is followed by a pause of {delay:g} s")
 
     def _standing(self, job: Job) -> int:
@@ -123,13 +123,13 @@ class Rules:
         right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
         demand(table == right, f"nodes of different rounds are taken for one: {job.places}")
 
-    def _check_places(self, job: Job, commands: list[coordinator.Command], *, again: bool) -> None:
+    def _check_places(self, job: Job, commands: list[coordinator.JobCommand], *, again: bool) -> None:
         last: dict[str, Place] = {}
         for command in commands:
             match command:
                 case coordinator.Send(name, Assign(place)):
                     last[name] = place
-                case coordinator.Send(name, Hold()):
+                case coordinator.Send(name, StandBy()):
                     last.pop(name, None)
         for name, place in last.items():
             demand(job.places.get(name) == place, f"{name} is told a place that is not its own: {place}")

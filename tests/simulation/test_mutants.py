@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ripstop.agent.machine import Agent
-from ripstop.rendezvous import ranks
-from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.policy import Cause, Restarts, Verdict
-from ripstop.rendezvous.quarantine import Quarantine
-from ripstop.rendezvous.roster import Roster
-from ripstop.rendezvous.standing import Troubled
+from ripstop.coordinator import ranks
+from ripstop.coordinator.budget import Cause, RestartBudget, RestartDecision
+from ripstop.coordinator.eligibility import DegradedNodes
+from ripstop.coordinator.job import Job
+from ripstop.coordinator.membership import Membership
+from ripstop.coordinator.quarantine import Quarantine
 from tests.simulation.rules import Violation
 from tests.simulation.world import World
 
@@ -22,13 +22,13 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    right = Roster.offer
+    right = Membership.offer
 
-    def offer(roster: Roster, node: str, ready: Any, now: float) -> None:
+    def offer(roster: Membership, node: str, ready: Any, now: float) -> None:
         roster.members[node].served = 0
         right(roster, node, ready, now)
 
-    patch.setattr(Roster, "offer", offer)
+    patch.setattr(Membership, "offer", offer)
 
 
 def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_first_round_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
-    right = Roster.is_complete
-    patch.setattr(Roster, "is_complete", lambda roster, target, *, first: right(roster, target, first=False))
+    right = Membership.is_complete
+    patch.setattr(Membership, "is_complete", lambda roster, target, *, first: right(roster, target, first=False))
 
 
 def silence_is_never_a_loss(patch: pytest.MonkeyPatch) -> None:
@@ -98,12 +98,14 @@ def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
-    def charge(restarts: Restarts, now: float, cause: Cause = Cause.APPLICATION, *, young: bool) -> Verdict:
+    def charge(
+        restarts: RestartBudget, now: float, cause: Cause = Cause.APPLICATION, *, young: bool
+    ) -> RestartDecision:
         restarts._charges[cause].append(now)
         restarts.used += 1
-        return Verdict(True, 0.0, "why not")
+        return RestartDecision(True, 0.0, "why not")
 
-    patch.setattr(Restarts, "charge", charge)
+    patch.setattr(RestartBudget, "charge", charge)
 
 
 def progress_does_not_count(patch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Troubled, "replaceable", lambda troubled, now: None)
+    patch.setattr(DegradedNodes, "replaceable", lambda troubled, now: None)
 
 
 def an_unhealthy_node_is_given_a_place(patch: pytest.MonkeyPatch) -> None:

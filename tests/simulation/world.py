@@ -22,15 +22,15 @@ from random import Random
 from typing import Any
 
 from ripstop.agent import machine as agent
-from ripstop.agent.health import Problem
-from ripstop.config import Budget, QuarantineLimits, Timing
-from ripstop.observe.failure import Failure, Hang
-from ripstop.observe.wishes import Close, Scale
-from ripstop.rendezvous import machine as coordinator
-from ripstop.rendezvous.machine import Job
-from ripstop.rendezvous.messages import Assign, Beat, Closing, FromAgent, FromCoordinator, Hold, Join
-from ripstop.rendezvous.settings import Settings
-from ripstop.round import Address, Node, Outcome, Place, RankBy
+from ripstop.agent.health.assessment import HealthProblem
+from ripstop.coordinator import job as coordinator
+from ripstop.coordinator.job import Job
+from ripstop.coordinator.settings import JobSettings
+from ripstop.model.config import Budget, QuarantineLimits, Timing
+from ripstop.model.failure import Failure, Hang
+from ripstop.model.operator_commands import ScaleJob, StopJob
+from ripstop.model.round import Address, Node, Outcome, Place, RankBy
+from ripstop.protocol.messages import Assign, Closing, FromAgent, FromCoordinator, Heartbeat, Join, StandBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
@@ -228,9 +228,9 @@ class World:
             case "coordinator_freezes":
                 self._freeze(self.random.random() * self.random.choice((0.5, 2.0, 6.0)))
             case "scale":
-                self._feed_job(Scale(self.random.randint(self.low, self.high)))
+                self._feed_job(ScaleJob(self.random.randint(self.low, self.high)))
             case "close":
-                self._feed_job(Close("an operator wants it"))
+                self._feed_job(StopJob("an operator wants it"))
             case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
                 if living:
                     self._hurt(self.random.choice(living), kind)
@@ -291,7 +291,7 @@ class World:
         if self.has_own:
             self.serial += 1
             own = f"own{self.life}"
-        settings = Settings(
+        settings = JobSettings(
             *("job", self.low, self.high, self.timing, self.budget, self.fixed, own, self.rank_by),
             quarantine=self.quarantine,
         )
@@ -354,7 +354,7 @@ class World:
             if when is not None:
                 self.at(when, self._job_tick, self.life, when)
 
-    def _feed_job(self, event: coordinator.Event) -> None:
+    def _feed_job(self, event: coordinator.JobInput) -> None:
         job = self.job
         if job is None:
             return
@@ -362,7 +362,7 @@ class World:
             self.backlog.append((self._feed_job, (event,)))
             return
         compare = self.rules.before(job, event)
-        beat = isinstance(event, coordinator.Heard) and isinstance(event.message, Beat)
+        beat = isinstance(event, coordinator.NodeMessage) and isinstance(event.message, Heartbeat)
         if self.trace and not beat:
             self.note(f"job   ← {event}")
         commands = job.on(event, self.now)
@@ -383,15 +383,15 @@ class World:
                 case coordinator.Send(name, message):
                     if connection := self.sessions.get(name):
                         self._send_down(connection, message)
-                case coordinator.Drop(name):
+                case coordinator.Disconnect(name):
                     if connection := self.sessions.pop(name, None):
                         self._send_close(connection)
-                case coordinator.End():
+                case coordinator.JobEnded():
                     self._end()
                     return
         self._arm_job()
 
-    def _tell_half(self, commands: list[coordinator.Command]) -> list[coordinator.Command]:
+    def _tell_half(self, commands: list[coordinator.JobCommand]) -> list[coordinator.JobCommand]:
         """Only some hear of a round before the coordinator dies, and one of those is cut off for a while."""
         self.half_told = False
         sends = [c for c in commands if isinstance(c, coordinator.Send)]
@@ -425,17 +425,17 @@ class World:
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
         number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth stands in for the first
         who = Node(name, f"host-{name}", slots, role, wish, number, label=f"rack{len(self.nodes) % 3}")
-        settings = agent.Settings(who, self.low, self.high, self.timing, self.rank_by, RECHECK / 3)
+        settings = agent.AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK / 3)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
-        self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.Warmed())
+        self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.WarmupDone())
         self.soon(0.0, 0.05, self._connect, node)
         self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
 
     def _check_up(self, node: SimNode, sick: bool) -> None:
         node.sick = sick
-        self._feed(node, agent.Checked((Problem("disk", "the disk is full"),) if sick else ()))
+        self._feed(node, agent.HealthChecked((HealthProblem("disk", "the disk is full"),) if sick else ()))
 
     def _wish(self) -> int | None:
         """In some schedules some nodes would like a rank, several of them the same."""
@@ -467,39 +467,43 @@ class World:
             self._feed(node, agent.Tick())
             demand(node.timer is None or node.timer > self.now, f"{node.id}: a deadline in the past: {node.timer}")
 
-    def _feed(self, node: SimNode, event: agent.Event) -> None:
+    def _feed(self, node: SimNode, event: agent.AgentInput) -> None:
         if not node.alive:
             return
-        if self.trace and event != agent.Got(Beat()):
+        if self.trace and event != agent.CoordinatorMessage(Heartbeat()):
             self.note(f"{node.id:5} ← {event}")
         for command in node.machine.on(event, self.now):
             if self.trace:
                 self.note(f"{node.id:5} → {command}")
             match command:
-                case agent.Tell(message):
+                case agent.SendToCoordinator(message):
                     connection = node.connection
                     demand(connection is not None and connection.open, f"{node.id} speaks without a link: {message}")
                     assert connection is not None
                     self._send_up(connection, message)
-                case agent.OfferStore():
+                case agent.OpenStorePort():
                     self.port += 1
                     node.offered = self.port
-                    self.soon(0.0, 0.02, self._feed, node, agent.Offered(self.port))
-                case agent.Start(place):
+                    self.soon(0.0, 0.02, self._feed, node, agent.StorePortReady(self.port))
+                case agent.StartWorkers(place):
                     self._start(node, place)
-                case agent.LookAtWorkers(round):
+                case agent.InspectWorkers(round):
                     where = (self._hang(node, node.group),) if node.group else ()
                     self.soon(
-                        0.0, self.random.choice((0.05, 2.0, 999.0)), self._feed, node, agent.WorkersSeen(round, where)
+                        0.0,
+                        self.random.choice((0.05, 2.0, 999.0)),
+                        self._feed,
+                        node,
+                        agent.WorkersInspected(round, where),
                     )
-                case agent.Stop(round, _, grace):
+                case agent.StopWorkers(round, _, grace):
                     self._stop(node, round, grace)
-                case agent.Quit():
+                case agent.ExitAgent():
                     self._quit(node, command)
                     return
         self._arm(node)
 
-    def _quit(self, node: SimNode, end: agent.Quit) -> None:
+    def _quit(self, node: SimNode, end: agent.ExitAgent) -> None:
         demand(node.group is None, f"{node.id} ends before its workers")
         if end.report is not None:
             good = end.report.outcome is Outcome.SUCCEEDED
@@ -566,7 +570,7 @@ class World:
     def _stopped(self, node: SimNode, group: Group) -> None:
         if node.group is group:
             node.group = None
-            self._feed(node, agent.WorkersStopped(group.place.round))
+            self._feed(node, agent.WorkersGone(group.place.round))
 
     def _workers_fail(self, node: SimNode, group: Group, kind: str) -> None:
         if not node.alive or node.group is not group or group.state == "done":
@@ -609,7 +613,7 @@ class World:
     def _workers_done(self, node: SimNode, group: Group) -> None:
         group.state = "done"
         self.finished.setdefault(group.place.store, set()).add(node.id)
-        self._feed(node, agent.WorkersDone(group.place.round))
+        self._feed(node, agent.WorkersFinished(group.place.round))
 
     def _try_to_finish(self, node: SimNode, group: Group) -> None:
         store = group.place.store
@@ -650,7 +654,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_up, (connection, message)))
             return
-        self._feed_job(coordinator.Heard(name, message))
+        self._feed_job(coordinator.NodeMessage(name, message))
 
     def _send_down(self, connection: Connection, message: FromCoordinator) -> None:
         node = connection.node
@@ -672,11 +676,11 @@ class World:
         match message:
             case Assign(place):
                 node.newest = max(node.newest, place.round)
-            case Hold(round):
+            case StandBy(round):
                 node.newest = max(node.newest, round)
             case Closing():
                 node.closing = True
-        self._feed(node, agent.Got(message))
+        self._feed(node, agent.CoordinatorMessage(message))
 
     def _send_gone(self, connection: Connection) -> None:
         when = max(self.now + self._latency(), connection.node.blocked_up, connection.up_last)
@@ -690,7 +694,7 @@ class World:
             self.backlog.append((self._arrive_gone, (connection,)))
             return
         del self.sessions[name]
-        self._feed_job(coordinator.Gone(name))
+        self._feed_job(coordinator.NodeDisconnected(name))
 
     def _send_close(self, connection: Connection) -> None:
         node = connection.node
@@ -719,7 +723,7 @@ class World:
         node = connection.node
         if connection.open and node.connection is connection and node.alive:
             connection.linked = True
-            self._feed(node, agent.Linked(f"host-{node.id}"))
+            self._feed(node, agent.CoordinatorConnected(f"host-{node.id}"))
             if not connection.local:
                 self.soon(0.0, BEAT, self._beat, connection)
 
@@ -733,7 +737,7 @@ class World:
         node.connection = None
         if connection.linked:
             node.unlinked_since = self.now
-            self._feed(node, agent.Unlinked(why))
+            self._feed(node, agent.CoordinatorLost(why))
         self.soon(0.01, self.random.choice((0.1, 0.1, 1.5)), self._connect, node)
 
     def _beat(self, connection: Connection) -> None:
@@ -755,7 +759,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_beat, (connection,)))
             return
-        self._feed_job(coordinator.Heard(node.id, Beat()))
+        self._feed_job(coordinator.NodeMessage(node.id, Heartbeat()))
         if node.blocked_down <= self.now:
             connection.heard = self.now
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.round import Address, Place
+from ripstop.model.round import Address, Place
 from ripstop.workers.environment import shared_environment, worker_environment
 
 PLACE = Place(

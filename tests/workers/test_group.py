@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.config import Script, Start
-from ripstop.workers import linux
+from ripstop.model.config import Script, StartMethod
+from ripstop.system import linux
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.process import Children
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import ProcessSpec, Spawner
 
 DEADLINE = 30.0
 
@@ -49,14 +49,14 @@ def daemon(ignore=False):
 class Scene:
     """A group, the workers' words, and their exits."""
 
-    def __init__(self, stage, text: str, workers: int, start: Start = Start.ZYGOTE) -> None:
+    def __init__(self, stage, text: str, workers: int, start: StartMethod = StartMethod.ZYGOTE) -> None:
         self.directory: Path = stage.directory
         self.entry = Script(str(stage.script(PREAMBLE + LEAVE_A_DAEMON + text)))
         self.exits: list[Exit] = []
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         env = {**stage.env, "UP": str(stage.directory / "up")}
         births = [
-            Birth(
+            ProcessSpec(
                 {**env, "RANK": str(rank)}, self.entry, self.directory / f"{rank}.out", self.directory / f"{rank}.err"
             )
             for rank in range(workers)
@@ -308,15 +308,15 @@ sys.exit(child.wait() != -signal.SIGUSR1)
 AGENT = """
 import asyncio, os, sys
 from pathlib import Path
-from ripstop.config import Script, Start
+from ripstop.model.config import Script, StartMethod
 from ripstop.workers.group import Group
-from ripstop.workers.process import Children
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import ProcessSpec, Spawner
 
 async def main():
     entry = Script(sys.argv[1])
-    spawner, children = Spawner(entry, dict(os.environ), Start(sys.argv[2]), ()), Children()
-    births = [Birth({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
+    spawner, children = Spawner(entry, dict(os.environ), StartMethod(sys.argv[2]), ()), Children()
+    births = [ProcessSpec({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
     group = Group(children, spawner, births, print)
     await group.start()
     print(spawner._pid, *group.pids, flush=True)
@@ -326,7 +326,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("start", list(Start))
+@pytest.mark.parametrize("start", list(StartMethod))
 def test_nothing_outlives_a_killed_agent(stage, start):
     worker = stage.script(
         PREAMBLE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.workers.imports import MOST_FILES, follow, imported_by, imported_names, worth_preloading
+from ripstop.workers.zygote.imports import MOST_FILES, follow, imported_by, imported_names, worth_preloading
 
 
 def preloads(text: str) -> list[str]:

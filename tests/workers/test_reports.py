@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import BURST, Beat, Report, Reports, Saved, read
+from ripstop.workers.reports import BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
 
 DEADLINE = 20.0
 
 
-def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[int, Report]]:
+def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[int, JobReport]]:
     """What arrives when somebody speaks, until there are so many reports."""
 
-    async def listen() -> list[tuple[int, Report]]:
-        found: list[tuple[int, Report]] = []
+    async def listen() -> list[tuple[int, JobReport]]:
+        found: list[tuple[int, JobReport]] = []
         enough = asyncio.Event()
 
-        def on_report(pid: int, report: Report) -> None:
+        def on_report(pid: int, report: JobReport) -> None:
             found.append((pid, report))
             if len(found) >= count:
                 enough.set()
@@ -56,14 +56,14 @@ def worker(code: str, path: str) -> int:
 def test_a_heartbeat_arrives_with_the_senders_pid_and_without_torch(tmp_path: Path) -> None:
     pids: list[int] = []
     code = "import sys; from ripstop import train; train.heartbeat(7); assert 'torch' not in sys.modules"
-    assert heard(tmp_path, 1, lambda path: pids.append(worker(code, path))) == [(pids[0], Beat(7, 1))]
+    assert heard(tmp_path, 1, lambda path: pids.append(worker(code, path))) == [(pids[0], WorkerHeartbeat(7, 1))]
 
 
 def test_a_thousand_heartbeats_are_a_few_datagrams_and_the_last_step_is_told(tmp_path: Path) -> None:
     code = "from ripstop import train\nfor n in range(1000): train.heartbeat(n)\ntrain.checkpoint_saved(999, 'x')"
     found = [report for _, report in heard(tmp_path, 3, lambda path: worker(code, path) and None)]
-    assert found[0] == Beat(0, 1)
-    assert found[-2:] == [Saved(999, "x"), Beat(999, 1000)]
+    assert found[0] == WorkerHeartbeat(0, 1)
+    assert found[-2:] == [CheckpointReport(999, "x"), WorkerHeartbeat(999, 1000)]
     assert len(found) < 20
 
 
@@ -74,7 +74,7 @@ def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
         "os.waitpid(child, 0)"
     )
     (first, one), (second, two) = heard(tmp_path, 2, lambda path: worker(code, path) and None)
-    assert (one, two) == (Beat(1, 1), Beat(2, 2))
+    assert (one, two) == (WorkerHeartbeat(1, 1), WorkerHeartbeat(2, 2))
     assert first != second
 
 
@@ -109,7 +109,7 @@ def test_the_latest_checkpoint_is_told_when_there_is_room_again(tmp_path: Path) 
             process.stdin.write(b"\n")
             process.stdin.close()
             assert process.wait(DEADLINE) == 0
-        assert [read(slow.recv(4096)) for _ in range(2)] == [Saved(999, ""), Beat(1, 1)]
+        assert [read(slow.recv(4096)) for _ in range(2)] == [CheckpointReport(999, ""), WorkerHeartbeat(1, 1)]
 
 
 def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_nothing(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_no
         Path(path).unlink()
         Path(path).parent.rmdir()
 
-    async def scenario() -> tuple[list[bool], Report]:
-        heard: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+    async def scenario() -> tuple[list[bool], JobReport]:
+        heard: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
         reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: heard.set_result(report))
         try:
             before = reports.audible()
@@ -131,7 +131,7 @@ def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_no
         finally:
             reports.close()
 
-    assert asyncio.run(scenario()) == ([True, False, True], Beat(3, 1))
+    assert asyncio.run(scenario()) == ([True, False, True], WorkerHeartbeat(3, 1))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +195,7 @@ def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
                 sender.sendto(json.dumps({"beat": number, "step": None}).encode(), path)  # waits while it is full
 
     found = heard(tmp_path, 3 * BURST, flood)
-    assert [report for _, report in found] == [Beat(None, number) for number in range(3 * BURST)]
+    assert [report for _, report in found] == [WorkerHeartbeat(None, number) for number in range(3 * BURST)]
 
 
 @pytest.mark.parametrize(
@@ -214,4 +214,4 @@ def test_a_name_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
     found = heard(long, 1, lambda path: worker("from ripstop import train; train.heartbeat()", path) and None)
-    assert [report for _, report in found] == [Beat(None, 1)]
+    assert [report for _, report in found] == [WorkerHeartbeat(None, 1)]

@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from ripstop.config import Command, Function, Module, Script, Start
-from ripstop.errors import StartError
-from ripstop.workers import process
-from ripstop.workers.process import Children, End
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.model.config import Executable, Function, Module, Script, StartMethod
+from ripstop.model.errors import StartError
+from ripstop.workers import processes
+from ripstop.workers.processes import Children, ProcessExit
+from ripstop.workers.spawner import ProcessSpec, Spawner
 
 HELLO = "import os, sys; print('hello', os.environ['RANK'], *sys.argv[1:])"
 
 
-@pytest.mark.parametrize("start", list(Start))
+@pytest.mark.parametrize("start", list(StartMethod))
 def test_workers_start_in_the_order_of_ranks(stage, start):
     outcome = stage.run(stage.script(HELLO), workers=3, start=start)
     assert outcome.out == ["hello 0\n", "hello 1\n", "hello 2\n"]
@@ -29,21 +29,21 @@ def test_workers_start_in_the_order_of_ranks(stage, start):
 
 def test_an_executed_python_is_unbuffered_and_has_the_arguments(stage):
     path = stage.script("import sys; print(sys.orig_argv[1:], sys.stdout.write_through)")
-    outcome = stage.run(Script(str(path), ("a b",)), start=Start.EXEC)
+    outcome = stage.run(Script(str(path), ("a b",)), start=StartMethod.EXEC)
     assert outcome.out == [f"{['-u', str(path), 'a b']} True\n"]
 
 
-@pytest.mark.parametrize("start", list(Start))
+@pytest.mark.parametrize("start", list(StartMethod))
 def test_a_command_is_looked_up_on_path(stage, start):
     tool = stage.script("#!/bin/sh\necho tool $RANK $1; trap - PIPE; exit 5\n", "bin/tool")
     tool.chmod(0o755)
-    outcome = stage.run(Command(("tool", "x")), start=start, env={"PATH": f"{tool.parent}:/bin:/usr/bin"})
+    outcome = stage.run(Executable(("tool", "x")), start=start, env={"PATH": f"{tool.parent}:/bin:/usr/bin"})
     assert outcome.out == ["tool 0 x\n"]
     assert outcome.exits[0].exitcode == 5
 
 
 def test_a_command_inherits_no_ignored_signal_and_no_descriptor(stage):
-    outcome = stage.run(Command(("sh", "-c", "grep SigIgn /proc/self/status; echo /proc/self/fd/*")))
+    outcome = stage.run(Executable(("sh", "-c", "grep SigIgn /proc/self/status; echo /proc/self/fd/*")))
     ignored, fds = outcome.out[0].splitlines()
     assert int(ignored.split()[1], 16) & ~(3 << 31) == 0  # less the C library's own two
     assert fds.split() == [f"/proc/self/fd/{n}" for n in (0, 1, 2, 3)]  # the last is the listing's own
@@ -51,13 +51,13 @@ def test_a_command_inherits_no_ignored_signal_and_no_descriptor(stage):
 
 @pytest.mark.parametrize(("name", "code"), [("no-such-program", 127), ("/etc/hostname", 126)])
 def test_a_command_that_cannot_run_says_so_as_a_shell_would(stage, name, code):
-    outcome = stage.run(Command((name,)))
+    outcome = stage.run(Executable((name,)))
     assert outcome.exits[0].exitcode == code
     assert outcome.err[0].startswith(f"ripstop: cannot execute '{name}': ")
     assert outcome.err[0].count("\n") == 1
 
 
-@pytest.mark.parametrize("start", list(Start))
+@pytest.mark.parametrize("start", list(StartMethod))
 def test_a_function_is_called_and_its_result_kept(stage, start):
     call, result = stage.directory / "call", stage.directory / "result"
     call.write_bytes(pickle.dumps((divmod, (17, 5))))
@@ -85,12 +85,12 @@ def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
     one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(one), ("a",)), stage.env, Start.ZYGOTE, ()), Children()
-        ended: asyncio.Queue[End] = asyncio.Queue()
+        spawner, children = Spawner(Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
         try:
             entries = [Script(str(one), ("a",)), Script(str(one), ("b", "c")), Script(str(two)), Module("this")]
             births = [
-                Birth({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
+                ProcessSpec({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
                 for n, entry in enumerate(entries)
             ]
             for pid in await spawner.spawn(births):
@@ -125,7 +125,7 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("long", ["", "x" * 100_000])
-@pytest.mark.parametrize("start", list(Start))
+@pytest.mark.parametrize("start", list(StartMethod))
 def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage, start, long):
     """Except for one so large that there is no room for it in the zygote's."""
     script = stage.script(ENVIRONMENTS)
@@ -135,9 +135,9 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
 
     async def scenario() -> list[int]:
         spawner, children = Spawner(Script(str(script), ("${local_rank}",)), zygotes, start, ()), Children()
-        ended: asyncio.Queue[End] = asyncio.Queue()
+        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
         births = [
-            Birth(
+            ProcessSpec(
                 path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 Script(str(script), (str(rank),)),
                 stage.directory / f"{rank}.out",
@@ -161,7 +161,7 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
         views = {view: {k: v for k, v in seen[view].items() if k not in ours} for view in ("python", "libc", "child")}
         assert views == dict.fromkeys(views, wanted)
         assert seen["removed"] is None
-        if start is Start.EXEC or not long:
+        if start is StartMethod.EXEC or not long:
             assert {k: v for k, v in seen["proc"].items() if k not in ours} == wanted
         else:
             assert seen["proc"]["RANK"] == "7 of an outer job"
@@ -178,18 +178,18 @@ def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
     path = stage.script(HELLO)
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
             births = [
-                Birth({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
-                Birth({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
+                ProcessSpec({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
+                ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
             ]
             with pytest.raises(StartError, match=r"No such file or directory: .*absent/out"):
                 await spawner.spawn(births)
-            births[1] = Birth({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
+            births[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
             pids = await spawner.spawn(births)  # the zygote is none the worse for it
             for pid in pids:
-                assert process.reap(pid)[:2] == (0, None)
+                assert processes.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -216,7 +216,7 @@ def test_workers_are_executed_if_a_preloaded_module(stage, what):
     if text is not None:
         stage.script(text, "unfit.py")
     outcome = stage.run(stage.script(HELLO), preload=("json", "unfit"), workers=2)
-    assert (outcome.warm.start, outcome.warm.preloaded, outcome.warm.why) == (Start.EXEC, (), why)
+    assert (outcome.warm.start, outcome.warm.preloaded, outcome.warm.why) == (StartMethod.EXEC, (), why)
     assert outcome.out == ["hello 0\n", "hello 1\n"]
 
 
@@ -224,7 +224,7 @@ def test_workers_are_executed_if_the_users_sitecustomize_starts_a_thread(stage):
     text, why = UNFIT["starts a thread"]
     stage.script(text, "lib/sitecustomize.py")
     outcome = stage.run(stage.script(HELLO), env={"PYTHONPATH": str(stage.directory / "lib")})
-    assert (outcome.warm.start, outcome.warm.why) == (Start.EXEC, why)
+    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, why)
     assert outcome.out == ["hello 0\n"]
 
 
@@ -249,7 +249,7 @@ main()
 """)
     outcome = stage.run(path, preload=None, workers=2)
     assert outcome.warm.preloaded[0] == "numpy"
-    assert outcome.warm.start is Start.ZYGOTE, outcome.warm.why
+    assert outcome.warm.start is StartMethod.ZYGOTE, outcome.warm.why
     assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
 
 
@@ -265,13 +265,13 @@ def test_an_edited_script_is_read_anew_at_the_next_birth(stage):
     path = stage.script("print('old')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
             for text in ("print('old')", "import helper; print(helper.text)"):
                 path.write_text(text)
                 stage.script("text = 'new'", "helper.py")
-                (pid,) = await spawner.spawn([Birth(stage.env, Script(str(path)), stage.directory / "out")])
-                assert process.reap(pid)[:2] == (0, None)
+                (pid,) = await spawner.spawn([ProcessSpec(stage.env, Script(str(path)), stage.directory / "out")])
+                assert processes.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -283,9 +283,9 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     path = stage.script("print('up'); input()")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ("json",)), Children()
-        ended: asyncio.Queue[End] = asyncio.Queue()
-        birth = Birth(stage.env, Command(("sleep", "60")))
+        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",)), Children()
+        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
+        birth = ProcessSpec(stage.env, Executable(("sleep", "60")))
         try:
             first = await spawner.spawn([birth])
             children.watch(first[0], ended.put_nowait)
@@ -310,9 +310,9 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
     path = stage.script("import time; time.sleep(600)")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ()), Children()
-        ended: asyncio.Queue[End] = asyncio.Queue()
-        births = [Birth(stage.env, Script(str(path)))] * 2
+        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
+        births = [ProcessSpec(stage.env, Script(str(path)))] * 2
         try:
             for n in range(20):
                 await spawner.warm()
@@ -341,11 +341,11 @@ def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
     path = stage.script("raise SystemExit('was started')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ("slow",))
+        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
         try:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
-                    await spawner.spawn([Birth(stage.env, Script(str(path)))])
+                    await spawner.spawn([ProcessSpec(stage.env, Script(str(path)))])
         finally:
             spawner.close()
 
@@ -356,12 +356,12 @@ def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     path = stage.script("")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, Start.ZYGOTE, ())
+        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         children = Children()
-        ended: asyncio.Queue[End] = asyncio.Queue()
+        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
 
         async def round_trip() -> None:
-            for pid in await spawner.spawn([Birth(stage.env, Script(str(path)))] * 4):
+            for pid in await spawner.spawn([ProcessSpec(stage.env, Script(str(path)))] * 4):
                 children.watch(pid, ended.put_nowait)
             for _ in range(4):
                 assert (await ended.get()).exitcode == 0
@@ -387,5 +387,5 @@ def test_a_sitecustomize_that_would_come_before_ours_rules_the_zygote_out(stage,
     rival = stage.script("", "rival/sitecustomize.py")
     monkeypatch.setattr(sys, "path", ["", str(rival.parent), *sys.path])
     outcome = stage.run(stage.script(HELLO))
-    assert (outcome.warm.start, outcome.warm.why) == (Start.EXEC, f"{rival} comes before ours")
+    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, f"{rival} comes before ours")
     assert outcome.out == ["hello 0\n"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.config import Command, Script, Start
-from ripstop.errors import StartError
+from ripstop.model.config import Executable, Script, StartMethod
+from ripstop.model.errors import StartError
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.process import Children
-from ripstop.workers.spawner import Birth, Spawner
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import ProcessSpec, Spawner
 from ripstop.workers.store import StorePort
 
 DEADLINE = 60.0
@@ -44,7 +44,7 @@ def test_clients_meet_at_the_store(stage, preload):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, Start.ZYGOTE, preload), Children()
+        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, preload), Children()
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):
@@ -110,7 +110,7 @@ else:
             "WORLD_SIZE": "2",
             "ROUND": str(number),
         }
-        group = Group(children, spawner, [Birth({**env, "RANK": str(rank)}, entry) for rank in range(2)], on_exit)
+        group = Group(children, spawner, [ProcessSpec({**env, "RANK": str(rank)}, entry) for rank in range(2)], on_exit)
         try:
             await group.start()
             await over.wait()
@@ -119,11 +119,11 @@ else:
         return exits
 
     async def scenario() -> None:
-        spawner, children = Spawner(entry, stage.env, Start.ZYGOTE, None), Children()
+        spawner, children = Spawner(entry, stage.env, StartMethod.ZYGOTE, None), Children()
         try:
             async with asyncio.timeout(DEADLINE):
                 warm = await spawner.warm()
-                assert warm.start is Start.ZYGOTE, warm.why
+                assert warm.start is StartMethod.ZYGOTE, warm.why
                 assert "torch._dynamo" in warm.preloaded
                 rounds = [await a_round(number, spawner, children) for number in range(4)]
         finally:
@@ -136,7 +136,7 @@ else:
 
 def test_a_store_nobody_asks_for_has_no_process(stage):
     async def scenario() -> None:
-        spawner, children = Spawner(Command(("true",)), stage.env, Start.EXEC, ()), Children()
+        spawner, children = Spawner(Executable(("true",)), stage.env, StartMethod.EXEC, ()), Children()
         store = StorePort("localhost")
         try:
             await spawner.warm()
@@ -156,7 +156,7 @@ def test_without_torch_clients_are_refused_and_a_line_says_why(stage, capfd):
     env = {**stage.env, "PYTHONPATH": str(stage.directory)}
 
     async def scenario() -> None:
-        spawner, children = Spawner(Command(("true",)), env, Start.EXEC, ()), Children()
+        spawner, children = Spawner(Executable(("true",)), env, StartMethod.EXEC, ()), Children()
         store = StorePort("127.0.0.1")
         try:
             await spawner.warm()
@@ -184,7 +184,7 @@ def test_a_store_that_died_refuses_its_clients(stage):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, Start.ZYGOTE, ("torch",)), Children()
+        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",)), Children()
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):

@@ -17,43 +17,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ripstop.agent import answers
-from ripstop.agent.answers import Workers
-from ripstop.agent.checkup import Checkup
-from ripstop.agent.diary import Diary
-from ripstop.agent.health import problems
+from ripstop.agent import queries
+from ripstop.agent.event_recorder import EventRecorder
+from ripstop.agent.health.assessment import problems
+from ripstop.agent.health.probe import HealthProbe
 from ripstop.agent.machine import (
     Agent,
-    Checked,
-    Event,
-    Got,
-    Linked,
-    LookAtWorkers,
-    Offered,
-    OfferStore,
-    Quit,
-    Say,
-    Settings,
+    AgentInput,
+    AgentSettings,
+    CoordinatorConnected,
+    CoordinatorLost,
+    CoordinatorMessage,
+    ExitAgent,
+    HealthChecked,
+    InspectWorkers,
+    LogLine,
+    OpenStorePort,
+    SendToCoordinator,
     Signalled,
-    Start,
-    Stop,
-    Tell,
+    StartWorkers,
+    StopWorkers,
+    StorePortReady,
     Tick,
-    Unlinked,
-    Warmed,
-    WorkersDone,
+    WarmupDone,
     WorkersFailed,
-    WorkersSeen,
-    WorkersStopped,
+    WorkersFinished,
+    WorkersGone,
+    WorkersInspected,
 )
-from ripstop.agent.outage import Outage
-from ripstop.agent.watch import Subject, Watch
-from ripstop.config import RunConfig
-from ripstop.errors import NoAnswer, StartError
-from ripstop.observe import events
-from ripstop.observe.events import (
+from ripstop.agent.queries import Workers
+from ripstop.agent.recovery_clock import RecoveryClock
+from ripstop.coordinator.job import FAREWELL
+from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
+from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
+from ripstop.diagnostics.stack_dump import SIGNAL, look
+from ripstop.logs.console import Console
+from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
+from ripstop.model import events
+from ripstop.model.config import RunConfig
+from ripstop.model.errors import QueryFailed, StartError
+from ripstop.model.events import (
     AgentEnded,
-    AgentSaid,
+    AgentMessage,
     Sink,
     TimersMissed,
     WarmedUp,
@@ -62,26 +67,21 @@ from ripstop.observe.events import (
     WorkersStopping,
     WorkersSucceeded,
 )
-from ripstop.observe.failure import Failure
-from ripstop.rendezvous.link import Link
-from ripstop.rendezvous.machine import FAREWELL
-from ripstop.rendezvous.messages import Answer, Ask, FromCoordinator, Leave, Rejected
-from ripstop.round import Node, Place
-from ripstop.workers.console import Console
+from ripstop.model.failure import Failure
+from ripstop.model.round import Node, Place
+from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Reply
+from ripstop.transport.link import Link
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.failures import Condemned, Memory, gather, not_started, read_memory
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.logs import LogDirectory, LogsSource, RoundLogs
-from ripstop.workers.process import Children
-from ripstop.workers.reports import Report, Reports
-from ripstop.workers.spawner import Birth, Starter
-from ripstop.workers.stacks import SIGNAL, look
+from ripstop.workers.processes import Children
+from ripstop.workers.reports import JobReport, Reports
+from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
-    from ripstop.agent.readers import Readers
-    from ripstop.workers.gpus import Gpus
-    from ripstop.workers.timer_pipe import Watchdog
+    from ripstop.agent.gpu_usage import GpuUsageReader
+    from ripstop.agent.log_followers import LogFollowers
+    from ripstop.diagnostics.timer_pipe import Watchdog
 
 log = logging.getLogger("ripstop.agent")
 
@@ -103,10 +103,10 @@ class Running:
     memory: Memory
     left: int  # workers that have not exited 0
     group: Group | None = None
-    watch: Watch | None = None
+    watch: HangMonitor | None = None
     ended: set[int] = field(default_factory=set)  # local ranks
     sent: set[int] = field(default_factory=set)  # the signals we stop them with; empty while they are to run
-    condemned: dict[int, Condemned] = field(default_factory=dict)  # workers that we killed for their own doing
+    condemned: dict[int, TimerKill] = field(default_factory=dict)  # workers that we killed for their own doing
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     recorder_sockets: tuple[str, ...] = ()  # by local rank
 
@@ -139,35 +139,37 @@ class Driver:
         self._environ = environ
         self._loop = asyncio.get_running_loop()
         self._machine = Agent(
-            Settings(node, config.min_nodes, config.max_nodes, config.timing, config.rank_by, config.health.interval),
+            AgentSettings(
+                node, config.min_nodes, config.max_nodes, config.timing, config.rank_by, config.health.interval
+            ),
             self._loop.time(),
         )
         self._children = Children()
-        self._checkup = Checkup(config.health, str(directory.path), environ)
+        self._checkup = HealthProbe(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
         self._questions = 0
         self._console = console or Console()
         self._plugin = self._load_plugin() if config.logs.specs else logs_source
-        self._events: deque[Event] = deque()
+        self._events: deque[AgentInput] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: Running | None = None
         self._offered: StorePort | None = None
         self._store: StorePort | None = None
-        self._end: asyncio.Future[Quit] = self._loop.create_future()
+        self._end: asyncio.Future[ExitAgent] = self._loop.create_future()
         # signals come to the main thread only: within a program that has it for itself, they are that program's
         handled = config.signals if threading.current_thread() is threading.main_thread() else ()
         signums = [signal.Signals[name] for name in handled]
         self._signals = [s for s in signums if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
-        self._outage: Outage | None = None  # of the workers that are to be replaced
-        self._diary = Diary(node.id, link.send, sinks)
-        self._gpus: Gpus | None = None
-        self._readers: Readers | None = None
-        self._farewell: Leave | None = None  # the last word to the coordinator
+        self._outage: RecoveryClock | None = None  # of the workers that are to be replaced
+        self._diary = EventRecorder(node.id, link.send, sinks)
+        self._gpus: GpuUsageReader | None = None
+        self._readers: LogFollowers | None = None
+        self._farewell: Left | None = None  # the last word to the coordinator
         self._reports = Reports(environ, self._reported)
 
-    async def run(self) -> Quit:
+    async def run(self) -> ExitAgent:
         """Take part in the job until it is over for this node."""
         for signum in self._signals:
             self._loop.add_signal_handler(signum, self._feed, Signalled(signum))
@@ -189,36 +191,38 @@ class Driver:
     # events in --------------------------------------------------------------------------------------------------------
 
     def on_linked(self) -> None:
-        self._feed(Linked(self._link.local_host or "127.0.0.1"))
+        self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._diary.tell_again()
         if self._checking is None and not self._end.done():  # not before: the coordinator's clock is part of it
             self._checking = self._task(self._check_up())
 
     def on_message(self, message: FromCoordinator) -> None:
-        if isinstance(message, Ask):
+        if isinstance(message, Query):
             self._task(self._answer(message))
         else:
-            self._feed(Got(message))
+            self._feed(CoordinatorMessage(message))
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: Query) -> None:
         self._questions += 1
         try:
             if self._questions > QUESTIONS:
-                raise NoAnswer(f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later")
-            answer = Answer(ask.number, await answers.answer(ask.question, ask.argument, self._asked_about()))
-        except NoAnswer as why:
-            answer = Answer(ask.number, error=str(why)[:LONGEST])
+                raise QueryFailed(
+                    f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later"
+                )
+            answer = Reply(ask.number, await queries.reply(ask.question, ask.argument, self._asked_about()))
+        except QueryFailed as why:
+            answer = Reply(ask.number, error=str(why)[:LONGEST])
         finally:
             self._questions -= 1
         self._link.send(answer)
 
-    def _asked_about(self) -> answers.Node:
+    def _asked_about(self) -> queries.QueriedNode:
         if self._gpus is None or self._readers is None:
-            from ripstop.agent.readers import Readers  # nobody may ever ask
-            from ripstop.workers.gpus import Gpus
+            from ripstop.agent.gpu_usage import GpuUsageReader
+            from ripstop.agent.log_followers import LogFollowers  # nobody may ever ask
 
-            self._gpus, self._readers = Gpus(), Readers()
-        return answers.Node(self._gpus, self._workers(), self._readers)
+            self._gpus, self._readers = GpuUsageReader(), LogFollowers()
+        return queries.QueriedNode(self._gpus, self._workers(), self._readers)
 
     def _workers(self) -> Workers | None:
         running = self._running
@@ -228,7 +232,7 @@ class Driver:
         paces = running.watch.paces() if running.watch is not None else {}
         return Workers(running.place, group.pids, running.logs, paces, ended, running.recorder_sockets, running.stopped)
 
-    def _reported(self, pid: int, report: Report) -> None:
+    def _reported(self, pid: int, report: JobReport) -> None:
         running = self._running
         if running is None or running.group is None or running.watch is None:
             return
@@ -237,18 +241,18 @@ class Driver:
             running.watch.report(rank, report)
 
     def on_unlinked(self, why: str) -> None:
-        self._feed(Unlinked(why))
+        self._feed(CoordinatorLost(why))
 
     def on_refused(self, why: str) -> None:
-        self._feed(Got(Rejected(why)))
+        self._feed(CoordinatorMessage(Rejected(why)))
 
     def _tick(self) -> None:
         self._timer = None
         if trouble := self._link.trouble:
-            self._feed(Unlinked(trouble))  # a link that never was is not lost, but the reason is wanted
+            self._feed(CoordinatorLost(trouble))  # a link that never was is not lost, but the reason is wanted
         self._feed(Tick())
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: AgentInput) -> None:
         self._events.append(event)
         if self._busy or self._end.done():
             return
@@ -273,29 +277,32 @@ class Driver:
 
     # commands out -----------------------------------------------------------------------------------------------------
 
-    def _execute(self, command: Tell | OfferStore | Start | Stop | LookAtWorkers | Say | Quit) -> None:
+    def _execute(
+        self,
+        command: SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | InspectWorkers | LogLine | ExitAgent,
+    ) -> None:
         match command:
-            case Tell(Leave() as message):
+            case SendToCoordinator(Left() as message):
                 self._farewell = message
-            case Tell(message):
+            case SendToCoordinator(message):
                 self._link.send(message)
-            case OfferStore():
+            case OpenStorePort():
                 self._offer()
-            case Start(place, why):
+            case StartWorkers(place, why):
                 if place.group_rank == 0:
                     self._store, self._offered = self._offered, None
                 self._task(self._start_workers(place, why))
-            case Stop(round, signum, grace, why):
+            case StopWorkers(round, signum, grace, why):
                 self._diary.record(WorkersStopping(round, why))
                 now = self._loop.time()
-                self._outage = self._outage or Outage(now, now)
+                self._outage = self._outage or RecoveryClock(now, now)
                 self._outage.told = self._outage.told or now
                 self._task(self._stop_workers(round, signum, grace))
-            case LookAtWorkers(round):
+            case InspectWorkers(round):
                 self._task(self._inspect(round))
-            case Say(text, warning):
-                self._diary.record(AgentSaid(text), logging.WARNING if warning else logging.INFO)
-            case Quit():
+            case LogLine(text, warning):
+                self._diary.record(AgentMessage(text), logging.WARNING if warning else logging.INFO)
+            case ExitAgent():
                 if not self._end.done():
                     self._end.set_result(command)
 
@@ -318,7 +325,7 @@ class Driver:
     async def _warm_up(self) -> None:
         warm = await self._spawner.warm()
         self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
-        self._feed(Warmed())
+        self._feed(WarmupDone())
 
     async def _check_up(self) -> None:
         """Look at this node's health, now and again.  A look that goes wrong is no reason to end training."""
@@ -331,7 +338,7 @@ class Driver:
                     log.warning("looking at this node's health went wrong, and is tried again (said once): %r", defect)
                 failed = True
             else:
-                self._feed(Checked(problems(facts, health, joining=not self._machine.admitted)))
+                self._feed(HealthChecked(problems(facts, health, joining=not self._machine.admitted)))
             await asyncio.sleep(health.interval)
 
     def _offer(self) -> None:
@@ -354,7 +361,7 @@ class Driver:
                 log.warning("no port for the next round's store, trying again: %s", error)
                 self._loop.call_later(RETRY, self._offer)
                 return
-        self._feed(Offered(self._offered.port if self._offered else fixed))
+        self._feed(StorePortReady(self._offered.port if self._offered else fixed))
 
     # workers ----------------------------------------------------------------------------------------------------------
 
@@ -402,10 +409,10 @@ class Driver:
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
-            self._outage = self._outage or Outage(now - seconds, now)
+            self._outage = self._outage or RecoveryClock(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
-        running.watch = Watch(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
+        running.watch = HangMonitor(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
@@ -416,10 +423,10 @@ class Driver:
                 failures = await running.watch.inspect()
             except Exception as defect:
                 log.error("where the workers of round %d are cannot be found out: %r", round, defect)
-        self._feed(WorkersSeen(round, failures))
+        self._feed(WorkersInspected(round, failures))
 
     def _load_plugin(self) -> LogsSource:
-        from ripstop.workers.logs_plugin import LogsPlugin
+        from ripstop.logs.plugin import LogsPlugin
 
         return LogsPlugin(self._config.logs, self._config.role, self._environ)
 
@@ -438,7 +445,7 @@ class Driver:
             socket=self._reports.path,
         )
 
-    def _birth(self, running: Running, local_rank: int) -> Birth:
+    def _birth(self, running: Running, local_rank: int) -> ProcessSpec:
         logs = running.logs
         env = self._environment(running.place, local_rank, logs.error_file(local_rank))
         env |= logs.environment(local_rank)
@@ -447,7 +454,7 @@ class Driver:
         stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
         recorder = running.recorder_sockets[local_rank] if running.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
-        return Birth(env, self._config.entry, *outputs, binding, stacks, recorder)
+        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder)
 
     def _exited(self, running: Running, exit: Exit) -> None:
         round = running.place.round
@@ -458,13 +465,13 @@ class Driver:
             running.left -= 1
             if not running.left:
                 self._diary.record(WorkersSucceeded(round))
-                self._feed(WorkersDone(round))
+                self._feed(WorkersFinished(round))
             return
         if running.was_told_to_end(exit):
             return
         if self._outage is None:
             now = self._loop.time()
-            self._outage = Outage(now - max(0.0, time.time() - exit.at), now)
+            self._outage = RecoveryClock(now - max(0.0, time.time() - exit.at), now)
         failure = gather(
             running.place,
             exit.local_rank,
@@ -497,7 +504,7 @@ class Driver:
         self._feed(WorkersFailed(running.place.round, (failure,)))
 
     def _watch_timers(self, pipe: Path) -> "Watchdog":
-        from ripstop.workers.timer_pipe import Watchdog
+        from ripstop.diagnostics.timer_pipe import Watchdog
 
         return Watchdog(pipe, self._timers_missed)
 
@@ -515,7 +522,7 @@ class Driver:
         """The signal, and before it the evidence: where the worker is."""
         if pid in group.pids:
             found = await look(pid, running.logs.stack_file(rank))
-            running.condemned[rank] = Condemned(why, found.stack)
+            running.condemned[rank] = TimerKill(why, found.stack)
         if not running.sent:
             group.send(pid, signum)
 
@@ -544,11 +551,11 @@ class Driver:
         if self._outage is not None:
             self._outage.stopped = now
         self._diary.record(events.WorkersStopped(round, now - began))
-        self._feed(WorkersStopped(round))
+        self._feed(WorkersGone(round))
 
     # the end ----------------------------------------------------------------------------------------------------------
 
-    async def _take_leave(self, end: Quit) -> None:
+    async def _take_leave(self, end: ExitAgent) -> None:
         """Say good-bye, once those who follow the logs have had the end of them: after it, nothing can be asked."""
         if self._readers is not None:
             parting = self._loop.create_task(self._readers.part(PARTING if end.report is not None else BRIEF))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ripstop.errors import RipstopError, UsageError
+from ripstop.model.errors import RipstopError, UsageError
 
 USAGE = """\
 ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
@@ -79,28 +79,28 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
         raise UsageError("Windows has no fork and no POSIX signals, and ripstop lives by them; use Linux or WSL")
     match name:
         case "run":
-            from ripstop.cli import run
+            from ripstop.cli.commands import run
 
             return run.main(rest, with_handler)
         case "coordinator":
-            from ripstop.cli import coordinator
+            from ripstop.cli.commands import coordinator
 
             return coordinator.main(rest)
         case command if command in STEERING:
             from importlib import import_module
 
-            code: int = import_module(f"ripstop.cli.{command}").main(rest)
+            code: int = import_module(f"ripstop.cli.commands.{command}").main(rest)
             return code
         case "kube":
-            from ripstop.cli import kube
+            from ripstop.cli.commands import kube
 
             return kube.main(rest)
         case "completion":
-            from ripstop.cli import completion
+            from ripstop.cli.commands import completion
 
             return completion.main(rest)
         case "version" | "--version":
-            from ripstop.cli import version
+            from ripstop.cli.commands import version
 
             return version.main(rest)
         case "--help" | "-h" | "help":

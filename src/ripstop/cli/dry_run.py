@@ -9,11 +9,11 @@ from enum import Enum
 from pathlib import Path
 from shlex import join
 
-from ripstop.config import Backend, Binding, Command, Function, Module, RunConfig, Script
-from ripstop.round import Address, Place
+from ripstop.logs.directory import file_name
+from ripstop.model.config import Backend, Binding, Executable, Function, Module, RunConfig, Script
+from ripstop.model.round import Address, Place
+from ripstop.system.numa import format_ranges
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.logs import file_name
-from ripstop.workers.numa import format_ranges
 from ripstop.workers.spawner import command_line
 
 MET = "(when the nodes have met)"
@@ -50,7 +50,7 @@ def _value(value: object) -> str:
     match value:
         case None:
             return "-"
-        case Script() | Module() | Function() | Command():
+        case Script() | Module() | Function() | Executable():
             return join(command_line(value))
         case Binding(cpus, memory):
             return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")

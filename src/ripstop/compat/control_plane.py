@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ripstop.observe import recording
+from ripstop.workers import error_file
 
 __all__ = ["worker_main"]
 
@@ -27,13 +27,13 @@ PATIENCE = 10.0  # seconds for the server's first word
 @contextmanager
 def worker_main() -> Iterator[None]:
     """A decorator, `@worker_main()`, and a context manager for a worker's main function."""
-    recording.show_crashes()
+    error_file.show_crashes()
     try:
         with _worker_server(os.environ.get(TORCH_WORKER_SERVER_SOCKET)):
             yield
     except Exception as error:
-        if path := recording.error_file():
-            recording.write(path, recording.describe(error))
+        if path := error_file.error_file():
+            error_file.write(path, error_file.describe(error))
         raise
 
 

@@ -1,7 +1,7 @@
 """`torch.distributed.elastic.events`: what happened to a job, to a logging handler chosen by name.
 
 Pure data, and the lookup of handlers: torch's names, those that a program put into `_log_handlers` (ours or torch's
-own), and entry points of the group `torchrun.event_handlers` (`observe/handle_events.py`).
+own), and entry points of the group `torchrun.event_handlers` (`telemetry/torch_handler_process.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from ripstop.observe.handle_events import NAMES, find_handler
+from ripstop.telemetry.torch_handler_process import NAMES, find_handler
 
 __all__ = [
     "Event",

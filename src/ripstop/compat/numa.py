@@ -1,9 +1,9 @@
-"""`torch.numa.binding`: which processors a worker is bound to; `workers/numa.py` says what the modes mean."""
+"""`torch.numa.binding`: which processors a worker is bound to; `system/numa.py` says what the modes mean."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from ripstop.config import Numa
+from ripstop.model.config import Numa
 
 __all__ = ["AffinityMode", "NumaOptions"]
 

@@ -14,15 +14,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ripstop.cli.devices import cpus, gpus
-from ripstop.compat.errors import record
+from ripstop.cli.options.devices import cpus, gpus
 from ripstop.compat.launcher import LaunchConfig, elastic_launch
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from ripstop.compat.multiprocessing.errors import record
 from ripstop.compat.numa import AffinityMode, NumaOptions
 from ripstop.compat.utils import macros
-from ripstop.config import MASTER_PORT
-from ripstop.errors import UsageError
-from ripstop.spelling import truth
+from ripstop.model.config import MASTER_PORT
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import truth
 
 __all__ = [
     "config_from_args",

@@ -10,8 +10,8 @@ complain about it.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ripstop.config import LEAVING
-from ripstop.round import Place
+from ripstop.model.config import LEAVING
+from ripstop.model.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # names the pipe, to workers and to us
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it

@@ -18,17 +18,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from signal import SIGCONT, SIGKILL, SIGTERM
 
-from ripstop.errors import StartError
-from ripstop.values import dataclass
-from ripstop.workers import linux
-from ripstop.workers.process import UNKILLABLE, Children, End, reap
-from ripstop.workers.spawner import Birth, Starter
+from ripstop.model.errors import StartError
+from ripstop.model.values import dataclass
+from ripstop.system import linux
+from ripstop.workers.processes import UNKILLABLE, Children, ProcessExit, reap
+from ripstop.workers.spawner import ProcessSpec, Starter
 
 GENERATIONS = 8  # between a worker and whoever belongs to it, outside of its session
 
 
 @dataclass(frozen=True, slots=True)
-class Exit(End):
+class Exit(ProcessExit):
     """A worker's end."""
 
     local_rank: int
@@ -38,7 +38,7 @@ class Group:
     """Births in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
 
     def __init__(
-        self, children: Children, spawner: Starter, births: Sequence[Birth], on_exit: Callable[[Exit], None]
+        self, children: Children, spawner: Starter, births: Sequence[ProcessSpec], on_exit: Callable[[Exit], None]
     ) -> None:
         self._children = children
         self._spawner = spawner
@@ -84,7 +84,7 @@ class Group:
             os.kill(pid, SIGKILL)
             reap(pid)
 
-    def _ended(self, end: End) -> None:
+    def _ended(self, end: ProcessExit) -> None:
         self._live.discard(end.pid)
         self._failed |= end.exitcode != 0
         if not self._live:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ripstop.errors import UsageError
-from ripstop.observe.run_directory import HeldDirectory
-from ripstop.values import dataclass
+from ripstop.model.errors import UsageError
+from ripstop.model.values import dataclass
+from ripstop.system.run_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
 
@@ -36,7 +36,7 @@ MAX_STEP = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class WorkerHeartbeat:
     """A worker makes progress; it has said so `count` times by now, and not every time to us."""
 
     step: int | None
@@ -44,20 +44,20 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointReport:
     """A worker's state up to this step is safe."""
 
     step: int
     path: str
 
 
-Report = Beat | Saved
+JobReport = WorkerHeartbeat | CheckpointReport
 
 
 class Reports:
     """The socket, for as long as the agent lives; `on_report` is called in the event loop with the sender's pid."""
 
-    def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, Report], None]) -> None:
+    def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, JobReport], None]) -> None:
         self._on_report = on_report
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -202,7 +202,7 @@ def _machine() -> str:
     return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
 
-def read(data: bytes) -> Report | None:
+def read(data: bytes) -> JobReport | None:
     """The report in a datagram; None when it is none."""
     if len(data) > LARGEST:
         return None
@@ -212,11 +212,11 @@ def read(data: bytes) -> Report | None:
         return None
     match said:
         case {"beat": int(count), "step": None} if _fits(count):
-            return Beat(None, count)
+            return WorkerHeartbeat(None, count)
         case {"beat": int(count), "step": int(step)} if _fits(count) and _fits(step):
-            return Beat(step, count)
+            return WorkerHeartbeat(step, count)
         case {"saved": int(step), "path": str(path)} if _fits(step):
-            return Saved(step, path)
+            return CheckpointReport(step, path)
     return None
 
 

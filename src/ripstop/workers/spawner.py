@@ -20,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ripstop.config import Binding, Command, Entry, Function, Module, Script, Start
-from ripstop.errors import StartError
-from ripstop.values import dataclass
-from ripstop.workers import process
+from ripstop.model.config import Binding, Entrypoint, Executable, Function, Module, Script, StartMethod
+from ripstop.model.errors import StartError
+from ripstop.model.values import dataclass
+from ripstop.workers import processes
 
 if TYPE_CHECKING:
     import asyncio
     from pathlib import Path
 
 _HOME = os.path.dirname(os.path.abspath(__file__))
-_HOOK = os.path.join(_HOME, "hook")
-_CALL = os.path.join(_HOME, "call_function.py")
+_HOOK = os.path.join(_HOME, "zygote", "hook")
+_CALL = os.path.join(_HOME, "zygote", "call_function.py")
 _CHANNEL = "RIPSTOP_ZYGOTE"
 _ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 2048  # bytes that workers have for variables of their own: `zygote.py` shows them
 _PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
@@ -41,7 +41,7 @@ _PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine 
 class Warm:
     """What the zygote is: how it will start workers, what it has imported, why not as asked (or empty)."""
 
-    start: Start
+    start: StartMethod
     preloaded: tuple[str, ...]
     why: str
     seconds: float
@@ -57,13 +57,13 @@ class ServeStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ProcessSpec:
     """One process to start: its complete environment, what it runs, files for its output (None: the agent's), where it
     is to run (None: anywhere), where a forked one writes its stacks at which signal (None: nowhere), and the socket at
     which one with torch tells its collectives ("": nowhere)."""
 
     env: Mapping[str, str]
-    entry: Entry | ServeStore
+    entry: Entrypoint | ServeStore
     stdout: Path | None = None
     stderr: Path | None = None
     binding: Binding | None = None
@@ -77,7 +77,7 @@ class Starter(Protocol):
     async def warm(self) -> Warm:
         """Waits until workers can be born."""
 
-    async def spawn(self, births: Sequence[Birth]) -> list[int]:
+    async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
         """Starts these processes, each to lead a session of its own; their pids come in order, claimed."""
 
     def close(self) -> None:
@@ -92,13 +92,13 @@ class Spawner:
     """
 
     def __init__(
-        self, entry: Entry, env: Mapping[str, str], start: Start, preload: tuple[str, ...] | None = None
+        self, entry: Entrypoint, env: Mapping[str, str], start: StartMethod, preload: tuple[str, ...] | None = None
     ) -> None:
         self._entry = entry
         self._env = env
         self._preload = preload
-        self._why = "" if start is Start.EXEC else _why_not_fork(env)
-        self._start = Start.EXEC if self._why else start
+        self._why = "" if start is StartMethod.EXEC else _why_not_fork(env)
+        self._start = StartMethod.EXEC if self._why else start
         self._lock: asyncio.Lock | None = None
         self._warm: Warm | None = None
         self._pid = 0
@@ -126,7 +126,7 @@ class Spawner:
             self._lock = asyncio.Lock()
         return self._lock
 
-    async def spawn(self, births: Sequence[Birth]) -> list[int]:
+    async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
         """Starts these processes; they are this process's children, claimed, and their pids come in order.
 
         May be cancelled until the zygote is warm; from then on the births happen, and cancelling waits for them.
@@ -137,7 +137,7 @@ class Spawner:
                 return pids
         raise StartError(f"no worker can be started: the zygote {self._death} twice; see the kernel's log.")
 
-    async def _uninterrupted(self, births: Sequence[Birth]) -> list[int] | None:
+    async def _uninterrupted(self, births: Sequence[ProcessSpec]) -> list[int] | None:
         """A birth that was begun is finished, also for a caller who no longer wants it."""
         import asyncio
 
@@ -176,13 +176,13 @@ class Spawner:
                 )
             except OSError as error:
                 ours.close()
-                raise process.cannot_start("workers", error) from error
-        process.claim(self._pid)
+                raise processes.cannot_start("workers", error) from error
+        processes.claim(self._pid)
         self._socket = ours
         self._warm = None
         orders = {
             "agent": os.getpid(),
-            "forks": self._start is Start.ZYGOTE,
+            "forks": self._start is StartMethod.ZYGOTE,
             "preload": self._preload,
             "entry": _kind(self._entry),
         }
@@ -191,7 +191,7 @@ class Spawner:
 
     def _argv(self) -> list[str]:
         """The command line of the zygote is the workers' own: that is how they come to run the script."""
-        if self._start is Start.EXEC or isinstance(self._entry, Command):
+        if self._start is StartMethod.EXEC or isinstance(self._entry, Executable):
             return [sys.executable, "-u", "-c", "pass"]
         return command_line(self._entry)
 
@@ -213,33 +213,33 @@ class Spawner:
     def _replace(self, why: str) -> None:
         """After a failed preload: workers are started the plain way."""
         self._socket.close()
-        if self._start is Start.EXEC:
+        if self._start is StartMethod.EXEC:
             raise StartError(f"no worker can be started: {why}; see that `{sys.executable} -c pass` works.")
-        self._start = Start.EXEC
+        self._start = StartMethod.EXEC
         self._why = why
         self._launch()
 
     def _reap(self) -> str:
         """Waits for the zygote's end; how it ended, in words."""
-        exitcode, signum, _ = process.reap(self._pid)
+        exitcode, signum, _ = processes.reap(self._pid)
         self._pid, self._warm = 0, None
         return f"exited with code {exitcode}" if signum is None else f"died of {signal.Signals(signum).name}"
 
     # births ---------------------------------------------------------------------------------------------------------
 
-    async def _spawn(self, births: Sequence[Birth]) -> list[int] | None:
+    async def _spawn(self, births: Sequence[ProcessSpec]) -> list[int] | None:
         """None if the zygote has died since it was warm; nothing of this request came to life then."""
         async with self._exchange():
             if self._warm is None:
                 return None  # another request has seen it die
-            with process.births_expected():
+            with processes.births_expected():
                 pids = await self._ask(births)
             if pids is None:
                 self._death = self._reap()
                 self._socket.close()
             return pids
 
-    async def _ask(self, births: Sequence[Birth]) -> list[int] | None:
+    async def _ask(self, births: Sequence[ProcessSpec]) -> list[int] | None:
         """One exchange with the zygote; None if it is dead, and these births with it."""
         import asyncio
 
@@ -257,7 +257,7 @@ class Spawner:
                     case {"pids": born}:
                         pids = born
                 for pid in pids:
-                    process.claim(pid)
+                    processes.claim(pid)
                 await self._send("go", ())
                 if await self._receive() is not None:
                     return pids
@@ -268,7 +268,7 @@ class Spawner:
         _kill(pids)  # whether the zygote still passed the word to go cannot be known
         return None
 
-    def _order(self, birth: Birth) -> dict[str, Any]:
+    def _order(self, birth: ProcessSpec) -> dict[str, Any]:
         """This birth in the zygote's words."""
         order: dict[str, Any] = {
             "env": dict(birth.env),
@@ -282,7 +282,7 @@ class Spawner:
         match birth.entry:
             case ServeStore(host=host, port=port):
                 return order | {"what": "store", "host": host, "port": port}
-            case entry if self._start is Start.ZYGOTE and _kind(entry) == _kind(self._entry) != ("command", ""):
+            case entry if self._start is StartMethod.ZYGOTE and _kind(entry) == _kind(self._entry) != ("command", ""):
                 return order | {"what": "run", "args": _args(entry), "given": len(_args(self._entry))}
             case entry:
                 return order | {"what": "exec", "argv": command_line(entry)}
@@ -320,7 +320,7 @@ class Spawner:
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-def command_line(entry: Entry) -> list[str]:
+def command_line(entry: Entrypoint) -> list[str]:
     """What runs this entrypoint the plain way."""
     match entry:
         case Script(path=path, args=args):
@@ -329,11 +329,11 @@ def command_line(entry: Entry) -> list[str]:
             return [sys.executable, "-u", "-m", name, *args]
         case Function():
             return [sys.executable, "-u", _CALL, *_args(entry)]
-        case Command(argv=argv):
+        case Executable(argv=argv):
             return list(argv)
 
 
-def _kind(entry: Entry) -> tuple[str, str]:
+def _kind(entry: Entrypoint) -> tuple[str, str]:
     """What two entrypoints must share to be run by one zygote; their arguments may differ."""
     match entry:
         case Script(path=path):
@@ -342,17 +342,17 @@ def _kind(entry: Entry) -> tuple[str, str]:
             return "module", name
         case Function():
             return "function", ""
-        case Command():
+        case Executable():
             return "command", ""
 
 
-def _args(entry: Entry) -> list[str]:
+def _args(entry: Entrypoint) -> list[str]:
     match entry:
         case Script(args=args) | Module(args=args):
             return list(args)
         case Function(call=call, result=result):
             return [os.fspath(call), os.fspath(result)]
-        case Command():
+        case Executable():
             return []
 
 
@@ -360,7 +360,7 @@ def _memory(binding: Binding | None) -> tuple[int, int] | None:
     """The system call and the NUMA node of a worker's memory policy, if it is to have one."""
     if binding is None or binding.memory is None:
         return None
-    from ripstop.workers.linux import memory_policy_call
+    from ripstop.system.linux import memory_policy_call
 
     call = memory_policy_call()
     return None if call is None else (call, binding.memory)
@@ -369,7 +369,7 @@ def _memory(binding: Binding | None) -> tuple[int, int] | None:
 def _kill(pids: Sequence[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        process.reap(pid)
+        processes.reap(pid)
 
 
 def _frame(message: Any) -> bytes:

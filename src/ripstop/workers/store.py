@@ -13,9 +13,9 @@ import signal
 import socket
 from collections.abc import Mapping
 
-from ripstop.errors import StartError
-from ripstop.workers.process import Children, End, reap
-from ripstop.workers.spawner import Birth, ServeStore, Starter
+from ripstop.model.errors import StartError
+from ripstop.workers.processes import Children, ProcessExit, reap
+from ripstop.workers.spawner import ProcessSpec, ServeStore, Starter
 
 log = logging.getLogger("ripstop.workers")
 
@@ -49,7 +49,7 @@ class StorePort:
 
     async def _hand_over(self, spawner: Starter, env: Mapping[str, str], children: Children) -> None:
         assert self._socket is not None
-        birth = Birth(env, ServeStore(self._socket.fileno(), self._host, self.port))
+        birth = ProcessSpec(env, ServeStore(self._socket.fileno(), self._host, self.port))
         try:
             (pid,) = await spawner.spawn([birth])
             self._watch(pid, children)
@@ -69,7 +69,7 @@ class StorePort:
         self._pid = pid
         self._gone.clear()
 
-    def _ended(self, end: End) -> None:
+    def _ended(self, end: ProcessExit) -> None:
         if not self._closing:
             how = f"signal {end.signal}" if end.signal else f"exit code {end.exitcode}"
             log.warning("store port=%d pid=%d died: %s; workers that need it will fail", self.port, end.pid, how)

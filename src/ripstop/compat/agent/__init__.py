@@ -9,10 +9,14 @@ It is here for programs that bring a `RendezvousHandler` or override the documen
 """
 
 from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from ripstop.compat.agent.health_check import (
+    TORCHELASTIC_HEALTH_CHECK_PORT,
+    HealthCheckServer,
+    create_healthcheck_server,
+)
 from ripstop.compat.agent.local import TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, LocalElasticAgent
 from ripstop.compat.agent.simple import ElasticAgent, SimpleElasticAgent, _get_fq_hostname
-from ripstop.compat.health_check import TORCHELASTIC_HEALTH_CHECK_PORT, HealthCheckServer, create_healthcheck_server
-from ripstop.compat.watchdog import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from ripstop.compat.agent.watchdog import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 
 __all__ = [
     "DEFAULT_ROLE",

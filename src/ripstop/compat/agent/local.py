@@ -13,13 +13,14 @@ import time
 from string import Template
 from typing import Any
 
-from ripstop.compat import events, health_check, watchdog
+from ripstop.compat import events
+from ripstop.compat.agent import health_check, watchdog
 from ripstop.compat.agent.group import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.agent.simple import SimpleElasticAgent
-from ripstop.compat.file_timer import FileTimerRequest
-from ripstop.compat.health_check import HealthCheckServer
 from ripstop.compat.metrics import prof
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, start_processes
+from ripstop.compat.timer.file_timer import FileTimerRequest
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
 
 log = logging.getLogger("ripstop.compat")

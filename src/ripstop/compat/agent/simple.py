@@ -24,11 +24,11 @@ from typing import Any
 
 from ripstop.compat import events
 from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from ripstop.compat.event_thread import Teller
+from ripstop.compat.launcher.event_thread import EventThread
 from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import SignalException
 from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
-from ripstop.compat.store import barrier
+from ripstop.compat.utils.store import barrier
 
 log = logging.getLogger("ripstop.compat")
 
@@ -63,7 +63,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._shutdown_timeout = shutdown_timeout
         self._total_execution_time = 0
         self._in_exit_barrier = False
-        self._teller: Teller | None = None  # of events, once there is one
+        self._teller: EventThread | None = None  # of events, once there is one
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._worker_group
@@ -259,7 +259,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _tell(self, event: events.Event) -> None:
         if self._teller is None:
-            self._teller = Teller(self._worker_group.spec.event_log_handler)
+            self._teller = EventThread(self._worker_group.spec.event_log_handler)
         self._teller.put(event.serialize())
 
     def _record_worker_events(self, result: RunResult) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token
 from ripstop.compat.rendezvous.endpoint import is_this_machine, parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
-from ripstop.config import COORDINATOR_PORT
+from ripstop.model.config import COORDINATOR_PORT
 
 __all__ = ["C10dRendezvousBackend", "create_backend"]
 

@@ -1,6 +1,7 @@
 """`torch.distributed.elastic.rendezvous.dynamic_rendezvous`: a handler over anything that can compare-and-set a blob.
 
-All decisions are in `ripstop.rendezvous.blob_machine`; here they are read, written, waited for, and put in torch's
+All decisions are in `ripstop.compat.rendezvous.compare_and_set`; here they are read, written, waited for, and put in
+torch's
 words.  What differs from torch: the state is JSON and carries its job and version; clocks of nodes are not compared;
 survivors keep their ranks; when they are enough, a round needs no last call; the workers' store is a new one for every
 round, on a socket that was bound before the round was formed; and no two rounds share a key of the agents' store, also
@@ -22,6 +23,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from ripstop.compat.rendezvous.compare_and_set import (
+    Formed,
+    MemberSettings,
+    Participant,
+    RendezvousClosed,
+    SharedState,
+    Step,
+    Wait,
+    Write,
+    decode,
+    encode,
+)
 from ripstop.compat.rendezvous.handler import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,21 +48,9 @@ from ripstop.compat.rendezvous.handler import (
     RendezvousTimeoutError,
     is_a,
 )
-from ripstop.errors import ProtocolError
-from ripstop.rendezvous.blob_machine import (
-    Formed,
-    Member,
-    Settings,
-    Shut,
-    State,
-    Step,
-    Wait,
-    Write,
-    decode,
-    encode,
-)
-from ripstop.round import Address
-from ripstop.values import dataclass
+from ripstop.model.errors import ProtocolError
+from ripstop.model.round import Address
+from ripstop.model.values import dataclass
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -168,16 +169,16 @@ class _Blob:
         self._run_id = run_id
         self._token: Token | None = None
         self._read = 0.0
-        self.state = State(run_id)
+        self.state = SharedState(run_id)
 
-    def read(self, age: float = 0.0) -> State:
+    def read(self, age: float = 0.0) -> SharedState:
         """The state; one that was read less than `age` seconds ago will do."""
         if not age or time.monotonic() - self._read >= age:
             found = self._backend.get_state()
             self._take(*(found or (None, None)))
         return self.state
 
-    def write(self, state: State) -> State:
+    def write(self, state: SharedState) -> SharedState:
         """Try to; the state that is there now, whoever wrote it."""
         try:
             found = self._backend.set_state(encode(state), self._token)
@@ -190,7 +191,7 @@ class _Blob:
 
     def _take(self, blob: bytes | None, token: Token | None) -> None:
         try:
-            self.state = State(self._run_id) if blob is None else decode(blob, self._run_id)
+            self.state = SharedState(self._run_id) if blob is None else decode(blob, self._run_id)
         except ProtocolError as error:
             raise RendezvousStateError(
                 f"the state of the rendezvous {self._run_id!r} cannot be used: {error}; it is left as it is: "
@@ -237,9 +238,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._blob = state_holder
         self._beat = min(interval, interval * attempts / 3)  # a beat that is late by one is no loss
-        self._member = Member(
+        self._member = Participant(
             f"{node.name}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
-            Settings(
+            MemberSettings(
                 settings.min_nodes,
                 settings.max_nodes,
                 settings.timeout.last_call.total_seconds(),
@@ -324,7 +325,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         match end:
             case Formed():
                 return end
-            case Shut(spare=True):
+            case RendezvousClosed(spare=True):
                 raise RendezvousGracefulExitError(f"the rendezvous {self.get_run_id()!r} was closed; this was a spare")
             case _:
                 raise RendezvousClosedError(f"the rendezvous {self.get_run_id()!r} is closed: there is no other round")
@@ -332,7 +333,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _closing(self) -> float:
         return self._settings.timeout.close.total_seconds()
 
-    def _run(self, step: Callable[[State, float], Step], patience: float, what: str) -> Step:
+    def _run(self, step: Callable[[SharedState, float], Step], patience: float, what: str) -> Step:
         """Take the step again and again, with the newest state, until it says that it is done."""
         until = time.monotonic() + patience
         with self._lock:

@@ -3,8 +3,8 @@
 import ipaddress
 import socket
 
-from ripstop.errors import UsageError
-from ripstop.spelling import address, pairs
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import address, pairs
 
 __all__ = ["is_this_machine", "parse_rendezvous_endpoint"]
 

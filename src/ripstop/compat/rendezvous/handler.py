@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from ripstop.errors import UsageError
-from ripstop.spelling import truth
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import truth
 
 __all__ = [
     "RendezvousClosedError",
@@ -89,7 +89,7 @@ class RendezvousStoreInfo:
 
 
 def _free_port() -> int:
-    from ripstop.compat.distributed import get_free_port
+    from ripstop.compat.utils.distributed import get_free_port
 
     return get_free_port()
 

@@ -32,8 +32,7 @@ def _static(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _etcd(params: RendezvousParameters) -> RendezvousHandler:
-    from ripstop.compat import etcd_rendezvous_backend
-    from ripstop.compat.rendezvous import dynamic
+    from ripstop.compat.rendezvous import dynamic, etcd_rendezvous_backend
 
     backend, store = etcd_rendezvous_backend.create_backend(params)
     handler = dynamic.create_handler(store, backend, params)

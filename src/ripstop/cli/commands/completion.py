@@ -1,0 +1,176 @@
+"""`ripstop completion SHELL`: what makes a shell complete ripstop's commands, flags and their values.
+
+Made from the flags themselves, so it knows all of them.  From the script's name on, files are offered.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ripstop.cli import STEERING
+from ripstop.cli.options.flags import Flag
+from ripstop.model.errors import UsageError
+
+HELP = """\
+usage: ripstop completion bash|zsh|fish
+
+  eval "$(ripstop completion bash)"                                        in ~/.bashrc
+  eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
+  ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
+"""
+COMMANDS = ("run", "coordinator", *STEERING, "kube", "completion", "version")
+SHELLS = ("bash", "zsh", "fish")
+
+BASH = """\
+_ripstop() {
+    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} flags with_value word i
+    [[ $cur == = ]] && cur=
+    [[ $prev == = ]] && prev=${COMP_WORDS[COMP_CWORD-2]}
+    COMPREPLY=()
+    if ((COMP_CWORD == 1)); then
+        COMPREPLY=($(compgen -W '@COMMANDS@' -- "$cur"))
+        return
+    fi
+    case ${COMP_WORDS[1]} in
+@BASH_FLAGS@
+        completion) COMPREPLY=($(compgen -W '@SHELLS@' -- "$cur")); return ;;
+        *) return ;;
+    esac
+    for ((i = 2; i < COMP_CWORD; i++)); do
+        word=${COMP_WORDS[i]}
+        [[ $word == -* ]] && word=${word//_/-}
+        if [[ $with_value == *" $word "* ]]; then
+            [[ ${COMP_WORDS[i+1]} == = ]] && ((i++))
+            ((i++))
+        elif [[ ${COMP_WORDS[1]} == run && $word != -* && $word != = ]]; then
+            return  # the script's own words
+        fi
+    done
+    if [[ $with_value == *" ${prev//_/-} "* ]]; then
+        case ${prev//_/-} in
+@BASH_CHOICES@
+        esac
+    elif [[ $cur == -* ]]; then
+        COMPREPLY=($(compgen -W "$flags" -- "${cur//_/-}"))
+    fi
+}
+complete -o bashdefault -o default -F _ripstop ripstop
+"""
+
+ZSH = """\
+_ripstop() {
+    local context state line
+    typeset -A opt_args
+    _arguments -C '1:command:(@COMMANDS@)' '*::word:->words'
+    [[ $state == words ]] || return
+    case $line[1] in
+        run) _arguments -S -A '-*' \\
+@ZSH_RUN@
+            '1:script:_files' '*::argument:_files' ;;
+@ZSH_OTHERS@
+        completion) _arguments '1:shell:(@SHELLS@)' ;;
+    esac
+}
+compdef _ripstop ripstop
+"""
+
+FISH = """\
+complete -c ripstop -n __fish_use_subcommand -f -a '@COMMANDS@'
+complete -c ripstop -n '__fish_seen_subcommand_from completion' -f -a '@SHELLS@'
+@FISH_FLAGS@
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if len(argv) > 1 or argv[0] not in SHELLS:
+        raise UsageError(f"completion {' '.join(argv)}: there is no such shell; write {', '.join(SHELLS)}")
+    print(script(argv[0]), end="")
+    return 0
+
+
+def script(shell: str) -> str:
+    from ripstop.cli.commands.run import FLAGS as RUN
+
+    flags = commands_flags()
+    others = {command: given for command, given in flags.items() if command != "run"}
+    text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
+    for name, value in {
+        "COMMANDS": " ".join(COMMANDS),
+        "SHELLS": " ".join(SHELLS),
+        "BASH_FLAGS": "\n".join(_bash_flags(command, given) for command, given in flags.items()),
+        "BASH_CHOICES": "\n".join(_bash(flag) for flag in _with_values(flags)),
+        "ZSH_RUN": _zsh(RUN),
+        "ZSH_OTHERS": "\n".join(
+            f"        {command}) _arguments -S \\\n{_zsh(given)}\n            && : ;;"
+            for command, given in others.items()
+        ),
+        "FISH_FLAGS": "\n".join(_fish(command, given) for command, given in flags.items()),
+    }.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def commands_flags() -> dict[str, tuple[Flag, ...]]:
+    """Of every command that has some."""
+    from importlib import import_module
+
+    from ripstop.cli.job_client import COMMON
+
+    commands = ("run", "coordinator", *STEERING, "kube")
+    modules = {command: import_module(f"ripstop.cli.commands.{command}") for command in commands}
+    return {command: getattr(module, "FLAGS", COMMON) for command, module in modules.items()}
+
+
+def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:
+    """Each once, though several commands have it."""
+    return list({flag.name: flag for given in flags.values() for flag in given if flag.metavar}.values())
+
+
+def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
+    values = _names(flag for flag in flags if flag.metavar)
+    return f"        {command}) flags='{_names(flags)}' with_value=' {values} ' ;;"
+
+
+def _names(flags: Iterable[Flag]) -> str:
+    return " ".join(name for flag in flags for name in _spellings(flag))
+
+
+def _spellings(flag: Flag) -> list[str]:
+    return [name for name in (flag.short, flag.name) if name]
+
+
+def _bash(flag: Flag) -> str:
+    pattern = "|".join(_spellings(flag))
+    if flag.metavar in ("FILE", "DIR"):
+        return f"            {pattern}) COMPREPLY=() ;;"  # files: what bash does by default
+    return f"            {pattern}) COMPREPLY=($(compgen -W '{' '.join(flag.choices)}' -- \"$cur\")) ;;"
+
+
+def _zsh(flags: Iterable[Flag]) -> str:
+    lines: list[str] = []
+    for flag in flags:
+        for name in _spellings(flag):
+            ending = "=" if name.startswith("--") else "+"
+            match flag.metavar:
+                case "":
+                    lines.append(f"'*{name}'")
+                case "FILE" | "DIR":
+                    lines.append(f"'*{name}{ending}:{flag.metavar}:_files'")
+                case _:
+                    lines.append(f"'*{name}{ending}:value:({' '.join(flag.choices)})'")
+    return " \\\n".join(f"            {line}" for line in lines) + " \\"
+
+
+def _fish(command: str, flags: Iterable[Flag]) -> str:
+    lines: list[str] = []
+    for flag in flags:
+        words = [f"complete -c ripstop -n '__fish_seen_subcommand_from {command}' -l {flag.name.removeprefix('--')}"]
+        if flag.short:
+            words.append(f"-s {flag.short.removeprefix('-')}")
+        if flag.metavar in ("FILE", "DIR"):
+            words.append("-r -F")
+        elif flag.metavar:
+            words.append("-x" + (f" -a '{' '.join(flag.choices)}'" if flag.choices else ""))
+        lines.append(" ".join(words))
+    return "\n".join(lines)

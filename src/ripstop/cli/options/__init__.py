@@ -1,0 +1,1 @@
+"""From command-line flags and environment variables to the parts of the configuration."""

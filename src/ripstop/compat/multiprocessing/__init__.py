@@ -1,0 +1,91 @@
+"""torch.distributed.elastic.multiprocessing and its .api: n copies of a function or a command, waited for together.
+
+A synchronous API for one group of workers, without rendezvous and without restarts; the parts are in the modules that
+are imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ripstop.compat.multiprocessing.command_context import SubprocessContext
+from ripstop.compat.multiprocessing.context import PContext, RunProcsResult, SignalException, validate_full_rank
+from ripstop.compat.multiprocessing.errors import ProcessFailure
+from ripstop.compat.multiprocessing.function_context import MultiprocessContext
+from ripstop.compat.multiprocessing.logs_specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, get_std_cm, to_map
+from ripstop.compat.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from ripstop.compat.multiprocessing.tail_log import TailLog
+
+__all__ = [
+    "DefaultLogsSpecs",
+    "LogsDest",
+    "LogsSpecs",
+    "MultiprocessContext",
+    "PContext",
+    "ProcessFailure",
+    "RunProcsResult",
+    "SignalException",
+    "Std",
+    "SubprocessContext",
+    "SubprocessHandler",
+    "TailLog",
+    "get_std_cm",
+    "get_subprocess_handler",
+    "start_processes",
+    "to_map",
+]
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: LogsSpecs,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+) -> PContext:
+    """Start one process for every entry of `args` and `envs`, whose keys are the local ranks.
+
+    A text as `entrypoint` is a command, and its arguments are turned into texts; else it is a function, and
+    `start_method` says how its processes are made.  `name` heads the lines on the console.  The `duplicate_…_filters`
+    copy the lines of tee'd streams that have one of these texts in them into one file for all ranks.
+    """
+    validate_full_rank(args, len(args), "args")
+    validate_full_rank(envs, len(args), "envs")
+    context: PContext
+    if isinstance(entrypoint, str):
+        context = SubprocessContext(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            numa_options,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+    else:
+        context = MultiprocessContext(
+            name,
+            entrypoint,
+            args,
+            envs,
+            start_method,
+            logs_specs,
+            log_line_prefixes,
+            numa_options,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+    try:
+        context.start()
+    except BaseException:
+        context.close()
+        raise
+    return context

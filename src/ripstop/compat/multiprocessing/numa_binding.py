@@ -1,0 +1,55 @@
+"""A worker's NUMA binding, from torch's `NumaOptions`: decided by the parent, taken up by the worker itself.
+
+`system/numa.py` decides; torch's options are recognised by their attributes, so that its own and ours do.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ripstop.model.config import Binding, Numa
+from ripstop.model.errors import RipstopError
+from ripstop.model.values import dataclass
+from ripstop.system import linux
+
+_MPOL_PREFERRED = 1
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """To be called in the worker."""
+
+    binding: Binding
+    policy_call: int | None
+
+    def __call__(self) -> None:
+        import ctypes
+
+        os.sched_setaffinity(0, self.binding.cpus)
+        if self.binding.memory is None or self.policy_call is None:
+            return
+        node, word = self.binding.memory, ctypes.c_long
+        mask = (ctypes.c_uint64 * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        ctypes.CDLL(None).syscall(word(self.policy_call), word(_MPOL_PREFERRED), mask, word(len(mask) * 64 + 1))
+
+
+def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
+    """What binds this worker; None when it is not to be bound, or may go unbound and cannot be bound."""
+    if numa_options is None:
+        return None
+    from ripstop.system.numa import bindings
+    from ripstop.system.topology import read_topology, visible_gpus
+
+    mode = Numa(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
+    try:
+        gpus = visible_gpus(os.environ).nodes
+        binding = bindings("numa_options", mode, read_topology(), gpus, local_rank + 1)[local_rank]
+    except RipstopError as error:
+        if not numa_options.should_fall_back_if_binding_fails:
+            raise
+        log.warning("worker %s is not bound: %s", local_rank, error)
+        return None
+    return Bind(binding, linux.memory_policy_call() if binding.memory is not None else None)

@@ -1,0 +1,111 @@
+"""torch.distributed.elastic.multiprocessing.subprocess_handler: one worker that is a command.
+
+Rules: (1) the worker leads a session of its own, and is signalled with all that is in its process group; (2) it dies
+with this process, if the main thread started it: the kernel watches the thread, and another thread's end would kill it
+too early; (3) its log files are open only in the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from subprocess import Popen
+from typing import IO, Any
+
+from ripstop.compat.multiprocessing.numa_binding import binding_of
+from ripstop.system.linux import parent_death_signal
+
+__all__ = ["SubprocessHandler", "get_subprocess_handler"]
+
+
+class SubprocessHandler:
+    """A process, `proc`, and the files that its output goes to; empty names mean this process's own streams.
+
+    The environment is this process's with `env` on top; arguments are turned into texts.
+    """
+
+    def __init__(
+        self,
+        entrypoint: str,
+        args: tuple[Any, ...],
+        env: dict[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: Any = None,
+    ) -> None:
+        self.local_rank_id = local_rank_id
+        self._stdout: IO[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._bind = binding_of(numa_options, local_rank_id)
+        try:
+            self._stdout = _log(stdout)
+            self._stderr = _log(stderr)
+            command = (entrypoint, *(str(arg) for arg in args))
+            self.proc = self._popen(command, {**os.environ, **{name: str(value) for name, value in env.items()}})
+        finally:
+            self._close_files()  # the worker has them
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
+        return Popen(
+            args,
+            env=env,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            start_new_session=True,
+            preexec_fn=_first_steps(self._bind),  # noqa: PLW1509 (it takes no lock that a thread may hold)
+        )
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Send the signal (SIGTERM) to the worker's process group; does not wait."""
+        signum = death_sig or signal.SIGTERM
+        with suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, signum)
+            if signum != signal.SIGKILL:
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process takes no signal until it goes on
+
+    def _close_files(self) -> None:
+        for file in (self._stdout, self._stderr):
+            if file is not None:
+                file.close()
+
+
+def get_subprocess_handler(
+    entrypoint: str,
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    stdout: str,
+    stderr: str,
+    local_rank_id: int,
+    numa_options: Any = None,
+) -> SubprocessHandler:
+    """Start a worker; what `SubprocessContext` calls for each."""
+    return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
+
+
+def _log(path: str | None) -> IO[bytes] | None:
+    """Emptied, then appended to, so that the worker's own children do not write over it."""
+    if not path:
+        return None
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), "wb", buffering=0)
+
+
+def _first_steps(bind: Callable[[], None] | None) -> Callable[[], None] | None:
+    """What the new process does before it becomes the command."""
+    tied = threading.current_thread() is threading.main_thread()
+    if not tied and bind is None:
+        return None
+    parent, die_with_parent = os.getpid(), parent_death_signal(signal.SIGKILL)
+
+    def steps() -> None:
+        if tied:
+            die_with_parent()
+            if os.getppid() != parent:  # it died before the kernel was told
+                os._exit(1)
+        if bind is not None:
+            bind()
+
+    return steps

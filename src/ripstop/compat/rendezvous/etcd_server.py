@@ -1,0 +1,152 @@
+"""`torch.distributed.elastic.rendezvous.etcd_server`: an etcd of one's own, for one machine or for tests.
+
+The program is `TORCHELASTIC_ETCD_BINARY_PATH`, else `etcd` on the PATH.  It listens on loopback only.  Unlike with
+torch's, a data directory that was given is left alone at the end; one that was made for it is removed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import TYPE_CHECKING, TextIO
+
+from ripstop.compat.utils import get_socket_with_port
+
+if TYPE_CHECKING:
+    from ripstop.compat.rendezvous.etcd import Client
+
+__all__ = ["EtcdServer", "find_free_port", "stop_etcd"]
+
+log = logging.getLogger("ripstop.compat")
+
+HOST = "localhost"
+STOP = 10.0  # seconds for etcd to end when it is told to
+LOOK = 0.2  # seconds etcd has to answer, before it is looked whether it still runs
+
+Process = subprocess.Popen[bytes]
+
+
+def find_free_port() -> socket.socket:
+    """A socket that listens on a free port of localhost; close it just before the port is used."""
+    return get_socket_with_port()
+
+
+def stop_etcd(subprocess: Process | None, data_dir: str | None = None) -> None:
+    """End the process, if it runs, and remove its data."""
+    if subprocess is not None and subprocess.poll() is None:
+        subprocess.terminate()
+        try:
+            subprocess.wait(STOP)
+        except TimeoutExpired:
+            subprocess.kill()
+            subprocess.wait()
+    if data_dir:
+        shutil.rmtree(data_dir, ignore_errors=True)
+
+
+class EtcdServer:
+    """`start()` it, use `get_endpoint()` or `get_client()`, and `stop()` it; the end of the program stops it too."""
+
+    def __init__(self, data_dir: str | None = None) -> None:
+        self._data_dir = data_dir
+        self._made: str | None = None
+        self._port = -1
+        self._process: Process | None = None
+
+    def get_port(self) -> int:
+        return self._port
+
+    def get_host(self) -> str:
+        return HOST
+
+    def get_endpoint(self) -> str:
+        return f"{HOST}:{self._port}"
+
+    def get_client(self) -> Client:
+        """A client of this server, for `EtcdStore` and `EtcdRendezvousBackend`."""
+        from ripstop.compat.rendezvous.etcd import Client
+        from ripstop.model.config import ETCD_PREFIX, Etcd
+        from ripstop.model.round import Address
+
+        return Client(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
+
+    def start(self, timeout: int = 60, num_retries: int = 3, stderr: int | TextIO | None = None) -> None:
+        """Returns when it answers; `TimeoutError` when it does not in time, `RuntimeError` when it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        program = _program()
+        if self._data_dir is None:
+            self._made = tempfile.mkdtemp(prefix="ripstop_etcd_")
+        for left in reversed(range(max(1, num_retries))):
+            self._start(program, stderr)
+            try:
+                self._wait_until_it_answers(timeout)
+            except (RuntimeError, TimeoutError) as error:
+                stop_etcd(self._process, self._made if left == 0 else None)
+                if left == 0:
+                    raise
+                log.warning("%s; trying again", error)
+            else:
+                atexit.register(self._stop_at_exit, os.getpid())
+                return
+
+    def stop(self) -> None:
+        """End it, and remove the data directory if it was made for it."""
+        atexit.unregister(self._stop_at_exit)
+        stop_etcd(self._process, self._made)
+
+    def _stop_at_exit(self, owner: int) -> None:
+        if os.getpid() == owner:  # and not a fork of it
+            self.stop()
+
+    def _start(self, program: str, stderr: int | TextIO | None) -> None:
+        client, peer = find_free_port(), find_free_port()
+        self._port, peer_port = client.getsockname()[1], peer.getsockname()[1]
+        client.close()
+        peer.close()
+        here, there = f"http://{HOST}:{self._port}", f"http://{HOST}:{peer_port}"
+        self._process = subprocess.Popen(
+            [
+                program, f"--data-dir={self._data_dir or self._made}", "--logger=zap", "--log-level=warn",
+                f"--listen-client-urls={here}", f"--advertise-client-urls={here}",
+                f"--listen-peer-urls={there}", f"--initial-advertise-peer-urls={there}",
+                f"--initial-cluster=default={there}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+        )  # fmt: skip
+
+    def _wait_until_it_answers(self, timeout: float) -> None:
+        from ripstop.compat.rendezvous.etcd import Unavailable
+
+        assert self._process is not None, "it was started"
+        deadline = time.monotonic() + timeout
+        client = self.get_client()
+        try:
+            while time.monotonic() < deadline:
+                if (code := self._process.poll()) is not None:
+                    raise RuntimeError(f"etcd ended with code {code} before it answered; its stderr says why")
+                try:
+                    client.read([b"/"], LOOK)
+                    return
+                except Unavailable:
+                    continue
+        finally:
+            client.close()
+        raise TimeoutError(f"etcd did not answer at {self.get_endpoint()} in {timeout:g} s; give it a longer timeout")
+
+
+def _program() -> str:
+    name = "TORCHELASTIC_ETCD_BINARY_PATH"
+    path = os.environ.get(name, "")
+    if found := path if Path(path).is_file() else shutil.which("etcd"):
+        return found
+    raise FileNotFoundError(f"there is no etcd on the PATH and none at {name}={path}; install etcd-server, or set it")

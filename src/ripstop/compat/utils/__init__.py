@@ -1,0 +1,92 @@
+"""torch.distributed.elastic.utils, its .api, .logging, .log_level and .process_state: small tools, without torch."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from logging import Logger, getLogger  # not the module: torch has one of that name below this one
+from string import Template
+from typing import Any
+
+from ripstop.system import linux
+
+__all__ = [
+    "get_env_variable_or_raise",
+    "get_log_level",
+    "get_logger",
+    "get_socket_with_port",
+    "is_uninterruptible_state",
+    "macros",
+    "read_proc_state",
+]
+
+
+def get_env_variable_or_raise(env_name: str) -> str:
+    """The variable's value; ValueError when it is not set."""
+    if (value := os.environ.get(env_name)) is None:
+        raise ValueError(f"the environment variable {env_name} is needed and is not set; export it first")
+    return value
+
+
+def get_socket_with_port() -> socket.socket:
+    """A socket that listens on a free port of localhost: the port is the caller's until the socket is closed."""
+    refusals = []
+    for family, kind, protocol, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
+        try:
+            taken = socket.socket(family, kind, protocol)
+        except OSError as error:
+            refusals.append(str(error))
+            continue
+        try:
+            taken.bind(address)
+            taken.listen(0)
+        except OSError as error:
+            refusals.append(str(error))
+            taken.close()
+        else:
+            return taken
+    raise RuntimeError(
+        f"no address of localhost gives a port ({'; '.join(refusals)}); see that localhost resolves to 127.0.0.1 or ::1"
+    )
+
+
+class macros:  # noqa: N801 (torch's name)
+    """Placeholders in the arguments of workers."""
+
+    local_rank = "${local_rank}"
+
+    @staticmethod
+    def substitute(args: Sequence[Any], local_rank: str) -> list[Any]:
+        """The arguments with the placeholder replaced in every text; what else looks like one is left alone."""
+        values = {"local_rank": local_rank}
+        return [Template(arg).safe_substitute(values) if isinstance(arg, str) else arg for arg in args]
+
+
+def get_log_level() -> str:
+    """The level of loggers when LOGLEVEL does not say."""
+    return "WARNING"
+
+
+def get_logger(name: str | None = None) -> Logger:
+    """A logger by this name, or the calling module's, at the level that LOGLEVEL names."""
+    logger = getLogger(name or sys._getframe(1).f_globals.get("__name__"))
+    level = os.environ.get("LOGLEVEL") or get_log_level()
+    with suppress(ValueError):
+        level = int(level)  # type: ignore[assignment]
+    try:
+        logger.setLevel(level)
+    except ValueError:
+        raise ValueError(f"LOGLEVEL={level} is no level; set it to DEBUG, INFO, WARNING, ERROR or CRITICAL") from None
+    return logger
+
+
+def read_proc_state(pid: int) -> str | None:
+    """The letter of the process's state (R, S, D, Z …); None when there is no such process."""
+    process = linux.look(pid)
+    return process.state if process is not None else None
+
+
+def is_uninterruptible_state(state: str | None) -> bool:
+    """Whether it sleeps in the kernel where no signal reaches it."""
+    return state is not None and state.startswith("D")

@@ -1,0 +1,4 @@
+"""Decides for the whole job.
+
+Membership, ranks, restarts and the end.  `job.py` is the pure state machine; `service.py` drives it.
+"""

@@ -1,0 +1,1 @@
+"""Why a worker failed or hangs: progress, stacks, collectives, exit status and log tails, expired timers."""

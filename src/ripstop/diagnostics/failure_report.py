@@ -1,0 +1,218 @@
+"""The report of a job's end: who is to blame, and the words for a person and for a program.
+
+Pure.  The rule of blame: when one worker dies, its peers die of it a moment later, in a collective that lost its
+partner.  So among the failures of one round those that can only be a peer's doing come last, whatever the clocks of
+their hosts say; among equals the earlier one comes first.  In a round that hangs, the odd ones out come first
+(`stacks.py`).
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from enum import IntEnum
+
+from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
+from ripstop.model.failure import Failure, JobReport
+from ripstop.model.round import Outcome
+
+# compiled at their first use: most jobs never need them
+_COLLECTIVE = (
+    r"gloo/transport|gloo::|\bpair\.cc\b|Application timeout caused pair closure"
+    r"|ncclRemoteError|NCCL communicator was aborted|remote process exited"
+    r"|Watchdog caught collective operation timeout|collective operation timeout|monitoredBarrier|watchdog got stuck"
+    r"|DistStoreError|DistNetworkError|DistBackendError|TCPStore|wait timeout after \d+ ?ms|Timed out waiting \d+ ?ms"
+    r"|failed to recv, got 0 bytes|(?:send|recv)(?:Bytes|Value|Vector|String) failed"
+)
+_CONNECTION = r"Connection (?:reset|closed|refused|aborted)|closed by (?:remote )?peer|Broken pipe|Socket Timeout"
+_OWN_FAULT = (  # also said in the words of a collective, but nobody else's doing
+    r"out of memory|unhandled cuda error|UnhandledCudaError|EADDRINUSE|address already in use|invalid usage"
+    r"|Duplicate GPU|InvalidArgument"
+)
+
+_IN_FULL, _IN_SHORT = 8, 64  # failures that travel
+_OTHERS = 15  # failures besides the culprit that are printed
+
+
+class _Blame(IntEnum):
+    """How likely a failure is a cause rather than a consequence; the smaller the likelier."""
+
+    CAUSE = 0  # it was killed, it crashed, it raised something of its own, it could not be started
+    UNEXPLAINED = 1  # an exit code without a word, an abort
+    CONNECTION = 2  # it lost a connection, perhaps to a peer
+    COLLECTIVE = 3  # it lost a peer
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The culprit, not its victims; None when there was no failure."""
+    return next(iter(order(failures)), None)
+
+
+def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The culprit first, its victims after it; the latest round before the earlier ones."""
+    failures = tuple(failures)
+    rounds = {failure.round for failure in failures if failure.hang}
+    odd = {(round, rank) for round in rounds for rank in odd_ones(hangs_among(failures, round))}
+
+    def blame(failure: Failure) -> _Blame:
+        return _Blame.CAUSE if (failure.round, failure.rank) in odd else _blame(failure)
+
+    return tuple(sorted(failures, key=lambda failure: (-failure.round, blame(failure), failure.at, failure.rank)))
+
+
+def _blame(failure: Failure) -> _Blame:
+    if failure.hang:
+        return _Blame.UNEXPLAINED if failure.hang.sign and not failure.hang.waits else _Blame.COLLECTIVE
+    aborted = failure.signal == "SIGABRT"
+    started = failure.exitcode is not None or failure.signal is not None
+    if failure.oom or not started or (failure.signal and not aborted):
+        return _Blame.CAUSE
+    words = "\n".join((failure.message, *_exceptions(failure.traceback)))
+    if aborted or not _explained(failure):
+        words = "\n".join((words, *failure.log_tail))  # a C++ thread's last words are on stderr only
+    if re.search(_OWN_FAULT, words, re.IGNORECASE):
+        return _Blame.CAUSE
+    if re.search(_COLLECTIVE, words, re.IGNORECASE):
+        return _Blame.COLLECTIVE
+    if re.search(_CONNECTION, words, re.IGNORECASE):
+        return _Blame.CONNECTION
+    return _Blame.CAUSE if _explained(failure) and not aborted else _Blame.UNEXPLAINED
+
+
+def _exceptions(traceback: str) -> list[str]:
+    """The lines that are not frames: what was raised, and from what."""
+    return [line for line in traceback.split("\n") if not line.startswith(" ")]
+
+
+def _explained(failure: Failure) -> bool:
+    return bool(failure.traceback or failure.error_file)
+
+
+def looks_like_victim(failure: Failure) -> bool:
+    """Whether a peer's loss would explain this failure."""
+    return _blame(failure) >= _Blame.CONNECTION
+
+
+def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The failures, small enough to travel: the likeliest culprits in full, more in short, the rest not at all."""
+    kept = order(failures)[:_IN_SHORT]
+    short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in kept[_IN_FULL:])
+    return (*kept[:_IN_FULL], *short)
+
+
+# for a program ------------------------------------------------------------------------------------------------------
+
+
+def to_json(report: JobReport) -> str:
+    """The report as a JSON object; `root_cause` is the first of `failures`, or null."""
+    import json  # this and its like only where a job has failed: every agent loads this module at its start
+
+    failures = [asdict(failure) for failure in order(report.failures)]
+    fields = asdict(report) | {"root_cause": failures[0] if failures else None, "failures": failures}
+    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+
+
+# for a person -------------------------------------------------------------------------------------------------------
+
+
+def render(report: JobReport, width: int = 100) -> str:
+    """What is printed at the end of a job."""
+    return "\n".join(_lines(report, width)) + "\n"
+
+
+def _lines(report: JobReport, width: int) -> Iterator[str]:
+    counts = f"{_count(report.rounds, 'round')}, {_count(report.restarts, 'restart')}"
+    yield from _wrapped(f"job {report.run_id} {report.outcome.value} ({counts}): {report.why}", width)
+    if report.outcome is Outcome.SUCCEEDED or not report.failures:
+        return
+    cause, *others = order(report.failures)
+    yield ""
+    if cause.hang:
+        yield from _wrapped(f"hang: {in_words(hangs_among(report.failures, cause.round))}", width)
+    yield f"root cause: {_who(cause)}"
+    yield from _facts(cause, width)
+    if others:
+        yield ""
+        yield f"other failures ({len(others)}), most likely because of it:"
+        for failure in others[:_OTHERS]:
+            yield _shortened(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
+        if len(others) > _OTHERS:
+            yield f"  … and {len(others) - _OTHERS} more"
+
+
+def _facts(failure: Failure, width: int) -> Iterator[str]:
+    yield f"  when     {_when(failure.at)}, round {failure.round}"
+    yield f"  how      {how(failure)}"
+    if failure.oom and failure.oom != failure.message:
+        yield from _labelled("memory", failure.oom, width)
+    if failure.message not in ("", how(failure)):
+        yield from _labelled("why", failure.message, width)
+    if failure.logs:
+        yield f"  logs     {failure.logs}"
+    if failure.error_file:
+        yield f"  error    {failure.error_file}"
+    if failure.hang and failure.hang.file:
+        yield f"  stacks   {failure.hang.file}"
+    if failure.traceback:
+        yield "  stack" if failure.hang else "  traceback"
+        yield from (f"    {line}" for line in failure.traceback.split("\n"))
+    if tail := _more_than_the_traceback(failure):
+        yield "  last lines of stderr"
+        yield from (f"    {line}" for line in tail)
+
+
+def _more_than_the_traceback(failure: Failure) -> tuple[str, ...]:
+    """The last lines of stderr, without the traceback if that is how they end."""
+    tail = failure.log_tail
+    if not (tail and failure.traceback and tail[-1].endswith(failure.traceback.rpartition("\n")[2])):
+        return tail
+    headers = [index for index, line in enumerate(tail) if line.endswith("Traceback (most recent call last):")]
+    return tail[: headers[-1]] if headers else ()
+
+
+def _who(failure: Failure) -> str:
+    pid = f", pid {failure.pid}" if failure.pid is not None else ""
+    return f"rank {failure.rank} on {failure.host} (local rank {failure.local_rank}{pid})"
+
+
+def _when(at: float) -> str:
+    from datetime import UTC, datetime
+
+    try:
+        moment = datetime.fromtimestamp(at, UTC)
+    except (ValueError, OverflowError):
+        return f"at {at}"  # no time of this world; it came from another machine
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} UTC"
+
+
+def how(failure: Failure) -> str:
+    """How a worker ended, in a few words."""
+    if hang := failure.hang:
+        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "was there when others hung"
+    if failure.signal:
+        return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
+    return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
+
+
+def _in_short(failure: Failure) -> str:
+    message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", failure.message.split("\n", 1)[0])  # where torch was built
+    return how(failure) if message in ("", how(failure)) else f"{how(failure)}: {message}"
+
+
+def _labelled(label: str, text: str, width: int) -> Iterator[str]:
+    first, *rest = [piece for line in text.split("\n") for piece in _wrapped(line, width - 11)]
+    yield f"  {label:<8} {first}"
+    yield from (f"           {line}" for line in rest)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    from textwrap import wrap
+
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,148 @@
+"""What brings the operator into a cluster: its definition, its rights, itself.  Pure; `deploy/` holds it as files.
+
+Its rights are what `operator` and `deeds` ask for, and no more.  It makes secrets, and reads none but its own key.
+"""
+
+from typing import Any
+
+from ripstop.kubernetes import crd
+from ripstop.kubernetes.manifests import HOME, KEY
+from ripstop.kubernetes.spec import GROUP, PLURAL
+
+NAME = "ripstop-operator"
+IMAGE = "ripstop-operator:0.1.0"
+HEALTH_PORT = 8080
+LABELS = {"app.kubernetes.io/name": NAME}
+USER = 65532  # nobody in particular, and not root
+RBAC = "rbac.authorization.k8s.io"
+
+
+def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """All objects, by the name of the file that they are in; in the order in which they are applied.
+
+    Without `rules` they are for a cluster older than 1.25.
+    """
+    return {
+        "crd.yaml": [crd.definition(rules=rules)],
+        "rbac.yaml": [namespace(home), *rights(home)],
+        "operator.yaml": [deployment(image, home)],
+    }
+
+
+def objects(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list[dict[str, Any]]:
+    """All objects, in the order in which they are applied."""
+    return [item for items in files(image, home, rules=rules).values() for item in items]
+
+
+def kustomization() -> dict[str, Any]:
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": list(files()),
+    }
+
+
+def namespace(home: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home, "labels": LABELS}}
+
+
+def rights(home: str) -> list[dict[str, Any]]:
+    """The operator's service account and what it may do; and what users may, who may edit or view a namespace."""
+    account = {"kind": "ServiceAccount", "name": NAME, "namespace": home}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": NAME, "namespace": home, "labels": LABELS}},
+        _role("ClusterRole", {"name": NAME, "labels": LABELS}, OPERATORS),
+        _binding("ClusterRole", {"name": NAME, "labels": LABELS}, account),
+        _role("Role", {"name": NAME, "namespace": home, "labels": LABELS}, KEYS),
+        _binding("Role", {"name": NAME, "namespace": home, "labels": LABELS}, account),
+        _role("ClusterRole", {"name": f"{PLURAL}-edit", "labels": _joining("admin", "edit")}, EDITORS),
+        _role("ClusterRole", {"name": f"{PLURAL}-view", "labels": _joining("view")}, VIEWERS),
+    ]
+
+
+def _rule(group: str, resources: str, verbs: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    rule: dict[str, Any] = {"apiGroups": [group], "resources": resources.split(), "verbs": verbs.split()}
+    if names:
+        rule["resourceNames"] = list(names)
+    return rule
+
+
+OPERATORS = (
+    _rule(GROUP, PLURAL, "get list watch patch delete"),
+    _rule(GROUP, f"{PLURAL}/status", "patch"),
+    _rule(GROUP, f"{PLURAL}/finalizers", "update"),  # where owner references are guarded, to be named as an owner
+    _rule("", "pods", "get list watch create delete"),
+    _rule("", "services", "get create"),
+    _rule("", "secrets", "create"),
+    _rule("", "events", "get create patch"),
+    _rule("", "nodes", "list watch"),
+    _rule("policy", "poddisruptionbudgets", "get create"),
+    _rule("apiextensions.k8s.io", "customresourcedefinitions", "list watch"),  # kopf notices when ours comes
+)
+KEYS = (_rule("", "secrets", "get", (KEY,)),)
+EDITORS = (
+    _rule(GROUP, PLURAL, "create delete deletecollection get list patch update watch"),
+    _rule(GROUP, f"{PLURAL}/scale", "get patch update"),
+)
+VIEWERS = (_rule(GROUP, PLURAL, "get list watch"),)
+
+
+def deployment(image: str, home: str) -> dict[str, Any]:
+    """One operator, which is replaced, not joined, by the next."""
+    probe = {"httpGet": {"path": "/healthz", "port": "health"}, "timeoutSeconds": 5}
+    container = {
+        "name": "operator",
+        "image": image,
+        "command": ["ripstop", "kube", "operator"],
+        "args": ["--home=$(HOME_NAMESPACE)", f"--health=0.0.0.0:{HEALTH_PORT}"],
+        "env": [
+            {"name": "HOME_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+            {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+        ],
+        "ports": [{"name": "health", "containerPort": HEALTH_PORT}],
+        "livenessProbe": {**probe, "initialDelaySeconds": 10, "periodSeconds": 10, "failureThreshold": 6},
+        "readinessProbe": {**probe, "periodSeconds": 5},
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": NAME, "namespace": home, "labels": LABELS},
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": LABELS},
+            "template": {
+                "metadata": {"labels": LABELS},
+                "spec": {
+                    "serviceAccountName": NAME,
+                    "securityContext": {
+                        "runAsNonRoot": True,
+                        "runAsUser": USER,
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
+                    "containers": [container],
+                },
+            },
+        },
+    }
+
+
+def _role(kind: str, metadata: dict[str, Any], rules: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    return {"apiVersion": f"{RBAC}/v1", "kind": kind, "metadata": metadata, "rules": list(rules)}
+
+
+def _binding(kind: str, metadata: dict[str, Any], account: dict[str, str]) -> dict[str, Any]:
+    reference = {"apiGroup": RBAC, "kind": kind, "name": metadata["name"]}
+    name = f"{kind}Binding"
+    return {"apiVersion": f"{RBAC}/v1", "kind": name, "metadata": metadata, "roleRef": reference, "subjects": [account]}
+
+
+def _joining(*roles: str) -> dict[str, str]:
+    """Labels that have the cluster add these rights to its own roles."""
+    return LABELS | {f"{RBAC}/aggregate-to-{role}": "true" for role in roles}

@@ -1,0 +1,212 @@
+"""What an ElasticJob says: its fields, once, for the schema, for the operator and for the documentation.  Pure.
+
+`FIELDS` is the table of plain fields; `read` makes a `Spec` of an object, or says what is wrong with it.  A schema
+catches most mistakes when an object is written; what concerns two fields at once, an older cluster lets through, so
+that `read` finds everything again.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ripstop.model.values import dataclass
+
+GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
+MOST_REPLICAS = 10_000
+LONGEST_NAME = 52  # a pod's name is the job's, a dash and up to ten digits, and a host name has 63 characters at most
+PORT, PROBE_PORT = 29400, 29490
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A plain field of the spec.  `fixed`: it cannot change while the job exists."""
+
+    name: str
+    type: type
+    default: Any
+    text: str
+    least: int | None = None
+    most: int | None = None
+    choices: tuple[str, ...] = ()
+    fixed: bool = False
+
+
+FIELDS = (
+    Field("minReplicas", int, 1, "Nodes that the job needs to train.", 1, MOST_REPLICAS, fixed=True),
+    Field("maxReplicas", int, None, "Nodes that it can use.", 1, MOST_REPLICAS, fixed=True),
+    Field("replicas", int, None, "Nodes that it should have now; `kubectl scale` sets it.  maxReplicas if not given.",
+          1, MOST_REPLICAS),
+    Field("spares", int, 0, "Pods beyond these that wait, warm, to take the place of one that is lost.", 0, 1000),
+    Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
+    Field("maxRestarts", int, 3, "Failures of workers that are healed.", 0, 1_000_000, fixed=True),
+    Field("restartWindow", str, "", "Count only failures of so long: `1h`.  Empty: of the whole run.", fixed=True),
+    Field("shutdownTimeout", int, 30, "Seconds workers have to stop by themselves.", 0, 86_400, fixed=True),
+    Field("secretName", str, "", "A Secret with the key `token`.  Empty: one is made.", fixed=True),
+    Field("suspend", bool, False, "No pods while true; the job goes on from its checkpoint afterwards."),
+    Field("activeDeadlineSeconds", int, None, "The job fails when it has run for so long.", 1, 2**31 - 1),
+    Field("ttlSecondsAfterFinished", int, None, "The job is deleted so long after its end.", 0, 2**31 - 1),
+    Field("disruptionBudget", bool, False, "Have a PodDisruptionBudget keep minReplicas pods.", fixed=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SpecProblem:
+    """Something in an object that cannot be: where, and the rule, the value and the remedy."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the nodes meet: at the pod of slot 0, or wherever etcd elects."""
+
+    backend: str = "embedded"
+    endpoints: tuple[str, ...] = ()
+    conf: str = ""  # more of --rdzv-conf
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An ElasticJob's spec, with its defaults."""
+
+    min_replicas: int
+    max_replicas: int
+    replicas: int
+    template: Json
+    spares: int = 0
+    nproc_per_node: str = "auto"
+    max_restarts: int = 3
+    restart_window: str = ""
+    shutdown_timeout: int = 30
+    secret_name: str = ""
+    suspend: bool = False
+    active_deadline: int | None = None
+    ttl: int | None = None
+    disruption_budget: bool = False
+    rendezvous: Rendezvous = Rendezvous()
+
+    @property
+    def pods(self) -> int:
+        """How many there should be."""
+        return 0 if self.suspend else self.replicas + self.spares
+
+    @property
+    def target(self) -> int | None:
+        """How many of them are to train; None: it cannot be told to the job, whose secret is somebody else's."""
+        return None if self.secret_name else self.replicas
+
+
+def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
+    """The spec, or all that is wrong with it."""
+    problems: list[SpecProblem] = []
+    values = {field.name: _value(field, spec, problems) for field in FIELDS}
+    known = {*values, "template", "rendezvous"}
+    unknown = sorted(spec.keys() - known)
+    problems += [SpecProblem(f"spec.{key}", "is no field; remove it, or correct its spelling") for key in unknown]
+    rendezvous = _rendezvous(spec.get("rendezvous") or {}, problems)
+    template = spec.get("template")
+    problems += _template_problems(template)
+    problems += _name_problems(name)
+    if problems:
+        return problems
+    least, most = values["minReplicas"], values["maxReplicas"]
+    if values["replicas"] is None:
+        values["replicas"] = most
+    problems = _size_problems(least, values["replicas"], most)
+    if problems:
+        return problems
+    assert isinstance(template, Mapping), "a template that is none is a problem"
+    return Spec(
+        min_replicas=least,
+        max_replicas=most,
+        replicas=values["replicas"],
+        template=template,
+        spares=values["spares"],
+        nproc_per_node=values["nprocPerNode"],
+        max_restarts=values["maxRestarts"],
+        restart_window=values["restartWindow"],
+        shutdown_timeout=values["shutdownTimeout"],
+        secret_name=values["secretName"],
+        suspend=values["suspend"],
+        active_deadline=values["activeDeadlineSeconds"],
+        ttl=values["ttlSecondsAfterFinished"],
+        disruption_budget=values["disruptionBudget"],
+        rendezvous=rendezvous,
+    )
+
+
+def changed(before: Json, after: Json) -> list[SpecProblem]:
+    """The fields that were changed and must not be, while the job exists."""
+    fixed = {field.name: field.default for field in FIELDS if field.fixed} | {"rendezvous": None, "template": None}
+    return [
+        SpecProblem(f"spec.{name}", "cannot be changed while the job exists; delete the job and create it anew")
+        for name, default in fixed.items()
+        if before.get(name, default) != after.get(name, default)
+    ]
+
+
+def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
+    value: Any = spec.get(field.name, field.default)
+    where = f"spec.{field.name}"
+    if value is None:
+        if field.name == "maxReplicas":
+            problems.append(SpecProblem(where, "is needed: how many nodes may the job use?"))
+        return None
+    if field.type is str and type(value) is int:
+        value = str(value)  # nprocPerNode: 8
+    if type(value) is not field.type:
+        problems.append(SpecProblem(where, f"is {_article(field.type)}, not {value!r}"))
+        return None
+    if isinstance(value, int) and not (field.least or 0) <= value <= (field.most or value):
+        problems.append(SpecProblem(where, f"is from {field.least} to {field.most}, not {value}"))
+    return value
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", bool: "true or false", str: "a text"}[kind]
+
+
+def _name_problems(name: str) -> list[SpecProblem]:
+    where = "metadata.name"
+    if len(name) > LONGEST_NAME:
+        return [
+            SpecProblem(where, f"has {len(name)} characters, and its pods' host names allow {LONGEST_NAME}; shorten it")
+        ]
+    if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        return [
+            SpecProblem(where, f"names a service: a-z first, then a-z, 0-9 and dashes, not {name!r}; choose another")
+        ]
+    return []
+
+
+def _size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
+    if least > most:
+        return [SpecProblem("spec.minReplicas", f"({least}) is above maxReplicas ({most}); swap them")]
+    if not least <= now <= most:
+        return [SpecProblem("spec.replicas", f"({now}) must be from minReplicas ({least}) to maxReplicas ({most})")]
+    return []
+
+
+def _rendezvous(value: Any, problems: list[SpecProblem]) -> Rendezvous:
+    where = "spec.rendezvous"
+    if not isinstance(value, Mapping) or value.keys() - {"backend", "endpoints", "conf"}:
+        problems.append(SpecProblem(where, "has the fields backend, endpoints and conf only"))
+        return Rendezvous()
+    backend, endpoints = value.get("backend", "embedded"), tuple(value.get("endpoints") or ())
+    if backend not in ("embedded", "etcd"):
+        problems.append(SpecProblem(f"{where}.backend", f"is embedded or etcd, not {backend!r}"))
+    if (backend == "etcd") != bool(endpoints):
+        problems.append(
+            SpecProblem(f"{where}.endpoints", "are etcd's, and needed with it: give them, or choose embedded")
+        )
+    return Rendezvous(backend, endpoints, value.get("conf") or "")
+
+
+def _template_problems(template: Any) -> list[SpecProblem]:
+    containers = template.get("spec", {}).get("containers") if isinstance(template, Mapping) else None
+    if not containers:
+        return [SpecProblem("spec.template.spec.containers", "needs a container: the one that runs `ripstop run`")]
+    return []

@@ -1,1 +1,0 @@
-"""What happened, told truthfully: failures, reports, log lines."""

@@ -1,1 +1,0 @@
-"""Who is in the job: the coordinator's machine, its drivers, and the agents' links to it."""

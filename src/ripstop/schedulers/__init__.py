@@ -1,1 +1,0 @@
-"""ripstop under somebody else's scheduler."""

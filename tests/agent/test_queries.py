@@ -1,0 +1,121 @@
+"""Questions to an agent, with workers and without."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ripstop.agent.gpu_usage import GpuUsageReader
+from ripstop.agent.log_followers import LogFollowers
+from ripstop.agent.queries import QUESTIONS, QueriedNode, Workers, reply
+from ripstop.diagnostics.progress import WorkerProgress
+from ripstop.logs import follow
+from ripstop.logs.directory import RoundLogs
+from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.errors import QueryFailed
+from ripstop.model.round import Address, Place
+from ripstop.model.usage import GpuSample
+
+PLACE = Place(2, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
+ONE = (GpuSample(0, memory_used=7),)
+
+
+def told(question: str, workers: Workers | None = None, **details: object) -> Any:
+    return json.loads(
+        asyncio.run(
+            reply(question, json.dumps(details), QueriedNode(GpuUsageReader(lambda: ONE), workers, LogFollowers()))
+        )
+    )
+
+
+@pytest.mark.parametrize("question", sorted(set(QUESTIONS) - {"sample"}))
+def test_what_is_about_workers_has_no_answer_without_them(question: str) -> None:
+    with pytest.raises(QueryFailed, match="no workers run on this node now"):
+        told(question)
+
+
+def test_a_node_without_workers_can_be_sampled() -> None:
+    sample = told("sample")
+    assert (sample["ranks"], sample["gpus"][0]["memory_used"]) == ([], 7)
+
+
+def test_a_worker_that_reports_tells_its_step_and_others_say_that_they_do_not(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
+    workers = Workers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, 100.0, 8)})
+    before = time.time()
+    seen = told("step", workers, rank=5)
+    assert (seen["round"], seen["step"]) == (2, 7)
+    assert before - 100.0 <= seen["at"] <= time.time() - 100.0
+    with pytest.raises(QueryFailed, match="rank 4 reports no steps now"):
+        told("step", workers, rank=4)
+
+
+def test_an_unknown_question_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(QueryFailed, match="'meaning'; it answers log, sample, stacks, step, workers"):
+        told("meaning")
+
+
+def test_the_log_of_an_earlier_round_is_read_to_its_end_and_then_the_present_one(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs.prepare()
+    before = tmp_path / "round_1" / "5" / "stdout.log"
+    before.parent.mkdir(parents=True)
+    before.write_text("one\n")
+    (tmp_path / "round_2" / "5" / "stdout.log").write_text("two\n")
+    workers = Workers(PLACE, (1, 2), logs, {})
+    first = told("log", workers, rank=5, stream="stdout", round=1, offset=0)
+    second = told("log", workers, rank=5, stream="stdout", round=1, offset=first["next"])
+    assert [(piece["round"], piece["text"]) for piece in (first, second)] == [(1, "one\n"), (2, "two\n")]
+    assert told("log", workers, rank=5, stream="stderr", round=1, offset=9)["round"] == 2
+
+
+def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_told_of_them(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs.prepare()
+    path = tmp_path / "round_2" / "5" / "stdout.log"
+    path.write_bytes(b"x" * follow.PIECE + b"the end \xe2")
+
+    async def scenario() -> None:
+        stopped = asyncio.get_running_loop().create_future()
+        node = QueriedNode(
+            GpuUsageReader(lambda: ONE), Workers(PLACE, (1, 2), logs, {}, stopped=stopped), LogFollowers()
+        )
+
+        async def log(offset: int, **more: object) -> Any:
+            details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
+            return json.loads(await reply("log", json.dumps(details), node))
+
+        assert [(await log(at))["end"] for at in (0, follow.PIECE)] == [False, False]
+        waiting = asyncio.create_task(log(follow.PIECE + 8, wait=8.0))
+        parting = asyncio.create_task(node.readers.part(60.0))
+        done, _ = await asyncio.wait([waiting, parting], timeout=0.05)
+        assert not done
+        stopped.set_result(None)
+        async with asyncio.timeout(4.0):
+            piece = await waiting
+            await parting
+        assert (piece["text"], piece["end"]) == ("\ufffd", True)
+        assert not (await log(0))["end"]
+        with pytest.raises(QueryFailed, match="no workers of round 3 or a later one"):
+            await log(0, round=3)
+        for question in ("stacks", "step", "workers"):
+            with pytest.raises(QueryFailed, match="no workers run on this node now"):
+                await reply(question, "{}", node)
+        assert json.loads(await reply("sample", "{}", node))["ranks"] == []
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_of_an_earlier_log_is_told_also_of_a_rank_that_is_elsewhere_now(tmp_path: Path) -> None:
+    logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
+    logs.prepare()
+    before = tmp_path / "round_1" / "0" / "stdout.log"
+    before.parent.mkdir(parents=True)
+    before.write_text("one\n")
+    workers = Workers(PLACE, (1, 2), logs, {})
+    assert told("log", workers, rank=0, stream="stdout", round=1, offset=0)["text"] == "one\n"
+    with pytest.raises(QueryFailed, match="rank 0 is not on this node, which has ranks 4 to 5"):
+        told("log", workers, rank=0, stream="stdout", round=1, offset=4)

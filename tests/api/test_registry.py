@@ -1,0 +1,101 @@
+"""Which jobs run on this machine: agents say so for as long as they live, and no longer."""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from ripstop.api.registry import JobRecord, Registration, job_records, socket_address
+
+
+def sign(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:
+    return JobRecord(run_id, "node", os.getpid(), since, **more)  # type: ignore[arg-type]
+
+
+def test_what_is_said_is_found_until_it_is_taken_back(tmp_path: Path) -> None:
+    late, early = Registration(tmp_path, "a"), Registration(tmp_path, "b")
+    late.say(sign("late", since=2.0))
+    early.say(sign("early", since=1.0, endpoint="head:29400", token="t"))
+    assert job_records(tmp_path) == [
+        sign("early", since=1.0, endpoint="head:29400", token="t"),
+        sign("late", since=2.0),
+    ]
+    late.say(sign("moved", since=3.0))
+    assert [found.run_id for found in job_records(tmp_path)] == ["early", "moved"]
+    late.close(), early.close()
+    assert job_records(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_this_user_can_read_it_and_it_does_not_print_its_token(tmp_path: Path) -> None:
+    Registration(tmp_path, "a").say(sign(token="t0ken"))
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
+    assert "t0ken" not in repr(sign(token="t0ken"))
+
+
+def test_what_a_killed_agent_left_is_removed_with_its_socket(tmp_path: Path) -> None:
+    def agent(ready: "multiprocessing.synchronize.Event") -> None:
+        kept = Registration(tmp_path, "a")
+        kept.say(sign())
+        (tmp_path / "a.sock").touch()
+        ready.set()
+        signal.pause()
+
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=agent, args=(ready,), daemon=True)
+    process.start()
+    try:
+        assert ready.wait(30)
+        assert len(job_records(tmp_path)) == 1
+    finally:
+        process.kill()
+        process.join()
+    assert job_records(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_written_anew_while_somebody_reads_it_is_left_with_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Registration(tmp_path, "a")
+    kept.say(sign("before"))
+    (tmp_path / "a.sock").touch()
+    flock = fcntl.flock
+
+    def after_a_moment(file: int, how: int) -> None:
+        if how & fcntl.LOCK_SH:  # the reader has opened it
+            monkeypatch.undo()
+            kept.say(sign("after"))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_a_moment)
+    assert [found.run_id for found in job_records(tmp_path)] == ["after"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.sock"]
+    kept.close()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b'{"run_id": "job"}', b'{"run_id": 1, "node": 2, "pid": 3, "since": 4}']
+)
+def test_a_file_that_says_nothing_is_nobodys_sign(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text)
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert job_records(tmp_path) == []
+
+
+def test_a_socket_may_be_deeper_than_addresses_reach(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as caller:
+        with socket_address(directory / "a.sock") as where:
+            listening.bind(where)
+        listening.listen()
+        with socket_address(directory / "a.sock") as where:
+            caller.connect(where)

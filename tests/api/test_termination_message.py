@@ -1,0 +1,29 @@
+import json
+
+from ripstop.api.termination_message import MOST, termination_message
+from ripstop.model.failure import Failure, JobReport
+from ripstop.model.round import Outcome
+
+FAILURE = Failure(3, 1, 2, "host-b", 5.0, exitcode=7, message="no such file")
+
+
+def test_an_agent_that_leaves_says_so() -> None:
+    assert json.loads(termination_message("SIGTERM", None)) == {"outcome": "left", "why": "SIGTERM"}
+
+
+def test_the_jobs_end_is_told_with_its_culprit() -> None:
+    report = JobReport("job", Outcome.FAILED, "the budget is spent", 4, 3, (FAILURE,))
+    assert json.loads(termination_message("", report)) == {
+        "outcome": "failed",
+        "why": "the budget is spent",
+        "rounds": 4,
+        "restarts": 3,
+        "culprit": "rank 3 on host-b exited with code 7: no such file",
+    }
+
+
+def test_it_fits_into_what_kubernetes_keeps_whatever_was_said() -> None:
+    report = JobReport("job", Outcome.FAILED, "é" * 9000, 4, 3, (FAILURE,))
+    word = termination_message("", report)
+    assert len(word.encode()) <= MOST
+    assert json.loads(word)["why"].endswith("é…")

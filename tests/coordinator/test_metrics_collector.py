@@ -1,0 +1,175 @@
+"""`/metrics` of a coordinator, at its real port."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ripstop.coordinator import metrics_collector
+from ripstop.model.round import Address
+from ripstop.model.usage import NodeSample, RankSample
+from ripstop.protocol import secret
+from ripstop.protocol.messages import Query, Reply
+
+SAMPLE = NodeSample(100.0, 1, 0.5, 1, (RankSample(0, 1.5, 4096, 1, 1, 10),))
+
+
+async def get(address: Address, **headers: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}/metrics", headers=headers) as response,
+    ):
+        return response.status, await response.text()
+
+
+class Answers:
+    """An agent's end that answers what it is asked."""
+
+    def __init__(self, link: Any, agent: Any, body: str) -> None:
+        self._link, self._agent, self._body = link, agent, body
+        self.asked = 0
+
+    async def run(self) -> None:
+        while True:
+            await self._agent.until(lambda agent: sum(isinstance(m, Query) for m in agent.messages) > self.asked)
+            ask = [m for m in self._agent.messages if isinstance(m, Query)][self.asked]
+            self.asked += 1
+            self._link.send(Reply(ask.number, self._body))
+
+
+@asynccontextmanager
+async def joined(harness: Any, address: Address, node: str, body: str | None) -> Any:
+    """A node that is part of the job; without a body it never answers."""
+    async with harness.linking(address, node=node, token="") as (link, agent):
+        await agent.until(lambda a: a.count("linked") == 1)
+        link.send(harness.join(node, nodes=2))
+        answers = Answers(link, agent, body or "")
+        task = asyncio.create_task(answers.run()) if body else None
+        try:
+            yield answers
+        finally:
+            if task:
+                task.cancel()
+
+
+async def members(coordinator: Any, count: int) -> None:
+    """Waits until the job has so many nodes."""
+    news = asyncio.Event()
+    end = coordinator.journal.subscribe(lambda _: news.set())
+    while len(coordinator.status().nodes) < count:
+        news.clear()
+        await news.wait()
+    end()
+
+
+def run(scenario: Any) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await scenario
+
+    asyncio.run(limited())
+
+
+def test_nodes_are_asked_and_one_that_is_silent_is_down(harness: Any) -> None:
+    async def scenario() -> None:
+        async with (
+            harness.serving(nodes=2, token="") as (coordinator, address),
+            joined(harness, address, "a", json.dumps(asdict(SAMPLE))),
+            joined(harness, address, "b", None),
+        ):
+            await members(coordinator, 2)
+            status, text = await get(address)
+            assert status == 200
+            assert 'ripstop_node_up{host="127.0.0.1",node="a"} 1.0' in text
+            assert 'ripstop_node_up{host="127.0.0.1",node="b"} 0.0' in text
+            assert 'ripstop_worker_memory_bytes{node="a",rank="0"} 4096.0' in text
+            assert "ripstop_nodes_joined_total 2.0" in text
+
+    run(scenario())
+
+
+def test_an_answer_that_is_no_sample_is_none(harness: Any) -> None:
+    async def scenario() -> None:
+        lies = asdict(SAMPLE) | {"ranks": [{"rank": "a lot"}]}
+        async with (
+            harness.serving(nodes=2, token="") as (coordinator, address),
+            joined(harness, address, "a", json.dumps(lies)),
+        ):
+            await members(coordinator, 1)
+            _, text = await get(address)
+            assert 'ripstop_node_up{host="127.0.0.1",node="a"} 0.0' in text
+
+    run(scenario())
+
+
+def test_readers_that_come_together_or_soon_share_an_answer(harness: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics_collector, "FRESH", 1000.0)
+
+    async def scenario() -> None:
+        async with (
+            harness.serving(nodes=2, token="") as (coordinator, address),
+            joined(harness, address, "a", json.dumps(asdict(SAMPLE))) as answers,
+        ):
+            await members(coordinator, 1)
+            pages = await asyncio.gather(*(get(address) for _ in range(5)))
+            pages.append(await get(address))
+            assert len(set(pages)) == 1
+            assert answers.asked == 1
+
+    run(scenario())
+
+
+def test_a_job_with_a_secret_shows_its_numbers_to_those_who_know_it(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="s3cret") as (_, address):
+            for wrong in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer s3cret"}):
+                assert (await get(address, **wrong))[0] == 401
+            status, text = await get(address, Authorization=f"Bearer {secret.api_token('s3cret', 'job')}")
+            assert status == 200 and 'ripstop_job_info{run_id="job"} 1.0' in text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:29400", "127.0.0.1.evil.example", "localhost.evil"])
+def test_a_page_that_has_rebound_its_name_reads_no_numbers(harness: Any, host: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address):
+            status, text = await get(address, Host=host)
+            assert status == 403 and "is no name of this coordinator; ask for its IP address" in text
+            assert "run_id" not in text
+
+    run(scenario())
+
+
+NAMES = ["127.0.0.1:29400", "10.1.2.3", "[::1]:29400", "localhost", "LOCALHOST.:29400", "head.example:29400"]
+
+
+@pytest.mark.parametrize("host", [*NAMES, socket.gethostname(), socket.getfqdn()])
+def test_numbers_are_read_under_any_of_the_coordinators_names(harness: Any, host: str) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="", name="Head.example") as (_, address):
+            assert (await get(address, Host=host))[0] == 200
+
+    run(scenario())
+
+
+def test_who_shows_the_token_may_call_the_coordinator_what_they_like(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="s3cret") as (_, address):
+            token = secret.api_token("s3cret", "job")
+            assert (await get(address, Host="a.service", Authorization=f"Bearer {token}"))[0] == 200
+
+    run(scenario())
+
+
+def test_a_coordinator_that_nobody_reads_loads_no_library_for_it() -> None:
+    code = "import sys, ripstop.transport.server; print(sorted({'prometheus_client'} & sys.modules.keys()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "[]\n"

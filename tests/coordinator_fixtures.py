@@ -1,0 +1,188 @@
+"""A coordinator to talk to, and a listener that remembers; both for tests that hold real sockets."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from ripstop.coordinator.service import Coordinator, Session
+from ripstop.coordinator.settings import JobSettings
+from ripstop.model.config import Budget, Timing, Tls
+from ripstop.model.round import Address, Node
+from ripstop.protocol.messages import FromCoordinator, Join, Ready
+from ripstop.transport.client import WebSocketLink
+from ripstop.transport.endpoint import bind
+from ripstop.transport.server import Server
+from ripstop.transport.tls import for_agent, for_coordinator
+from tests.certificates import Authority
+
+DEADLINE = 20.0  # for anything awaited: generous, these machines are slow at times
+
+
+class Recorder:
+    """A listener that keeps what it was told, as ("linked",), ("message", m), ("unlinked", why), ("refused", why)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self._news = asyncio.Event()
+
+    def on_linked(self) -> None:
+        self._add("linked")
+
+    def on_message(self, message: FromCoordinator) -> None:
+        self._add("message", message)
+
+    def on_unlinked(self, why: str) -> None:
+        self._add("unlinked", why)
+
+    def on_refused(self, why: str) -> None:
+        self._add("refused", why)
+
+    def _add(self, *event: Any) -> None:
+        self.told.append(event)
+        self._news.set()
+
+    @property
+    def messages(self) -> list[FromCoordinator]:
+        return [event[1] for event in self.told if event[0] == "message"]
+
+    def count(self, what: str) -> int:
+        return sum(event[0] == what for event in self.told)
+
+    async def until(self, true: Callable[["Recorder"], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not true(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def heard(self, kind: type[Any]) -> Any:
+        """The first message of this kind, once it is there."""
+        await self.until(lambda self: any(isinstance(message, kind) for message in self.messages))
+        return next(message for message in self.messages if isinstance(message, kind))
+
+
+class Tapped(Coordinator):
+    """A coordinator whose sessions can be seen."""
+
+    def __init__(self, settings: JobSettings) -> None:
+        super().__init__(settings)
+        self.attached: list[Session] = []
+        self.forgotten: list[Session] = []
+        self.returning: list[Session] = []
+        self._news = asyncio.Event()
+
+    def attach(self, node: str, send: Any, close: Any) -> Session:
+        session = super().attach(node, send, close)
+        self.attached.append(session)
+        self._news.set()
+        return session
+
+    def forget(self, session: Session, *, returning: bool) -> None:
+        super().forget(session, returning=returning)
+        self.forgotten.append(session)
+        if returning:
+            self.returning.append(session)
+        self._news.set()
+
+    async def until(self, true: Callable[["Tapped"], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not true(self):
+                self._news.clear()
+                await self._news.wait()
+
+
+class Harness:
+    """What the tests of the wire need."""
+
+    Recorder = Recorder
+
+    @staticmethod
+    def stand_still(seconds: float) -> None:
+        """Nothing in this process happens for a while, as if it had been stopped."""
+        time.sleep(seconds)
+
+    @staticmethod
+    def settings(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> JobSettings:
+        return JobSettings("job", least or nodes, nodes, Timing(lease=lease), Budget(restarts))
+
+    @staticmethod
+    def coordinator(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> Tapped:
+        return Tapped(Harness.settings(nodes, lease, least, restarts))
+
+    @staticmethod
+    def join(node: str, nodes: int = 1, least: int = 0, **more: Any) -> Join:
+        return Join(Node(node, "127.0.0.1", 1), least or nodes, nodes, ready=Ready(29500, 0), **more)
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def serving(
+        *,
+        nodes: int = 1,
+        least: int = 0,
+        lease: float = 3.0,
+        token: str = "s3cret",
+        port: int = 0,
+        tls: Tls | None = None,
+        run_id: str = "job",
+        name: str = "",
+    ) -> AsyncIterator[tuple[Tapped, Address]]:
+        """A coordinator at a port of its own."""
+        coordinator = Harness.coordinator(nodes, lease, least)
+        bound = bind(Address("127.0.0.1", port), demanded=True)
+        assert bound is not None
+        server = Server(
+            bound.listening,
+            coordinator,
+            run_id=run_id,
+            token=token,
+            lease=lease,
+            tls=tls and for_coordinator(tls),
+            name=name,
+        )
+        address = bound.address
+        await server.start()
+        try:
+            yield coordinator, address
+        finally:
+            coordinator.stop()
+            await server.close()
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def linking(
+        address: Address,
+        *,
+        node: str = "a",
+        token: str = "s3cret",
+        run_id: str = "job",
+        lease: float = 3.0,
+        tls: Tls | None = None,
+    ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
+        """An agent's link to it, open."""
+        link = WebSocketLink(address, run_id=run_id, node=node, token=token, lease=lease, tls=tls and for_agent(tls))
+        recorder = Recorder()
+        link.open(recorder)
+        try:
+            yield link, recorder
+        finally:
+            await link.close()
+
+
+@pytest.fixture
+def harness() -> type[Harness]:
+    return Harness
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the nodes' certificates."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs somebody else's."""
+    return Authority(tmp_path_factory.mktemp("stranger"))

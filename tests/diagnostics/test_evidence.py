@@ -1,0 +1,401 @@
+"""Evidence: whatever a dying worker leaves behind becomes a small, readable failure."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ripstop.diagnostics.evidence import (
+    Memory,
+    counted,
+    ending,
+    gather,
+    last_exception,
+    last_lines,
+    memory_cgroup,
+    not_started,
+    oom_verdict,
+    parse_error_file,
+    read_error_file,
+    read_memory,
+)
+from ripstop.model.failure import Failure
+from ripstop.model.round import Address, Place
+from ripstop.model.text import clean, cut, cut_middle
+
+PLACE = Place(3, 1, 2, 4, 8, 4, 4, 8, Address("localhost", 29500), 2)
+NOW = 1_800_000_000.0
+GIB = 1 << 30
+
+with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch's own @record")
+
+
+def evidence(directory: Path, returncode: int, before: Memory | None = None, at: float = NOW) -> Failure:
+    return gather(
+        PLACE,
+        1,
+        host="node1",
+        at=at,
+        pid=4242,
+        returncode=returncode,
+        logs=directory,
+        error_file=directory / "error.json",
+        stderr=directory / "stderr.log",
+        before=before or Memory(),
+    )
+
+
+def run(script: str, directory: Path) -> int:
+    """Run a real worker with its stderr and its error file in the directory."""
+    with (directory / "stderr.log").open("ab") as stderr:
+        return subprocess.run(
+            [sys.executable, "-u", "-c", script],
+            env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(directory / "error.json")},
+            stderr=stderr,
+            timeout=60,
+            check=False,
+        ).returncode
+
+
+# real ends
+
+
+def test_an_exit_code_is_told_as_it_is(tmp_path: Path) -> None:
+    failure = evidence(tmp_path, run("raise SystemExit(3)", tmp_path))
+    assert failure == Failure(
+        rank=5,
+        local_rank=1,
+        round=3,
+        host="node1",
+        at=NOW,
+        pid=4242,
+        exitcode=3,
+        message="exited with code 3",
+        logs=str(tmp_path),
+    )
+
+
+def test_an_exception_is_found_without_record(tmp_path: Path) -> None:
+    failure = evidence(tmp_path, run("print('step 1', file=__import__('sys').stderr)\n1 / 0", tmp_path))
+    assert failure.message == "ZeroDivisionError: division by zero"
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    assert failure.log_tail[0] == "step 1"
+    assert failure.error_file == ""
+
+
+def test_an_exception_that_was_caught_is_not_the_reason_of_a_crash(tmp_path: Path) -> None:
+    script = "import os, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nos.abort()"
+    failure = evidence(tmp_path, run(script, tmp_path))
+    assert (failure.signal, failure.exitcode) == ("SIGABRT", None)
+    assert failure.message == "died of SIGABRT (aborted)"
+    assert failure.log_tail[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_segmentation_fault_has_its_name(tmp_path: Path) -> None:
+    failure = evidence(tmp_path, run("import os; os.kill(os.getpid(), 11)", tmp_path))
+    assert (failure.signal, failure.message) == ("SIGSEGV", "died of SIGSEGV (segmentation fault)")
+
+
+def test_a_kill_from_outside_is_said_not_to_be_ours() -> None:
+    assert ending(-signal.SIGKILL) == "killed by SIGKILL, which was not sent by ripstop"
+
+
+def test_a_signal_without_a_name_has_its_number() -> None:
+    assert ending(-40).startswith("died of SIG40")
+
+
+@with_torch
+def test_what_torchs_record_writes_is_read(tmp_path: Path) -> None:
+    script = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    raise ValueError('the loss is ∞')\n"
+        "main()\n"
+    )
+    began = time.time()
+    code = run(script, tmp_path)
+    failure = evidence(tmp_path, code, at=time.time() + 100)
+    assert failure.exitcode == 1
+    assert failure.message == "ValueError: the loss is ∞"
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    assert failure.traceback.endswith("ValueError: the loss is ∞")
+    assert failure.error_file == str(tmp_path / "error.json")
+    assert began - 1 <= failure.at <= time.time()
+
+
+@with_torch
+def test_an_error_file_that_torch_passed_on_from_a_child_is_read(tmp_path: Path) -> None:
+    child = {
+        "message": {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Trace\n", "timestamp": "1700000000"}}
+    }
+    (tmp_path / "child.json").write_text(json.dumps(child))
+    script = (
+        "from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record\n"
+        "@record\n"
+        "def main():\n"
+        f"    failure = ProcessFailure(0, 99, -11, {str(tmp_path / 'child.json')!r})\n"
+        "    raise ChildFailedError('trainer', {0: failure})\n"
+        "main()\n"
+    )
+    failure = evidence(tmp_path, run(script, tmp_path))
+    assert failure.message == "KeyError: 'x'"
+    assert failure.traceback == "Trace"
+    assert failure.at == 1_700_000_000.0
+
+
+# error files
+
+
+def parsed(data: Any) -> tuple[str, str, float | None]:
+    text = json.dumps(data).encode()
+    said = parse_error_file(text, len(text))
+    return said.message, said.traceback, said.at
+
+
+def test_a_message_may_be_a_text() -> None:
+    assert parsed({"message": "it broke", "timestamp": 1700000000}) == ("it broke", "", 1_700_000_000.0)
+
+
+def test_a_message_may_be_nested() -> None:
+    inner = {"message": "deep", "extraInfo": {"py_callstack": "Trace", "timestamp": "1700000001"}}
+    assert parsed({"message": {"message": inner, "errorCode": -11}}) == ("deep", "Trace", 1_700_000_001.0)
+
+
+@pytest.mark.parametrize("timestamp", ["nan", "soon", -1, 0, None, [], 1e300, "1" * 400])
+def test_a_timestamp_that_cannot_be_one_is_ignored(timestamp: Any) -> None:
+    assert parsed({"message": "x", "timestamp": timestamp})[2] is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[1]", b"7", b"{}", b'{"message": {"message": "ValueError: cut he', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 9999],
+)
+def test_a_broken_error_file_is_said_to_be_broken(data: bytes) -> None:
+    said = parse_error_file(data, len(data))
+    assert said.message.startswith("the error file ")
+    assert len(said.message.encode()) <= 2048
+
+
+def test_the_beginning_of_a_cut_error_file_is_shown() -> None:
+    data = b'{"message": {"message": "ValueError: cut he'
+    assert "ValueError: cut he" in parse_error_file(data, len(data)).message
+
+
+@given(
+    st.binary(max_size=300) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
+)
+def test_no_error_file_whatsoever_raises(data: bytes) -> None:
+    parse_error_file(data, len(data)).message.encode()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["message", "extraInfo", "timestamp", "py_callstack"]),
+        st.recursive(
+            st.none() | st.floats() | st.text(max_size=5),
+            lambda inner: st.dictionaries(
+                st.sampled_from(["message", "extraInfo", "timestamp", "py_callstack"]), inner
+            ),
+        ),
+    )
+)
+def test_no_error_file_of_torchs_words_raises(data: Any) -> None:
+    text = json.dumps(data).encode()
+    parse_error_file(text, len(text)).traceback.encode()
+
+
+def test_a_gigantic_error_file_is_read_only_in_part(tmp_path: Path) -> None:
+    with (tmp_path / "error.json").open("wb") as file:
+        file.write(b'{"message": "' + b"x" * 3000)
+        file.truncate(GIB)  # a hole: it takes no room on the disk
+    failure = evidence(tmp_path, 1)
+    assert failure.message.startswith('the error file is too long (1.0 GiB); it begins: {"message": "xxx')
+    assert len(failure.message.encode()) <= 2048
+
+
+def test_an_error_file_that_is_a_pipe_or_a_directory_does_not_keep_us_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "error.json")
+    assert evidence(tmp_path, 1).message.endswith("is not a file")
+    (tmp_path / "d").mkdir()
+    said = read_error_file(tmp_path / "d")
+    assert said is not None
+    assert said.message.endswith("is not a file")
+
+
+def test_an_empty_error_file_leaves_the_end_to_speak(tmp_path: Path) -> None:
+    (tmp_path / "error.json").touch()
+    assert evidence(tmp_path, 3).message == "exited with code 3"
+
+
+def test_the_time_of_the_exception_is_finer_than_torchs_whole_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": "x", "timestamp": 1700000000}))
+    os.utime(path, (1700000000.75, 1700000000.75))
+    assert evidence(tmp_path, 1).at == 1700000000.75
+    os.utime(path, (1600000000, 1600000000))  # a file server with a clock of its own
+    assert evidence(tmp_path, 1).at == 1700000000.0
+
+
+def test_long_messages_and_tracebacks_are_cut() -> None:
+    message, traceback, _ = parsed({"message": {"message": "é" * 9000, "extraInfo": {"py_callstack": "ä\n" * 9000}}})
+    assert len(message.encode()) <= 2048
+    assert message.endswith("…")
+    assert len(traceback.encode()) <= 8192
+    assert "…" in traceback
+
+
+# stderr
+
+
+def test_the_last_lines_are_those_at_the_end_of_a_large_file(tmp_path: Path) -> None:
+    with (tmp_path / "stderr.log").open("w") as file:
+        file.writelines(f"line {number}\n" for number in range(100_000))
+        file.write("\n\n" + "w" * 5000)
+    tail = evidence(tmp_path, 3).log_tail
+    assert len(tail) == 20
+    assert tail[-2] == "line 99999"
+    assert len(tail[-1].encode()) <= 400
+
+
+def test_binary_and_coloured_stderr_becomes_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_bytes(b"\x1b[31mred\x1b[0m \xff\xfe\x00\x07\r 10%\r 20%\r\ndone")
+    assert evidence(tmp_path, 3).log_tail == ("red ��", " 10%", " 20%", "done")
+
+
+def test_no_stderr_file_is_no_obstacle(tmp_path: Path) -> None:
+    assert evidence(tmp_path / "gone", 3).log_tail == ()
+
+
+def test_an_exception_is_found_behind_torchs_rank_prefix() -> None:
+    text = (
+        "some warning\n"
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "train.py", line 9, in <module>\n'
+        "[rank0]:     dist.all_reduce(x)\n"
+        "[rank0]: torch.distributed.DistBackendError: NCCL error\n"
+        "[rank0]: Last error:\n"
+        "[rank0]: remote process exited\n"
+        "[rank0]:[W1] Warning: destroy_process_group() was not called\n"
+    )
+    message, traceback = last_exception(text)
+    assert message == "torch.distributed.DistBackendError: NCCL error"
+    assert "remote process exited" in traceback
+    assert "[rank0]" not in traceback.split("remote")[0]
+
+
+def test_of_several_exceptions_the_last_is_taken() -> None:
+    first, second = ("Traceback (most recent call last):\n  File x\n" + name for name in ("AError: a\n\n", "BError\n"))
+    assert last_exception(first + second)[0] == "BError"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Traceback (most recent call last):", "Traceback (most recent call last):\n  F\n"]
+)
+def test_half_a_traceback_is_none(text: str) -> None:
+    assert last_exception(text) == ("", "")
+
+
+@given(st.text())
+def test_any_text_can_be_cleaned_and_cut(text: str) -> None:
+    cleaned = clean(text)
+    assert not set(cleaned) & set("\x00\x07\x1b\r\x7f\x9b")
+    assert len(cut(cleaned, 10).encode()) <= 10
+    assert len(cut_middle(cleaned, 40).encode()) <= 40
+    last_lines(cleaned)
+    last_exception(cleaned)
+
+
+# memory
+
+
+def test_the_memory_cgroup_is_found_in_both_versions() -> None:
+    assert memory_cgroup("9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n") == (1, "/docker/abc")
+    assert memory_cgroup("0::/user.slice/job:7.scope\n") == (2, "/user.slice/job:7.scope")
+    assert memory_cgroup("0::/\n") == (2, "")
+    assert memory_cgroup("") == (0, "")
+
+
+def test_oom_kills_are_counted_in_both_versions() -> None:
+    assert counted("low 0\nhigh 0\nmax 31\noom 2\noom_kill 2\noom_group_kill 0\n", "oom_kill") == 2
+    assert counted("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n", "oom_kill") == 5
+    assert counted("oom_kill_disable 0\nunder_oom 0\n", "oom_kill") is None
+
+
+def test_a_kill_with_a_risen_count_is_the_oom_killers() -> None:
+    before, after = Memory(kills=1, limit=4 * GIB, peak=GIB), Memory(kills=2, limit=4 * GIB, peak=int(3.9 * GIB))
+    assert oom_verdict(before, after) == "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
+    assert oom_verdict(Memory(0), Memory(1, limit=1 << 63)) == "killed by the kernel's OOM killer"
+    assert "machine" in oom_verdict(Memory(0, machine=True), Memory(1, machine=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Memory(1), Memory(1)), (Memory(), Memory(1)), (Memory(1), Memory()), (Memory(0), Memory(1, machine=True))],
+)
+def test_a_kill_without_a_risen_count_is_not(before: Memory, after: Memory) -> None:
+    assert oom_verdict(before, after) == ""
+
+
+def test_only_a_kill_is_put_down_to_memory(tmp_path: Path) -> None:
+    now = read_memory()
+    if now.kills is None:
+        pytest.skip("this kernel does not count OOM kills")
+    before = Memory(now.kills - 1, machine=now.machine)
+    killed, crashed = evidence(tmp_path, -signal.SIGKILL, before), evidence(tmp_path, -signal.SIGSEGV, before)
+    assert killed.oom == killed.message
+    assert killed.oom.startswith("killed by the kernel's OOM killer")
+    assert crashed.oom == ""
+
+
+AGENT = """
+import os, subprocess, sys
+from pathlib import Path
+from ripstop.model.text import clean, cut, cut_middle
+from ripstop.model.round import Address, Place
+from ripstop.diagnostics.evidence import gather, read_memory
+
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+before = read_memory()
+code = subprocess.run([sys.executable, "-c", "b'x' * (200 << 20)"]).returncode
+nowhere = Path("/nowhere")
+place = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("localhost", 1), 0)
+print(gather(place, 0, host="h", at=1.0, pid=1, returncode=code, logs=nowhere, error_file=nowhere, stderr=None,
+             before=before).oom)
+"""
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    version, path = memory_cgroup(Path("/proc/self/cgroup").read_text())
+    group = Path(f"/sys/fs/cgroup/memory{path}/ripstop_test_{os.getpid()}")
+    if version != 1 or not group.parent.is_dir() or not os.access(group.parent, os.W_OK):
+        pytest.skip("needs the right to make a memory cgroup (version 1)")
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_worker_that_the_kernel_really_kills_for_memory_is_known(small_cgroup: Path) -> None:
+    agent = [sys.executable, "-c", AGENT, str(small_cgroup)]
+    said = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
+
+
+def test_a_worker_that_never_ran_has_neither_code_nor_signal(tmp_path: Path) -> None:
+    failure = not_started(PLACE, 2, host="node1", at=NOW, why="no such program: tarin", logs=tmp_path)
+    assert (failure.rank, failure.exitcode, failure.signal, failure.pid) == (6, None, None, None)
+    assert failure.message == "could not be started: no such program: tarin"

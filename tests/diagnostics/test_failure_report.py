@@ -1,0 +1,233 @@
+"""The report names the culprit, and a person can read it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ripstop.diagnostics.failure_report import order, render, root_cause, to_json, trim
+from ripstop.model.failure import Failure, JobReport
+from ripstop.model.round import Outcome
+
+OWN = Failure(
+    rank=1,
+    local_rank=1,
+    round=2,
+    host="b",
+    at=100.0,
+    pid=77,
+    exitcode=1,
+    message="ValueError: the loss is not a number",
+    traceback='Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+    "ValueError: the loss is not a number",
+    error_file="/logs/1/error.json",
+    logs="/logs/1",
+)
+CRASH = Failure(rank=2, local_rank=0, round=2, host="c", at=100.0, pid=78, signal="SIGSEGV", message="died of SIGSEGV")
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+
+VICTIMS = [
+    f"RuntimeError: {GLOO}",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+    "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cpu//0/rank_1",
+    "torch.distributed.DistBackendError: NCCL error, remote process exited or there was a network error",
+    "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+    "RuntimeError: Application timeout caused pair closure",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+]
+
+
+def victim(message: str, at: float = 99.0) -> Failure:
+    traceback = f"Traceback (most recent call last):\n  File ...\n{message}"
+    return Failure(
+        rank=0, local_rank=0, round=2, host="a", at=at, exitcode=1, message=message, traceback=traceback, pid=70
+    )
+
+
+def report(*failures: Failure, outcome: Outcome = Outcome.FAILED, why: str = "rank 1 on b failed") -> JobReport:
+    return JobReport("job7", outcome, why, rounds=2, restarts=1, failures=failures)
+
+
+@pytest.mark.parametrize("culprit", [OWN, CRASH], ids=["exception", "crash"])
+@pytest.mark.parametrize("message", VICTIMS)
+def test_a_victim_is_not_blamed_even_if_its_clock_is_behind(message: str, culprit: Failure) -> None:
+    assert root_cause([victim(message), culprit]) == culprit
+    assert order([victim(message), culprit]) == (culprit, victim(message))
+
+
+def test_of_two_with_faults_of_their_own_the_earlier_is_blamed() -> None:
+    later = replace(OWN, rank=0, at=100.5)
+    assert root_cause([later, OWN]) == OWN
+
+
+def test_of_victims_only_the_earliest_is_blamed() -> None:
+    first, second = victim(VICTIMS[0], at=1.0), victim(VICTIMS[1], at=2.0)
+    assert root_cause([second, first]) == first
+
+
+def test_a_lost_connection_is_likelier_a_cause_than_a_lost_peer() -> None:
+    database = victim("ConnectionResetError: [Errno 104] Connection reset by peer", at=5.0)
+    assert root_cause([victim(VICTIMS[0], at=4.0), database]) == database
+
+
+def test_a_victim_that_wraps_the_collectives_error_in_its_own_is_still_a_victim() -> None:
+    wrapped = replace(
+        victim("TrainingStopped: step 7"),
+        traceback=f"Traceback (most recent call last):\n  File …\nRuntimeError: {GLOO}\n\nThe above exception was the "
+        "direct cause of the following exception:\n\nTraceback (most recent call last):\n  File …\nTrainingStopped: 7",
+    )
+    assert root_cause([wrapped, OWN]) == OWN
+
+
+def test_the_nccl_watchdogs_abort_is_not_a_crash() -> None:
+    aborted = Failure(
+        rank=0,
+        local_rank=0,
+        round=2,
+        host="a",
+        at=99.0,
+        signal="SIGABRT",
+        log_tail=("[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",),
+    )
+    assert root_cause([aborted, CRASH]) == CRASH
+    assert root_cause([aborted, OWN]) == OWN
+
+
+def test_an_abort_of_its_own_is_blamed_before_its_victims() -> None:
+    aborted = replace(CRASH, signal="SIGABRT", log_tail=("train: engine.cc:12: Assertion `n > 0' failed.",))
+    assert root_cause([victim(VICTIMS[0]), aborted]) == aborted
+
+
+def test_an_exit_without_a_word_is_blamed_before_victims_and_after_crashes() -> None:
+    silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
+    assert order([victim(VICTIMS[0]), silent, CRASH]) == (CRASH, silent, victim(VICTIMS[0]))
+
+
+def test_a_victim_without_record_is_known_by_its_last_words() -> None:
+    silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, log_tail=(f"what(): {GLOO}",))
+    assert root_cause([silent, OWN]) == OWN
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "torch.distributed.DistBackendError: NCCL error: unhandled cuda error: 'out of memory'",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE",
+    ],
+)
+def test_a_fault_of_its_own_in_a_collectives_words_is_blamed(message: str) -> None:
+    own = victim(message, at=100.0)
+    assert root_cause([victim(VICTIMS[0]), own]) == own
+
+
+def test_a_worker_that_could_not_be_started_is_blamed_before_its_victims() -> None:
+    never = Failure(rank=1, local_rank=1, round=2, host="b", at=101.0, message="could not be started: no memory")
+    silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
+    assert order([victim(VICTIMS[0]), silent, never]) == (never, silent, victim(VICTIMS[0]))
+
+
+def test_a_worker_out_of_memory_is_blamed_before_its_victims() -> None:
+    oom = replace(CRASH, signal="SIGKILL", oom="killed by the kernel's OOM killer")
+    assert root_cause([victim(VICTIMS[3]), oom]) == oom
+
+
+def test_the_last_rounds_failures_come_first() -> None:
+    earlier = replace(CRASH, round=1, at=1.0)
+    assert root_cause([earlier, victim(VICTIMS[0])]) == victim(VICTIMS[0])
+
+
+def test_without_a_failure_nobody_is_blamed() -> None:
+    assert root_cause([]) is None
+
+
+def test_the_culprit_travels_in_full_even_behind_many_victims() -> None:
+    kept = trim([*(replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 200)), OWN])
+    assert kept[0] == OWN
+    assert len(kept) == 64
+    assert not kept[-1].traceback
+
+
+def test_a_person_reads_who_where_when_how_and_why() -> None:
+    text = render(report(victim(VICTIMS[0]), replace(OWN, log_tail=("step 41", "step 42"))))
+    assert text == (
+        "job job7 failed (2 rounds, 1 restart): rank 1 on b failed\n"
+        "\n"
+        "root cause: rank 1 on b (local rank 1, pid 77)\n"
+        "  when     1970-01-01 00:01:40.000 UTC, round 2\n"
+        "  how      exited with code 1\n"
+        "  why      ValueError: the loss is not a number\n"
+        "  logs     /logs/1\n"
+        "  error    /logs/1/error.json\n"
+        "  traceback\n"
+        "    Traceback (most recent call last):\n"
+        '      File "train.py", line 3, in <module>\n'
+        "    ValueError: the loss is not a number\n"
+        "  last lines of stderr\n"
+        "    step 41\n"
+        "    step 42\n"
+        "\n"
+        "other failures (1), most likely because of it:\n"
+        "  rank 0 on a exited with code 1: RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]…\n"
+    )
+
+
+def test_a_traceback_is_not_shown_a_second_time_as_the_end_of_stderr() -> None:
+    again = tuple(f"[rank1]: {line}" for line in OWN.traceback.split("\n"))
+    text = render(report(replace(OWN, log_tail=("step 42", "[rank1]: Traceback (most recent call last):", *again[1:]))))
+    assert text.endswith("  last lines of stderr\n    step 42\n")
+    assert "last lines of stderr" not in render(report(replace(OWN, log_tail=again[1:])))
+    assert "    too late\n" in render(report(replace(OWN, log_tail=(*again, "too late"))))
+
+
+def test_what_is_said_once_is_not_said_again() -> None:
+    silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
+    assert render(report(silent, why="over")).count("exited with code 3") == 1
+    assert "rank 3 on d exited with code 3\n" in render(report(CRASH, silent))
+
+
+def test_out_of_memory_is_said_plainly() -> None:
+    verdict = "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
+    text = render(report(replace(CRASH, signal="SIGKILL", oom=verdict, message=verdict)))
+    assert "  how      died of SIGKILL, out of memory\n" in text
+    assert text.count(verdict) == 1
+
+
+def test_a_thousand_victims_do_not_fill_the_screen() -> None:
+    victims = [replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 1000)]
+    text = render(report(OWN, *victims))
+    assert "other failures (998)" in text
+    assert len(text.splitlines()) < 50
+
+
+def test_long_texts_are_wrapped_to_the_width() -> None:
+    text = render(report(replace(CRASH, message="word " * 200), why="because " * 50), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_time_of_no_world_does_not_spoil_the_report() -> None:
+    assert "died of SIGSEGV" in render(report(replace(CRASH, at=1e300)))
+
+
+def test_a_worker_that_never_ran_is_reported_without_pid_and_code() -> None:
+    never = Failure(rank=1, local_rank=1, round=1, host="b", at=1.0, message="could not be started: no memory")
+    assert "root cause: rank 1 on b (local rank 1)\n" in render(report(never))
+    assert "  how      was not started\n" in render(report(never))
+
+
+def test_a_success_is_one_line() -> None:
+    text = render(report(CRASH, outcome=Outcome.SUCCEEDED, why="all workers exited with 0"))
+    assert text == "job job7 succeeded (2 rounds, 1 restart): all workers exited with 0\n"
+
+
+def test_a_program_reads_the_same_as_json() -> None:
+    data = json.loads(to_json(report(victim(VICTIMS[0]), OWN)))
+    assert data["outcome"] == "failed"
+    assert data["root_cause"] == data["failures"][0]
+    assert data["root_cause"]["rank"] == 1
+    assert [failure["rank"] for failure in data["failures"]] == [1, 0]
+    assert data["restarts"] == 1
+
+
+def test_a_success_has_no_root_cause_in_json() -> None:
+    assert json.loads(to_json(report(outcome=Outcome.SUCCEEDED)))["root_cause"] is None

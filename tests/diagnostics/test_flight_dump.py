@@ -1,0 +1,179 @@
+"""torch's flight recorder, asked of real workers, also of some that do not answer."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ripstop.diagnostics import flight_dump
+from ripstop.diagnostics.flight_dump import Flight, ask
+from ripstop.diagnostics.flight_recorder import in_words, odd_ones
+from ripstop.model.config import Script, StartMethod
+from ripstop.workers import processes
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import ProcessSpec, Spawner
+from ripstop.workers.zygote.process import recorded
+from tests.e2e.harness import wait_until
+
+DEADLINE = 60.0
+WORKER = """
+import ctypes, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+
+rank, store, kind = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+data = torch.ones(3, 4)
+dist.all_reduce(data)
+print("threads", threading.active_count(), "ready", flush=True)
+if rank == 0:
+    dist.all_reduce(data)
+elif kind == "sleep":
+    time.sleep(1000)
+elif kind == "lock":
+    ctypes.PyDLL(None).sleep(1000)  # with Python's lock in hand
+"""
+
+
+def with_workers(
+    stage: Any,
+    script: Callable[[list[str]], Coroutine[Any, Any, None]],
+    *args: str,
+    code: str = WORKER,
+    start: StartMethod = StartMethod.ZYGOTE,
+) -> None:
+    """Two workers at work, and their sockets; they are gone when the script is over."""
+    sockets = [str(stage.directory / f"s{rank}") for rank in range(2)]
+    outs = [stage.directory / f"{rank}.out" for rank in range(2)]
+
+    async def scenario() -> None:
+        entry = Script(str(stage.script(code)), (str(stage.directory / "store"), *args))
+        children, spawner = Children(), Spawner(entry, stage.env, start, None)
+        pids: list[int] = []
+        try:
+            births = [
+                ProcessSpec(stage.env | {"RANK": str(rank)}, entry, outs[rank], recorder=sockets[rank])
+                for rank in range(2)
+            ]
+            pids = await spawner.spawn(births)
+            ready = [lambda out=out: "ready" in out.read_text() or None for out in outs]
+            for one in ready:
+                await asyncio.to_thread(wait_until, one)
+            async with asyncio.timeout(DEADLINE):
+                await script(sockets)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                processes.reap(pid)
+            spawner.close()
+            children.close()
+
+    asyncio.run(scenario())
+    assert all("threads 1 ready" in out.read_text() for out in outs if code == WORKER)  # ours is not counted
+
+
+async def until(sockets: list[str], fits: Callable[[list[Flight]], bool]) -> list[Flight]:
+    """What is recorded once the workers are where they are going."""
+    while not fits(found := await ask(sockets)):
+        pass  # each time it waits for an answer
+    return found
+
+
+def standing(found: list[Flight]) -> dict[int, Any]:
+    return {rank: one.standings for rank, one in enumerate(found) if one.standings is not None}
+
+
+def test_a_rank_that_waits_in_a_collective_tells_so_and_who_is_late_is_known(stage) -> None:
+    async def script(sockets: list[str]) -> None:
+        found = await until(sockets, lambda found: "#2" in found[0].text)
+        assert odd_ones(standing(found)) == {1}
+        assert in_words(standing(found)) == ("rank 0 is in all_reduce #2, not entered by rank 1 (last: all_reduce #1)")
+        assert found[0].text.splitlines() == [
+            "all_reduce #1, 12 Float: completed",
+            "all_reduce #2, 12 Float: scheduled",
+        ]
+        for _ in range(20):  # who asks and goes hurts nobody, although a broken pipe would
+            with socket.socket(socket.AF_UNIX) as hasty:
+                hasty.connect(sockets[0])
+        assert (await ask(sockets))[0].standings == found[0].standings
+
+    with_workers(stage, script, "sleep")
+
+
+def test_a_rank_that_holds_pythons_lock_is_not_waited_for(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(sockets: list[str]) -> None:
+        (first,) = await until(sockets[:1], lambda found: "#2" in found[0].text)
+        monkeypatch.setattr(flight_dump, "PATIENCE", 0.3)
+        found = await until(sockets, lambda found: found[1].standings is None)
+        assert found[1] == Flight(why="the worker did not answer within 0.3 s")
+        assert found[0] == first
+
+    with_workers(stage, script, "lock")
+
+
+@pytest.mark.parametrize("start", [StartMethod.ZYGOTE, StartMethod.EXEC])
+def test_a_worker_without_torch_has_nothing_of_ours_and_is_said_to_have_no_recorder(stage, start: StartMethod) -> None:
+    async def script(sockets: list[str]) -> None:
+        assert {one.why for one in await ask(sockets)} == {
+            "the worker has no socket: it was not forked with torch loaded (--start-method, --preload)"
+        }
+
+    code = "import os, time; print('ready', len(os.listdir('/proc/self/task')), flush=True); time.sleep(1000)"
+    with_workers(stage, script, code=code, start=start)
+    assert "ready 1" in (stage.directory / "0.out").read_text()
+
+
+def test_a_healthy_worker_is_not_asked_for_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torch:
+        _dump_fr_trace_json = staticmethod(lambda: b"1")
+        _dump_nccl_trace_json = staticmethod(lambda: b"2")
+
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Torch)
+    assert recorded(hanging=False) == b'{"fr": 1}'
+    assert recorded(hanging=True) == b'{"fr": 1, "nccl": 2}'
+
+
+# answers that are none ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"nonsense", "the worker's answer is not what torch's flight recorder prints"),
+        (b"", "the worker's answer is not what torch's flight recorder prints"),
+        (b" " * 3000, "it has more than 0 MiB; set a smaller TORCH_FR_BUFFER_SIZE"),
+    ],
+)
+def test_an_answer_that_is_none_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
+) -> None:
+    monkeypatch.setattr(flight_dump, "LARGEST", 2000)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+
+        def serve() -> None:
+            asking, _ = server.accept()
+            with asking:
+                asking.recv(1)
+                asking.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert asyncio.run(ask([str(tmp_path / "s")])) == [Flight(why=why)]
+        serving.join()
+
+
+def test_a_worker_that_is_gone_cannot_be_asked(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+    (found,) = asyncio.run(ask([str(tmp_path / "s")]))
+    assert found.standings is None and "refused" in found.why

@@ -1,0 +1,153 @@
+"""A watch over one process that does nothing, in surroundings that fail."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ripstop.diagnostics import hang_monitor, stack_dump
+from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
+from ripstop.logs.directory import RoundLogs
+from ripstop.model.config import Logs
+from ripstop.model.events import CheckpointSaved, Event
+from ripstop.model.failure import Failure
+from ripstop.model.round import Address, Place
+from ripstop.system import linux
+from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat
+
+PLACE = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("127.0.0.1", 1), 0)
+DEADLINE = 20.0
+TIMEOUT = 0.4
+
+
+@pytest.fixture
+def idle() -> Iterator[int]:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setsid=True)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_dump, "py_spy", lambda: None)
+    monkeypatch.setattr(hang_monitor, "RETRY", 0.1)
+
+
+Hung = asyncio.Future[tuple[Failure, ...]]
+
+
+class Scene:
+    """A watch, what it records, and the hang that it finds."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self.recorded: list[Event] = []
+        self.audible = True
+        self._folder, self._pid = folder, pid
+
+    def play(self, script: Callable[[HangMonitor, Hung], Coroutine[Any, Any, None]], timeout: float = TIMEOUT) -> None:
+        async def scenario() -> None:
+            hung: Hung = asyncio.get_running_loop().create_future()
+            logs = RoundLogs(self._folder, Logs(), PLACE, "default", terminal=False)
+            subject = Subject(PLACE, "here", (self._pid,), logs)
+            watched = HangMonitor(
+                subject,
+                timeout,
+                lambda event, level: self.recorded.append(event),
+                lambda found, _: hung.set_result(found),
+                lambda: self.audible,
+            )
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    await script(watched, hung)
+            finally:
+                watched.close()
+
+        asyncio.run(scenario())
+
+
+@pytest.fixture
+def scene(tmp_path: Path, idle: int) -> Scene:
+    return Scene(tmp_path, idle)
+
+
+def fails_once(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    left = [error]
+
+    def call(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return function(*args)
+
+    return call
+
+
+def test_a_look_that_fails_is_not_the_last(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = fails_once(linux.usage_of_sessions, OSError(24, "Too many open files"))
+    monkeypatch.setattr(linux, "usage_of_sessions", broken)
+
+    async def script(watched: HangMonitor, hung: Hung) -> None:
+        assert len(await hung) == 1
+
+    with caplog.at_level(logging.ERROR):
+        scene.play(script)
+    assert ["Too many open files" in line for line in caplog.messages] == [True]
+
+
+def test_an_inspection_that_fails_is_made_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_monitor, "spot", fails_once(hang_monitor.spot, RuntimeError("can't start new thread")))
+
+    async def script(watched: HangMonitor, hung: Hung) -> None:
+        with pytest.raises(RuntimeError, match="new thread"):
+            await watched.inspect()
+        assert len(await hung) == 1
+
+    scene.play(script)
+
+
+def test_a_machine_that_stood_still_is_no_hang_but_silence_afterwards_is(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_monitor, "LATE", TIMEOUT)
+
+    async def script(watched: HangMonitor, hung: Hung) -> None:
+        watched.report(0, WorkerHeartbeat(1, 1))
+        time.sleep(3 * TIMEOUT)  # the agent and its workers, all of them  # noqa: ASYNC251
+        went_on = time.monotonic()
+        await hung
+        assert time.monotonic() - went_on >= TIMEOUT
+
+    scene.play(script)
+
+
+def test_who_could_not_report_is_not_missed(scene: Scene) -> None:
+    async def script(watched: HangMonitor, hung: Hung) -> None:
+        scene.audible = False
+        watched.report(0, WorkerHeartbeat(1, 1))
+        await asyncio.sleep(2.5 * TIMEOUT)
+        assert not hung.done()
+        scene.audible = True
+        (failure,) = await hung
+        assert failure.hang and failure.hang.sign == "no heartbeat"
+
+    scene.play(script)
+
+
+def test_a_flood_of_checkpoints_is_told_once_a_second_and_the_last_one_always(scene: Scene) -> None:
+    async def script(watched: HangMonitor, hung: Hung) -> None:
+        for step in range(1000):
+            watched.report(0, CheckpointReport(step, "x"))
+
+    scene.play(script, timeout=0.0)
+    told = [event.step for event in scene.recorded if isinstance(event, CheckpointSaved)]
+    assert told == [0, 999]

@@ -1,0 +1,172 @@
+"""Workers' logs, read for others while they are being written."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ripstop.logs import follow
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "stderr.log"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "rest"),
+    [
+        ("a\nb\nc\n", 2, "b\nc\n"),
+        ("a\nb\nc", 2, "b\nc"),
+        ("a\nb\nc\n", 9, "a\nb\nc\n"),
+        ("a\nb\nc\n", 0, ""),
+        ("\n\n\n", 1, "\n"),
+        ("", 5, ""),
+    ],
+)
+def test_the_last_lines_are_found(path: Path, text: str, lines: int, rest: str) -> None:
+    path.write_text(text)
+    assert text[follow.last_lines(path, lines) :] == rest
+
+
+def test_the_last_lines_are_found_far_from_the_end(path: Path) -> None:
+    text = "".join(f"line {number} {'x' * 100}\n" for number in range(10_000))
+    path.write_text(text)
+    assert text[follow.last_lines(path, 5000) :].count("\n") == 5000
+
+
+def test_pieces_make_the_whole_and_no_character_is_torn(path: Path) -> None:
+    text = "aä€😀" * 20_000
+    path.write_text(text, encoding="utf-8")
+    found, offset = [], 0
+    while (piece := follow.read(path, offset)).text:
+        assert piece.offset == offset
+        found.append(piece.text)
+        offset = piece.next
+    assert "".join(found) == text
+    assert offset == piece.size == path.stat().st_size
+
+
+def test_bytes_that_are_no_text_are_replaced_and_half_a_character_waits(path: Path) -> None:
+    path.write_bytes(b"\xff\xfeok \xe2\x82")
+    piece = follow.read(path, 0)
+    assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
+
+
+def test_half_a_character_waits_for_nothing_in_a_file_that_is_whole(path: Path) -> None:
+    path.write_bytes(b"ok \xe2\x82")
+    assert follow.read(path, 0, finished=True).text == "ok \ufffd"
+    path.write_bytes(b"x" * (follow.PIECE - 1) + "\u20ac".encode())
+    first = follow.read(path, 0, finished=True)
+    assert follow.read(path, first.next, finished=True).text == "\u20ac"
+
+
+def test_nobody_waits_for_a_file_that_is_over(path: Path) -> None:
+    path.write_text("a")
+
+    async def scenario() -> None:
+        over = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE, over))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        over.set_result(None)
+        async with asyncio.timeout(DEADLINE / 2):
+            await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_front_that_was_given_back_to_the_disk_is_passed_over(path: Path) -> None:
+    with path.open("wb") as file:
+        os.ftruncate(file.fileno(), 1 << 20)
+        file.seek(1 << 20)
+        file.write(b"the end")
+    piece = follow.read(path, 0)
+    assert piece.text.lstrip("\0") == "the end"
+    assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes has it all
+
+
+def test_a_file_that_became_shorter_is_read_from_its_end(path: Path) -> None:
+    path.write_text("short")
+    assert follow.read(path, 100) == follow.LogChunk(5, 5, 5, "")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not watched:
+        monkeypatch.setattr(follow, "_watch", lambda: None)
+    path.write_text("a")
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE))
+        await asyncio.sleep(0)
+        with path.open("a") as file:
+            file.write("b")
+        began = time.monotonic()
+        await waiting
+        assert time.monotonic() - began < DEADLINE / 2
+
+    asyncio.run(scenario())
+
+
+def test_a_hundred_who_wait_for_one_file_hold_it_open_once(path: Path) -> None:
+    path.write_text("a")
+
+    def held() -> int:
+        """How often it is open; other files, of tests before this one, may just be closing."""
+        count = 0
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                count += fd.readlink() == path
+        return count
+
+    async def scenario() -> int:
+        waiting = [asyncio.create_task(follow.grown(path, 1, DEADLINE)) for _ in range(100)]
+        await asyncio.sleep(0.2)  # for more descriptors than there should be
+        for given_up in waiting[:50]:
+            given_up.cancel()
+        await asyncio.wait(waiting[:50])
+        meanwhile = held()
+        with path.open("a") as file:
+            file.write("b")
+        await asyncio.gather(*waiting[50:])
+        while held():  # noqa: ASYNC110  # a thread closes it
+            await asyncio.sleep(0.01)
+        return meanwhile
+
+    async def bounded() -> int:
+        async with asyncio.timeout(DEADLINE):
+            return await scenario()
+
+    assert asyncio.run(bounded()) == 1
+
+
+def test_a_file_that_is_not_there_is_not_waited_for(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(follow.grown(path, 0, DEADLINE))
+
+
+def test_a_disk_that_hangs_keeps_neither_the_loop_nor_the_end_waiting(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("a")
+    go = threading.Event()
+    monkeypatch.setattr(follow, "_watch", lambda: go.wait(DEADLINE) and None)
+    began = time.monotonic()
+    try:
+        asyncio.run(follow.grown(path, 1, 0.05))
+        assert time.monotonic() - began < DEADLINE / 2
+    finally:
+        go.set()
+
+
+def test_nobody_waits_for_ever(path: Path) -> None:
+    path.write_text("a")
+    asyncio.run(follow.grown(path, 1, 0.05))
+    assert path.read_text() == "a"

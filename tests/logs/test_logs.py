@@ -1,0 +1,615 @@
+"""Workers' files, and their way to the console."""
+
+import asyncio
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ripstop.logs.console import Console, Prefixer, _Copier
+from ripstop.logs.directory import LogDirectory, RoundLogs, file_name, write_whole
+from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.errors import StartError, UsageError
+from ripstop.model.round import Address, Place
+from ripstop.system.inotify import InotifyWatch
+
+PLACE = Place(2, 1, 2, 4, 8, 2, 4, 8, Address("localhost", 29500), 1)
+
+
+def round_logs(job: Path, logs: Logs | None = None, *, terminal: bool = False) -> RoundLogs:
+    return RoundLogs(job, logs or Logs(), PLACE, "default", terminal=terminal)
+
+
+# files
+
+
+def test_each_worker_has_a_directory_by_round_and_rank(tmp_path: Path) -> None:
+    directory = LogDirectory(Logs(directory=tmp_path), "job7")
+    logs = round_logs(directory.path, Logs(redirects=StreamMap(OutputStreams.ALL)))
+    logs.prepare()
+    assert logs.stdout(1) == tmp_path / "job7" / "round_2" / "5" / "stdout.log"
+    assert logs.stderr(1) == tmp_path / "job7" / "round_2" / "5" / "stderr.log"
+    assert logs.error_file(1) == tmp_path / "job7" / "round_2" / "5" / "error.json"
+    assert all(path.exists() for rank in range(2) for path in logs.files(rank))
+
+
+def test_streams_go_where_they_were_asked_to(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.NONE, ((1, OutputStreams.OUT),))))
+    assert logs.stdout(0) is None
+    assert logs.stdout(1) is not None
+    tee = round_logs(tmp_path, Logs(tee=StreamMap(OutputStreams.OUT)), terminal=True)
+    assert tee.stdout(0) is not None
+    assert tee.stderr(0) is None
+
+
+def test_stderr_has_a_file_for_the_evidence_unless_it_is_a_terminal(tmp_path: Path) -> None:
+    assert round_logs(tmp_path, terminal=False).stderr(0) is not None
+    assert round_logs(tmp_path, terminal=True).stderr(0) is None
+
+
+def test_an_earlier_runs_logs_and_errors_are_kept(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path)
+    for text in ("first", "second"):
+        logs.prepare()
+        logs.error_file(0).write_text(text)
+    stderr = logs.stderr(0)
+    assert stderr is not None
+    stderr.write_text("kept")
+    logs.prepare()
+    assert stderr.read_text() == "kept"
+    assert not logs.error_file(0).exists()
+    assert {path.name: path.read_text() for path in logs.directory(0).glob("error.json*")} == {
+        "error.json.1": "first",
+        "error.json.2": "second",
+    }
+
+
+@pytest.mark.parametrize("run_id", ["../../etc", "a/b", "..", "", "x" * 300, "naïve id", "a\x00b", "\udcff"])
+def test_any_run_id_becomes_one_safe_file_name(run_id: str) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", file_name(run_id))
+
+
+def test_different_run_ids_have_different_names() -> None:
+    assert file_name("job-7.a") == "job-7.a"
+    assert len({file_name(run_id) for run_id in ("a/b", "a_b", "a b", "a\\b")}) == 4
+
+
+def test_a_log_directory_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"^workers' logs need .*file.* cannot be used \(.*\); .*--log-dir\.$"):
+        LogDirectory(Logs(directory=tmp_path / "file"), "job7")
+
+
+def test_a_round_that_cannot_have_files_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "round_2").touch()
+    with pytest.raises(StartError, match=r"round_2 cannot be used"):
+        round_logs(tmp_path).prepare()
+    with pytest.raises(StartError, match="cannot be used"):
+        round_logs(tmp_path).follow(Console())
+
+
+def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    empty, written = LogDirectory(Logs(), "job7"), LogDirectory(Logs(), "job7")
+    for directory in (empty, written):
+        round_logs(directory.path).prepare()
+    stderr = round_logs(written.path).stderr(1)
+    assert stderr is not None
+    stderr.write_text("a warning")
+    empty.tidy(succeeded=True)
+    written.tidy(succeeded=True)
+    assert list(tmp_path.iterdir()) == [written.path.parent]
+    assert stderr.read_text() == "a warning"
+
+
+def test_a_system_without_room_for_a_made_up_directory_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    with pytest.raises(UsageError, match=r"gone cannot be used \(No such file or directory\)"):
+        LogDirectory(Logs(), "job7")
+
+
+def test_the_users_directory_stays(tmp_path: Path) -> None:
+    directory = LogDirectory(Logs(directory=tmp_path), "job7")
+    directory.tidy(succeeded=True)
+    assert directory.path.exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_whole(tmp_path / "report.json", "{}")
+    write_whole(tmp_path / "report.json", '{"a": "ä"}')
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == '{"a": "ä"}'
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError):
+        write_whole(tmp_path / "directory", "{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "report.json"]
+
+
+# what others have put there
+
+OTHER = 4242  # a user who is nobody here
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+def test_a_run_directory_of_another_user_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "job7").mkdir()
+    os.chown(tmp_path / "job7", OTHER, OTHER)
+    with pytest.raises(UsageError, match=r"cannot be used \(job7 belongs to user 4242\); name another with --log-dir"):
+        LogDirectory(Logs(directory=tmp_path), "job7")
+
+
+def test_a_run_directory_that_is_a_link_is_refused_but_the_log_directory_may_be_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "logs").symlink_to("real")
+    (tmp_path / "real" / "evil").symlink_to(tmp_path)
+    assert LogDirectory(Logs(directory=tmp_path / "logs"), "job7").path.is_dir()
+    with pytest.raises(UsageError, match=r"evil is a symbolic link"):
+        LogDirectory(Logs(directory=tmp_path / "logs"), "evil")
+
+
+def test_nobody_else_can_write_into_a_run_directory(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory = LogDirectory(Logs(directory=tmp_path), "job7")
+        logs = round_logs(directory.path)
+        logs.prepare()
+    finally:
+        os.umask(before)
+    for path in (directory.path, logs.directory(0).parent, logs.directory(0)):
+        assert path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", ["round_2", "round_2/4", "round_2/4/stderr.log"])
+def test_a_planted_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    planted = tmp_path / "job7" / name
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(target if not name.endswith(".log") else target / "file")
+    with pytest.raises(StartError, match=r"cannot be used \("):
+        round_logs(tmp_path / "job7").prepare()
+    assert list(target.iterdir()) == []
+
+
+def test_a_planted_link_in_place_of_an_error_file_is_moved_aside(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path)
+    logs.prepare()
+    logs.error_file(0).symlink_to(tmp_path / "target")
+    logs.prepare()
+    assert not os.path.lexists(logs.error_file(0))
+
+
+def test_planted_links_in_place_of_copied_and_filtered_files_are_not_followed(tmp_path: Path) -> None:
+    logs = round_logs(tmp_path, Logs(tee=StreamMap(OutputStreams.ALL), stdout_filters=("x",)))
+    logs.prepare()
+    (tmp_path / "round_2" / "filtered_stdout.log").symlink_to(tmp_path / "target")
+    console = Console()
+    with pytest.raises(StartError, match="cannot be used"):
+        logs.follow(console)
+    console.close()
+    assert not (tmp_path / "target").exists()
+
+
+# lines
+
+
+def prefixed(*pieces: bytes) -> bytes:
+    prefixer = Prefixer(b"[a0]:")
+    return b"".join([*(prefixer.feed(piece) for piece in pieces), prefixer.end()])
+
+
+def test_every_line_gets_a_prefix() -> None:
+    assert prefixed(b"one\ntwo\n") == b"[a0]:one\n[a0]:two\n"
+    assert prefixed(b"\n\n") == b"[a0]:\n[a0]:\n"
+
+
+def test_a_line_in_pieces_is_put_together() -> None:
+    assert prefixed(b"o", b"ne\ntw", b"o", b"\n") == b"[a0]:one\n[a0]:two\n"
+
+
+def test_the_last_line_gets_the_end_it_never_had() -> None:
+    assert prefixed(b"one\ntwo") == b"[a0]:one\n[a0]:two\n"
+    assert prefixed(b"") == b""
+
+
+def test_a_progress_bar_is_a_line_each_time_it_moves() -> None:
+    assert prefixed(b"\r10%", b"\r20%\r\n") == b"[a0]:\n[a0]:10%\n[a0]:20%\n"
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory() -> None:
+    prefixer = Prefixer(b"[a0]:")
+    size = sum(len(prefixer.feed(b"x" * 100_000)) for _ in range(50))
+    assert size >= 3_000_000
+
+
+@given(st.lists(st.text("ab\r\n", max_size=6)))
+def test_lines_do_not_depend_on_how_they_were_cut(pieces: list[str]) -> None:
+    text = "".join(pieces).replace("\r\n", "\n").replace("\r", "\n")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    assert prefixed(*(piece.encode() for piece in pieces)).decode() == "".join(f"[a0]:{line}\n" for line in lines)
+
+
+# the console
+
+
+class Reader:
+    """The other end of a console: collects what arrives, and can be waited for."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._data = b""
+        self._arrived = threading.Condition()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._fd, 65536):
+            with self._arrived:
+                self._data += data
+                self._arrived.notify_all()
+
+    def wait_for(self, test: Callable[[bytes], bool]) -> bytes:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: test(self._data), timeout=20), self._data[-500:]
+            return self._data
+
+    def all(self) -> bytes:
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+        return self._data
+
+
+class Terminal:
+    """A console for the tests: a pipe."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+        self._reader: Reader | None = None
+
+    def reader(self) -> Reader:
+        self._reader = Reader(self.out)
+        return self._reader
+
+    def hang_up(self) -> None:
+        os.close(self.into)
+        self.into = -1
+
+    def close(self) -> None:
+        if self.into >= 0:
+            self.hang_up()
+        if self._reader is not None:
+            self._reader.all()
+        if self.out >= 0:
+            os.close(self.out)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture
+def console() -> Iterator[Console]:
+    console = Console()
+    yield console
+    console.close()
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def ends_with(last: bytes) -> Callable[[bytes], bool]:
+    return lambda seen: seen.endswith(last)
+
+
+async def finish(console: Console, *paths: Path) -> None:
+    async with asyncio.timeout(20):
+        await console.finish(paths)
+
+
+WRITER = """
+import os, sys
+name, lines = sys.argv[1], int(sys.argv[2])
+for number in range(lines):
+    os.write(1, f"{name} {number} ".encode())   # each line in three pieces
+    os.write(1, b"x" * (number % 200))
+    os.write(1, b"\\n")
+os.write(1, b"the end of " + name.encode())
+"""
+
+
+def test_workers_that_write_at_once_lose_no_line_and_tear_none(
+    tmp_path: Path, console: Console, terminal: Terminal
+) -> None:
+    reader, lines = terminal.reader(), 5000
+    paths = [tmp_path / f"{rank}.log" for rank in range(4)]
+
+    async def work(rank: int, path: Path) -> None:
+        with path.open("ab") as stdout:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", WRITER, f"w{rank}", str(lines), stdout=stdout
+            )
+        assert await asyncio.wait_for(process.wait(), timeout=60) == 0
+        await finish(console, path)
+
+    async def job() -> None:
+        for rank, path in enumerate(paths):
+            path.touch()
+            console.follow(path, terminal.into, f"[default{rank}]:".encode())
+        await asyncio.gather(*(work(rank, path) for rank, path in enumerate(paths)))
+
+    asyncio.run(job())
+    terminal.hang_up()
+    seen: dict[str, list[str]] = {}
+    for line in reader.all().decode().splitlines():
+        prefix, _, text = line.partition(":")
+        seen.setdefault(prefix, []).append(text)
+    for rank in range(4):
+        expected = [f"w{rank} {number} {'x' * (number % 200)}" for number in range(lines)]
+        assert seen.pop(f"[default{rank}]") == [*expected, f"the end of w{rank}"]
+    assert not seen
+
+
+def test_a_line_appears_while_its_worker_is_running(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "out.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into, b"[a0]:")
+    for number in range(3):  # each after the reader has seen the one before
+        append(path, b"line %d\n" % number)
+        reader.wait_for(ends_with(b"[a0]:line %d\n" % number))
+
+
+def test_without_a_prefix_half_a_line_appears_at_once(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into)
+    append(path, b"\r 10%")
+    reader.wait_for(lambda seen: seen == b"\r 10%")
+    append(path, b"\r\xff")
+    reader.wait_for(lambda seen: seen == b"\r 10%\r\xff")
+
+
+def test_what_was_there_before_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "out.log", terminal.reader()
+    path.write_bytes(b"yesterday\n")
+    console.follow(path, terminal.into, b"[a0]:")
+    append(path, b"today\n")
+    asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == b"[a0]:today\n"
+
+
+def test_a_console_nobody_reads_keeps_nobody_but_itself_waiting(
+    tmp_path: Path, console: Console, terminal: Terminal
+) -> None:
+    stuck, other = tmp_path / "out.log", tmp_path / "err.log"
+    elsewhere = Terminal()
+    data = b"".join(b"line %d\n" % number for number in range(200_000))
+
+    async def job() -> None:
+        for path, console_fd in ((stuck, terminal.into), (other, elsewhere.into)):
+            path.touch()
+            console.follow(path, console_fd, b"[a0]:")
+        append(stuck, data)
+        append(other, b"hello\n")
+        waiting = asyncio.create_task(finish(console, stuck))
+        await finish(console, other)
+        reader.wait_for(lambda seen: seen == b"[a0]:hello\n")
+        assert not waiting.done()
+        late = terminal.reader()
+        await waiting
+        terminal.hang_up()
+        assert late.all() == b"".join(b"[a0]:line %d\n" % number for number in range(200_000))
+
+    reader = elsewhere.reader()
+    try:
+        asyncio.run(job())
+    finally:
+        elsewhere.close()
+
+
+def test_draining_waits_for_what_others_are_finishing(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    paths = [tmp_path / "1.log", tmp_path / "2.log"]
+
+    async def job() -> None:
+        for path in paths:
+            path.touch()
+            console.follow(path, terminal.into)
+            append(path, b"x" * 300_000)
+        asyncio.create_task(console.finish(paths[:1])).cancel()
+        gone = asyncio.create_task(console.finish(paths[1:]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        reader = terminal.reader()
+        async with asyncio.timeout(20):
+            await console.drain()
+        terminal.hang_up()
+        assert len(reader.all()) == 600_000
+
+    asyncio.run(job())
+
+
+def test_a_console_that_hung_up_hurts_nobody(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path = tmp_path / "out.log"
+    path.touch()
+    console.follow(path, terminal.into, b"[a0]:")
+    os.close(terminal.out)
+    terminal.out = -1
+    append(path, b"hello\n" * 100_000)
+    asyncio.run(finish(console, path))
+    assert path.stat().st_size == 600_000
+
+
+def test_a_console_that_does_not_block_gets_everything(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "out.log", terminal.reader()
+    flags = fcntl.fcntl(terminal.into, fcntl.F_GETFL)
+    fcntl.fcntl(terminal.into, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+    path.touch()
+    console.follow(path, terminal.into)
+    append(path, b"hello\n" * 500_000)
+    asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == b"hello\n" * 500_000
+
+
+def test_a_file_that_someone_truncates_is_followed_on(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "out.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into, b"[a0]:")
+    append(path, b"a long line\n")
+    reader.wait_for(lambda seen: seen == b"[a0]:a long line\n")
+    os.truncate(path, 0)
+    append(path, b"short\n")
+    asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == b"[a0]:a long line\n[a0]:short\n"
+
+
+def test_a_file_that_someone_deletes_is_copied_to_its_end(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "out.log", terminal.reader()
+    with path.open("ab", buffering=0) as worker:
+        console.follow(path, terminal.into, b"[a0]:")
+        path.unlink()
+        worker.write(b"still here\n")
+        reader.wait_for(lambda seen: seen == b"[a0]:still here\n")
+        worker.write(b"to the end\n")
+        asyncio.run(finish(console, path))
+    terminal.hang_up()
+    assert reader.all() == b"[a0]:still here\n[a0]:to the end\n"
+
+
+def test_without_inotify_the_files_are_looked_at_now_and_then(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used_up() -> InotifyWatch:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("ripstop.system.inotify.InotifyWatch", used_up)
+    console, path, reader = Console(), tmp_path / "out.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into, b"[a0]:")
+    for number in range(3):
+        append(path, b"line %d\n" % number)
+        reader.wait_for(ends_with(b"[a0]:line %d\n" % number))
+    console.close()
+
+
+def test_finishing_what_was_never_followed_is_no_error(console: Console, tmp_path: Path) -> None:
+    asyncio.run(finish(console, tmp_path / "unknown.log"))
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_closed_console_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    terminal = Terminal()
+    before = (threading.active_count(), descriptors())
+    console = Console()
+    for name in ("1.log", "2.log"):
+        (tmp_path / name).touch()
+        console.follow(tmp_path / name, terminal.into)
+    asyncio.run(finish(console, tmp_path / "1.log"))
+    console.close()
+    assert (threading.active_count(), descriptors()) == before
+    terminal.close()
+
+
+AGENT = """
+import asyncio, subprocess, sys
+from pathlib import Path
+from ripstop.model.config import Logs, StreamMap, OutputStreams
+from ripstop.model.round import Address, Place
+from ripstop.logs.console import Console
+from ripstop.logs.directory import RoundLogs
+
+place = Place(1, 0, 1, 0, 2, 2, 0, 2, Address("localhost", 1), 0)
+wanted = Logs(tee=StreamMap(OutputStreams(int(sys.argv[2]))))
+logs = RoundLogs(Path(sys.argv[1]), wanted, place, "default", terminal=False)
+logs.prepare()
+console = Console()
+logs.follow(console)
+for rank in range(2):
+    out, err = logs.stdout(rank), logs.stderr(rank)
+    script = f"import sys; print('out {rank}', flush=True); print('err {rank}', end='', file=sys.stderr)"
+    subprocess.run([sys.executable, "-c", script], stdout=out and out.open("ab"), stderr=err and err.open("ab"))
+    asyncio.run(console.finish(logs.files(rank)))
+console.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("tee", "out", "err"),
+    [
+        (3, b"[default0]:out 0\n[default1]:out 1\n", b"[default0]:err 0\n[default1]:err 1\n"),
+        (1, b"[default0]:out 0\n[default1]:out 1\n", b"err 0err 1"),
+        (0, b"out 0\nout 1\n", b"err 0err 1"),
+    ],
+)
+def test_each_stream_reaches_its_own_console(tmp_path: Path, tee: int, out: bytes, err: bytes) -> None:
+    agent = subprocess.run(
+        [sys.executable, "-c", AGENT, str(tmp_path), str(tee)], capture_output=True, timeout=60, check=True
+    )
+    assert (agent.stdout, agent.stderr) == (out, err)
+    assert (tmp_path / "round_1" / "1" / "stderr.log").read_bytes() == b"err 1"
+
+
+def test_a_copier_that_obeys_before_it_hears_the_bell_ends_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = _Copier(os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT))
+    busy, obeyed = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        obeyed.wait(20)
+
+    def ring_late(fd: int, data: bytes) -> int:
+        obeyed.set()
+        copier._thread.join(20)
+        return write(fd, data)
+
+    write = os.write
+    copier.reach(wait)
+    assert busy.wait(20)
+    monkeypatch.setattr("ripstop.logs.console.os.write", ring_late)
+    copier.close()
+    assert not copier._thread.is_alive()
+
+
+# inotify
+
+
+def test_a_watch_gives_one_word_until_it_is_armed_again(tmp_path: Path) -> None:
+    watch, path = InotifyWatch(), tmp_path / "file"
+    with path.open("ab", buffering=0) as file:
+        watch.arm(file.fileno())
+        assert watch.changed() == set()
+        file.write(b"1")
+        file.write(b"2")
+        assert watch.changed() == {file.fileno()}
+        file.write(b"3")
+        assert watch.changed() == set()
+        watch.arm(file.fileno())
+        file.write(b"4")
+        assert watch.changed() == {file.fileno()}
+        watch.arm(file.fileno())
+        watch.disarm(file.fileno())
+        file.write(b"5")
+        assert watch.changed() == set()
+    watch.close()

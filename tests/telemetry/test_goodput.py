@@ -1,0 +1,152 @@
+"""Goodput beside a model that knows every single step."""
+
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import approx
+
+from ripstop.model.events import AgentMessage, Event, EventRecord, FirstStep, JobClosed, StepsDone
+from ripstop.telemetry import goodput
+from ripstop.telemetry.goodput import Goodput
+
+NODES = ("a", "b")  # the ranks 0 and 1
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Steps `first` to `first + more`, each of which takes `step` seconds, after a start of so many."""
+
+    first: int
+    more: int
+    step: float
+    start: float
+    told: tuple[bool, bool]  # by which of the nodes its end is told
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Round]:
+    rounds: list[Round] = []
+    reached = 0
+    for _ in range(draw(st.integers(1, 6))):
+        first = draw(st.integers(0, reached + 1))
+        more = draw(st.integers(0, 6))
+        times = st.floats(0.01, 10)
+        told = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+        rounds.append(Round(first, more, draw(times), draw(times), told))
+        reached = first + more
+    return rounds
+
+
+def entries(rounds: list[Round]) -> tuple[list[EventRecord], float]:
+    """What is told of these rounds, in order, and when it is over; the job begins at 100."""
+    said: list[tuple[float, str, Event]] = [(100.0, "", AgentMessage("the job begins"))]
+    now = 100.0
+    for number, round in enumerate(rounds, 1):
+        now += round.start
+        said += [(now, node, FirstStep(number, rank, round.first, round.start)) for rank, node in enumerate(NODES)]
+        now += round.more * round.step
+        for rank, node in enumerate(NODES):
+            if round.told[rank]:
+                last = round.first + round.more
+                said.append((now, node, StepsDone(number, rank, round.first, last, round.more * round.step)))
+    return [EventRecord(i, at, node, event) for i, (at, node, event) in enumerate(said, 1)], now
+
+
+def naive(rounds: list[Round]) -> tuple[float, float, int]:
+    """Every step is done in its turn, and a round that begins at a step undoes that and all later ones."""
+    done: dict[int, float] = {}
+    lost, times = 0.0, 0
+    for round in rounds:
+        for undone in [step for step in done if step >= round.first]:
+            lost += done.pop(undone)
+            times += 1
+        for step in range(round.first + 1, round.first + round.more + 1):
+            done[step] = round.step
+    return sum(done.values()), lost, times
+
+
+@given(jobs(), st.randoms())
+def test_goodput_is_what_a_model_of_every_step_says(rounds: list[Round], random: Random) -> None:
+    told, end = entries(rounds)
+    random.shuffle(told)
+    measured = Goodput()
+    for entry in told:
+        measured.on(entry)
+    spent = measured.spent(end)
+    kept, lost, times = naive(rounds)
+    assert (spent.kept, spent.lost, spent.steps_lost) == (approx(kept), approx(lost), times)
+    assert spent.wall == approx(end - 100)
+    assert spent.ratio == approx(kept / (end - 100))
+
+
+def test_a_first_step_that_is_done_again_was_no_loss_but_what_followed_it_was() -> None:
+    measured = Goodput()
+    measured.on(EventRecord(1, 10.0, "", AgentMessage("the job begins")))
+    for at, event in (
+        (10.0, FirstStep(1, 0, 1, 1.0)),
+        (20.0, StepsDone(1, 0, 1, 11, 10.0)),
+        (25.0, FirstStep(2, 0, 7, 1.0)),  # a checkpoint of step 6
+    ):
+        measured.on(EventRecord(1, at, "a", event))
+    spent = measured.spent(30.0)
+    assert (spent.kept, spent.lost, spent.steps_lost, spent.wall) == (5.0, 5.0, 5, 20.0)
+
+
+def test_a_round_that_runs_counts_as_far_as_it_was_seen() -> None:
+    measured = Goodput()
+    measured.on(EventRecord(1, 100.0, "", AgentMessage("the job begins")))
+    measured.on(EventRecord(1, 100.0, "a", FirstStep(1, 0, 5, 1.0)))
+    measured.progress(1, "a", 0, 15, 105.0)
+    assert measured.spent(110.0).kept == 5.0
+    measured.progress(1, "b", 1, 30, 109.0)  # not the rank whose first step is known
+    measured.progress(2, "a", 0, 30, 109.0)  # not a round that has begun
+    assert measured.spent(110.0).kept == 5.0
+    measured.on(EventRecord(2, 108.0, "a", StepsDone(1, 0, 5, 20, 8.0)))
+    assert measured.spent(110.0).kept == 8.0
+    measured.on(EventRecord(3, 110.0, "", JobClosed("succeeded", "", 1, 0)))
+    assert measured.spent(500.0).wall == 10.0
+
+
+def test_the_lowest_rank_of_the_latest_round_is_the_one_to_ask_until_it_has_told_all() -> None:
+    measured = Goodput()
+    assert measured.teller is None
+    measured.on(EventRecord(1, 100.0, "b", FirstStep(1, 1, 5, 1.0)))
+    assert measured.teller == ("b", 1)
+    measured.on(EventRecord(1, 101.0, "a", FirstStep(1, 0, 5, 1.0)))
+    assert measured.teller == ("a", 0)
+    measured.on(EventRecord(2, 108.0, "a", StepsDone(1, 0, 5, 20, 8.0)))
+    assert measured.teller is None
+    measured.on(EventRecord(2, 110.0, "b", FirstStep(2, 0, 21, 1.0)))
+    assert measured.teller == ("b", 0)
+
+
+def test_steps_that_start_over_in_a_round_say_nothing() -> None:
+    measured = Goodput()
+    measured.on(EventRecord(1, 100.0, "a", StepsDone(1, 0, 50, 3, 8.0)))
+    spent = measured.spent(200.0)
+    assert (spent.kept, spent.lost, spent.steps_lost) == (0.0, 0.0, 0)
+
+
+def test_a_node_whose_clock_is_years_behind_does_not_make_the_job_older() -> None:
+    measured = Goodput()
+    measured.on(EventRecord(1, 1e9, "", AgentMessage("the job begins")))
+    measured.on(EventRecord(1, 0.0, "a", AgentMessage("it is 1970 here")))
+    assert measured.spent(1e9 + 10.0).wall == 10.0
+
+
+def test_without_any_step_nothing_is_known() -> None:
+    measured = Goodput()
+    measured.on(EventRecord(1, 100.0, "", AgentMessage("x")))
+    assert not measured.known
+    assert measured.spent(100.0).ratio == 0.0
+
+
+def test_the_rounds_of_long_ago_are_settled() -> None:
+    measured = Goodput()
+    for number in range(1, goodput.MOST_ROUNDS + 101):
+        first = 10 * number
+        measured.on(EventRecord(2 * number, float(first), "a", StepsDone(number, 0, first, first + 9, 9.0)))
+    measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # told again, much too late
+    assert measured.spent(1e6).kept == 9.0 * (goodput.MOST_ROUNDS + 100)

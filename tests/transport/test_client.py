@@ -1,0 +1,471 @@
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ripstop.election.etcd_client import Denied, EtcdClient
+from ripstop.model.config import Etcd
+from ripstop.model.round import Address, Outcome
+from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
+from ripstop.transport import client, server
+from ripstop.transport.client import WebSocketLink
+
+DEADLINE = 20.0
+
+
+def test_a_link_knows_by_which_address_it_reached_the_coordinator(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), harness.linking(address) as (link, agent):
+            assert link.local_host is None
+            await agent.until(lambda a: a.count("linked") == 1)
+            assert link.local_host == "127.0.0.1"
+            assert link.trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_a_link_knows_how_far_its_clock_is_from_the_coordinators(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SimpleNamespace(time=lambda: time.time() - 100.0)
+    monkeypatch.setattr(server, "time", wrong)
+
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), harness.linking(address) as (link, agent):
+            assert link.skew is None
+            await agent.until(lambda a: a.count("linked") == 1)
+            assert abs(link.skew - 100.0) < DEADLINE
+            right = time.time
+            monkeypatch.setattr(client.time, "time", lambda: right() + 1000.0)  # it is set while the link holds
+            assert abs(link.skew - 1100.0) < DEADLINE
+            monkeypatch.undo()
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_secret_is_a_final_refusal(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), harness.linking(address, token="guess") as (link, agent):
+            await agent.until(lambda a: a.count("refused") == 1)
+            ((_, why),) = agent.told
+            assert f"the coordinator at {address} refused: the job secret does not match" in why
+            assert "RIPSTOP_TOKEN" in link.trouble
+
+    asyncio.run(scenario())
+
+
+def test_another_jobs_coordinator_is_a_final_refusal(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), harness.linking(address, run_id="job2") as (_, agent):
+            await agent.until(lambda a: a.count("refused") == 1)
+            assert "job 'job', not of 'job2'" in agent.told[0][1]
+
+    asyncio.run(scenario())
+
+
+def test_a_node_range_that_does_not_fit_is_a_final_refusal(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(nodes=2) as (_, address), harness.linking(address) as (link, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+            link.send(harness.join("a", nodes=3))
+            await agent.until(lambda a: a.count("refused") == 1)
+            assert "--nnodes" in agent.told[-1][1]
+
+    asyncio.run(scenario())
+
+
+def test_a_job_without_a_secret_works_the_same(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address), harness.linking(address, token="") as (_, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+
+    asyncio.run(scenario())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def an_address_that_does_not_answer(host: str, port: int) -> Iterator[None]:
+    """Its backlog is full: what is sent there is dropped, as with the address of a machine that is gone."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind((host, port))
+        server.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield
+
+
+def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "HANDSHAKE", 1000.0)
+    look_up, looked_up = socket.getaddrinfo, list[str]()
+
+    async def scenario() -> None:
+        async with harness.serving() as (_, address):
+            with an_address_that_does_not_answer("127.0.0.2", address.port):
+
+                def moved(host: str, port: int, *words: Any) -> Any:
+                    if host != "coordinator.test":
+                        return look_up(host, port, *words)
+                    looked_up.append(host)
+                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *words)
+
+                monkeypatch.setattr(socket, "getaddrinfo", moved)
+                async with harness.linking(Address("coordinator.test", address.port)) as (_, agent):
+                    await agent.until(lambda a: a.count("linked") == 1)
+
+    asyncio.run(scenario())
+    assert len(looked_up) > 1
+
+
+def test_a_coordinator_that_is_not_there_yet_is_waited_for(harness: Any) -> None:
+    async def scenario() -> None:
+        address = Address("127.0.0.1", free_port())
+        async with harness.linking(address) as (link, agent):
+            async with asyncio.timeout(DEADLINE):
+                while not re.search(r" [2-9] tries", link.trouble):  # noqa: ASYNC110 - no event tells of a failed try
+                    await asyncio.sleep(0.01)
+            assert re.fullmatch(rf"{address}: connection refused, since \d\d:\d\d:\d\d, \d tries", link.trouble)
+            assert agent.told == []
+            async with harness.serving(port=address.port):
+                await agent.until(lambda a: a.count("linked") == 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reply", "word"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "answers HTTP 404, so it is no ripstop coordinator"),
+        (b"", "disconnected"),
+        (b"\x00\x01 no http at all\r\n\r\n", ""),
+    ],
+    ids=["another web server", "one that hangs up", "no web server"],
+)
+def test_what_else_listens_at_the_endpoint_is_named(harness: Any, reply: bytes, word: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    async def scenario() -> None:
+        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with other:
+            address = Address("127.0.0.1", other.sockets[0].getsockname()[1])
+            async with harness.linking(address) as (link, agent):
+                async with asyncio.timeout(DEADLINE):
+                    while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                        await asyncio.sleep(0.01)
+                assert word in link.trouble.lower() or word in link.trouble
+                assert agent.told == []
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def redirecting(status: int) -> AsyncIterator[tuple[Address, list[bytes]]]:
+    """A server that sends everybody to another, and what the other was asked."""
+    asked: list[bytes] = []
+
+    async def victim(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        port = there.sockets[0].getsockname()[1]
+        where = f"Location: http://127.0.0.1:{port}/anything"
+        writer.write(f"HTTP/1.1 {status} Go\r\n{where}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+
+    there = await asyncio.start_server(victim, "127.0.0.1", 0)
+    here = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    async with there, here:
+        yield Address("127.0.0.1", here.sockets[0].getsockname()[1]), asked
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_an_agent_follows_no_redirect(harness: Any, status: int) -> None:
+    async def scenario() -> None:
+        async with redirecting(status) as (address, asked), harness.linking(address) as (link, agent):
+            async with asyncio.timeout(DEADLINE):
+                while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    await asyncio.sleep(0.01)
+            assert f"answers HTTP {status}, so it is no ripstop coordinator" in link.trouble
+            assert (asked, agent.told) == ([], [])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_what_asks_etcd_follows_no_redirect(status: int) -> None:
+    async def scenario() -> None:
+        async with redirecting(status) as (address, asked):
+            etcd = EtcdClient(Etcd((address,), "p"))
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    with pytest.raises(Denied):
+                        await etcd.read("p/")
+                    assert not await etcd.until_changed({}, 1)
+            finally:
+                await etcd.close()
+            assert asked == []
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_unknown_is_asked_for_again(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.linking(Address("no-such-host.invalid", 29400)) as (link, agent):
+            async with asyncio.timeout(DEADLINE):
+                while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    await asyncio.sleep(0.01)
+            assert link.trouble.startswith("no-such-host.invalid:29400: the name has no address, since")
+            assert agent.told == []
+
+    asyncio.run(scenario())
+
+
+def test_a_name_service_that_hangs_holds_up_nobody(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def hanging(*_: object, **__: object) -> object:
+        asked.set()
+        answer.wait(DEADLINE)
+        raise socket.gaierror("too late")
+
+    async def scenario() -> None:
+        async with harness.linking(Address("slow-name-service.invalid", 29400)):
+            assert await asyncio.to_thread(asked.wait, DEADLINE)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    try:
+        asyncio.run(scenario())  # comes back although the answer never came
+        assert not answer.is_set()
+    finally:
+        answer.set()
+
+
+def test_a_name_with_an_address_is_linked_to(harness: Any) -> None:
+    async def scenario() -> None:
+        async with (
+            harness.serving() as (_, address),
+            harness.linking(Address("localhost", address.port)) as (_, agent),
+        ):
+            await agent.until(lambda a: a.count("linked") == 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HANDSHAKE", 0.2)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            address = Address(*mute.getsockname())
+            async with harness.linking(address) as (link, _):
+                async with asyncio.timeout(DEADLINE):
+                    while "no answer in 0.2 s" not in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                        await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_coordinator_is_found_again_and_told_everything(harness: Any) -> None:
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with harness.serving() as (_, address):
+                link, agent = await stack.enter_async_context(harness.linking(address))
+                await agent.until(lambda a: a.count("linked") == 1)
+                link.send(harness.join("a"))
+                place = (await agent.heard(Assign)).place
+            await agent.until(lambda a: a.count("unlinked") == 1)
+            assert "closed the connection" in agent.told[-1][1]
+            link.send(Left("lost on the way, as there is no link"))
+            async with harness.serving(port=address.port):
+                await agent.until(lambda a: a.count("linked") == 2)
+                link.send(harness.join("a", held=place, newest=place.round, status=Status.RUNNING))
+                link.send(Succeeded(place.round))
+                report = (await agent.heard(Closed)).report
+                assert (report.outcome, report.rounds) == (Outcome.SUCCEEDED, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_node_once_welcome_does_not_give_up_for_a_stranger_at_the_endpoint(harness: Any) -> None:
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with harness.serving() as (_, address):
+                link, agent = await stack.enter_async_context(harness.linking(address))
+                await agent.until(lambda a: a.count("linked") == 1)
+            async with harness.serving(port=address.port, token="another"), asyncio.timeout(DEADLINE):
+                while "secret" not in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    await asyncio.sleep(0.01)
+            async with harness.serving(port=address.port):
+                await agent.until(lambda a: a.count("linked") == 2)
+            assert agent.count("refused") == 0
+
+    asyncio.run(scenario())
+
+
+COORDINATOR = """
+import asyncio, sys
+from ripstop.model.config import Timing
+from ripstop.coordinator.service import Coordinator
+from ripstop.transport.endpoint import bind
+from ripstop.coordinator.settings import JobSettings
+from ripstop.transport.server import Server
+from ripstop.model.round import Address
+
+async def main():
+    coordinator = Coordinator(JobSettings("job", 1, 1, Timing(lease=0.6)))
+    bound = bind(Address("127.0.0.1", 0), demanded=True)
+    server = Server(bound.listening, coordinator, run_id="job", token="s3cret", lease=0.6)
+    await server.start()
+    print(bound.address.port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    coordinator.stop()
+    await server.close()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def coordinator_process() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+    """A coordinator in a process of its own, with a lease of 0.6 s; gone afterwards, even if stopped."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", COORDINATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, Address("127.0.0.1", int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_silent_coordinator_is_left_after_a_lease_and_its_job_survives_its_pause(harness: Any) -> None:
+    async def scenario(process: "subprocess.Popen[str]", address: Address) -> None:
+        async with harness.linking(address, lease=0.6) as (link, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+            link.send(harness.join("a"))
+            place = (await agent.heard(Assign)).place
+            os.kill(process.pid, signal.SIGSTOP)
+            await agent.until(lambda a: a.count("unlinked") == 1)
+            assert "nothing was heard for 0.6 s" in agent.told[-1][1]
+            os.kill(process.pid, signal.SIGCONT)
+            await agent.until(lambda a: a.count("linked") == 2)
+            link.send(harness.join("a", held=place, newest=place.round, status=Status.RUNNING))
+            link.send(Succeeded(place.round))
+            report = (await agent.heard(Closed)).report
+            assert (report.outcome, report.rounds) == (Outcome.SUCCEEDED, 1)
+
+    with coordinator_process() as (process, address):
+        asyncio.run(scenario(process, address))
+
+
+def test_a_killed_coordinator_is_noticed_at_once(harness: Any) -> None:
+    async def scenario(process: "subprocess.Popen[str]", address: Address) -> None:
+        async with harness.linking(address, lease=600) as (_, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+            process.kill()
+            await agent.until(lambda a: a.count("unlinked") == 1)
+
+    with coordinator_process() as (process, address):
+        asyncio.run(scenario(process, address))
+
+
+def test_a_link_stays_up_while_both_sides_only_beat(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(lease=0.3) as (coordinator, address), harness.linking(address) as (link, agent):
+            await agent.until(lambda a: a.count("linked") == 1)
+            link.send(harness.join("a"))
+            await agent.heard(Assign)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 1.5)
+            assert coordinator.forgotten == []
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_that_was_itself_away_does_not_blame_the_coordinator(harness: Any) -> None:
+    async def scenario(address: Address) -> None:
+        async with harness.linking(address) as (_, agent):
+            await agent.until(lambda a: a.count("linked") == 1)  # but has not joined: it has no lease to lose
+            harness.stand_still(1.5)  # more than two leases
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 1.0)
+
+    with coordinator_process() as (_, address):
+        asyncio.run(scenario(address))
+
+
+def test_the_last_word_goes_out_before_the_link_closes(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (coordinator, address):
+            async with harness.linking(address) as (link, agent):
+                await agent.until(lambda a: a.count("linked") == 1)
+                link.send(harness.join("a"))
+                place = (await agent.heard(Assign)).place
+                link.send(Succeeded(place.round))
+                link.send(Left("the job is over"))
+            report = await asyncio.wait_for(coordinator.ended, DEADLINE)
+            assert report.outcome is Outcome.SUCCEEDED
+
+    asyncio.run(scenario())
+
+
+def test_a_link_can_be_closed_while_it_seeks_and_leaves_no_task(harness: Any) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            for host in ("127.0.0.1", "no-such-host.invalid"):
+                link = WebSocketLink(Address(host, mute.getsockname()[1]), run_id="job", node="a", token="", lease=3.0)
+                agent = harness.Recorder()
+                link.open(agent)
+                await asyncio.sleep(0)
+                await asyncio.wait_for(link.close(), DEADLINE)
+                assert agent.told == []
+                assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_listener_is_not_taken_for_the_links(harness: Any) -> None:
+    class Clumsy(harness.Recorder):  # type: ignore[misc, name-defined]
+        def on_linked(self) -> None:
+            super().on_linked()
+            raise OSError("no space left on device")
+
+    async def scenario() -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        async with harness.serving() as (_, address):
+            link = WebSocketLink(address, run_id="job", node="a", token="s3cret", lease=3.0)
+            agent = Clumsy()
+            link.open(agent)
+            await agent.until(lambda a: a.count("linked") == 1)
+            link.send(harness.join("a"))
+            await agent.heard(Assign)
+            await link.close()
+        assert [str(error["exception"]) for error in errors] == ["no space left on device"]
+
+    asyncio.run(scenario())

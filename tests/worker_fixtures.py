@@ -1,0 +1,110 @@
+"""Worker processes for tests: real ones, born of a real zygote, gone when the test is over."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ripstop.model.config import Entrypoint, Script, StartMethod
+from ripstop.system import linux
+from ripstop.workers.group import Exit, Group
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import ProcessSpec, Spawner, Warm
+
+DEADLINE = 60.0
+
+
+@dataclass
+class Outcome:
+    """What became of a group of workers."""
+
+    exits: list[Exit]
+    out: list[str]
+    err: list[str]
+    warm: Warm
+
+
+@dataclass
+class Stage:
+    """Makes scripts, and runs them as workers."""
+
+    directory: Path
+    env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def run(
+        self,
+        entry: Entrypoint | Path,
+        *,
+        workers: int = 1,
+        start: StartMethod = StartMethod.ZYGOTE,
+        preload: tuple[str, ...] | None = (),
+        env: dict[str, str] | None = None,
+        meanwhile: Callable[[Group], None] = lambda group: None,
+    ) -> Outcome:
+        """Runs workers to their end; their output is in files, as in a job with `--redirects`."""
+        if isinstance(entry, Path):
+            entry = Script(str(entry))
+        return asyncio.run(self._run(entry, workers, start, preload, {**self.env, **(env or {})}, meanwhile))
+
+    async def _run(
+        self,
+        entry: Entrypoint,
+        workers: int,
+        start: StartMethod,
+        preload: tuple[str, ...] | None,
+        env: dict[str, str],
+        meanwhile: Callable[[Group], None],
+    ) -> Outcome:
+        files = [(self.directory / f"{rank}.out", self.directory / f"{rank}.err") for rank in range(workers)]
+        births = [ProcessSpec({**env, "RANK": str(rank)}, entry, *files[rank]) for rank in range(workers)]
+        exits: list[Exit] = []
+        done = asyncio.Event()
+
+        def on_exit(end: Exit) -> None:
+            exits.append(end)
+            if len(exits) == workers:
+                done.set()
+
+        spawner = Spawner(entry, env, start, preload)
+        children = Children()
+        try:
+            group = Group(children, spawner, births, on_exit)
+            async with asyncio.timeout(DEADLINE):
+                try:
+                    await group.start()
+                    meanwhile(group)
+                    await done.wait()
+                finally:
+                    await group.stop(0)
+            warm = await spawner.warm()
+        finally:
+            spawner.close()
+            children.close()
+        exits.sort(key=lambda end: end.local_rank)
+        return Outcome(exits, [out.read_text() for out, _ in files], [err.read_text() for _, err in files], warm)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    linux.become_subreaper()  # as an agent is: workers are its own children
+    before = set(_children())
+    yield Stage(tmp_path)
+    left = [pid for pid in _children() if pid not in before]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert not left, f"the test left processes behind: {left}"
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
