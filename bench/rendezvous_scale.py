@@ -31,9 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
+
+from msgspec import to_builtins
 
 from ripstop.model import round
 from ripstop.protocol.messages import Join, Ready
@@ -131,7 +132,7 @@ class Node(asyncio.Protocol):
                 join = Join(node, self.fleet.least, self.fleet.size, ready=Ready(self.port, after=0))
                 self.welcome = True
                 self.fleet.gate.release()
-                self.say("Join", **asdict(join))
+                self.say("Join", **to_builtins(join))
                 self.beat()
             case "Assign":
                 place = message["place"]

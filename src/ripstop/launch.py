@@ -13,9 +13,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine import ExitAgent
@@ -44,7 +46,6 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text import clean, one_line
-from ripstop.model.values import dataclass
 from ripstop.protocol import secret
 from ripstop.telemetry.event_file import OF_JOB, OF_NODE, EventFile
 from ripstop.telemetry.log import StderrHandler
@@ -148,8 +149,7 @@ async def take_part(
         return end
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
+class _Meeting(Struct, frozen=True):
     """The way to the coordinator; what has its defect, should it break within this process; itself, if it is here."""
 
     link: Link

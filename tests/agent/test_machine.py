@@ -1,6 +1,6 @@
 """One node's decisions as transcripts: an event and its time go in, commands come out."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine import (

@@ -12,7 +12,7 @@ from ripstop.cli.commands.run import HELP
 from ripstop.cli.options.flags import Flag
 from ripstop.protocol.secret import api_token
 
-HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl", "typing"}
+HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl"}
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
 from ripstop.cli import main
 from ripstop.cli.dry_run import describe

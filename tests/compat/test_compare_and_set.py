@@ -1,9 +1,9 @@
 """A rendezvous over a blob, as transcripts: what one node makes of a state, and what is refused as one."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.compat.rendezvous.compare_and_set import (
     Done,

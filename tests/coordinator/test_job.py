@@ -2,11 +2,11 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.coordinator import membership
 from ripstop.coordinator.blame import BLAME, INSPECTION

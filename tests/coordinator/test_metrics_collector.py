@@ -6,11 +6,11 @@ import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec import to_builtins
 
 from ripstop.coordinator import metrics_collector
 from ripstop.model.round import Address
@@ -81,7 +81,7 @@ def test_nodes_are_asked_and_one_that_is_silent_is_down(harness: Any) -> None:
     async def scenario() -> None:
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
-            joined(harness, address, "a", json.dumps(asdict(SAMPLE))),
+            joined(harness, address, "a", json.dumps(to_builtins(SAMPLE))),
             joined(harness, address, "b", None),
         ):
             await members(coordinator, 2)
@@ -97,7 +97,7 @@ def test_nodes_are_asked_and_one_that_is_silent_is_down(harness: Any) -> None:
 
 def test_an_answer_that_is_no_sample_is_none(harness: Any) -> None:
     async def scenario() -> None:
-        lies = asdict(SAMPLE) | {"ranks": [{"rank": "a lot"}]}
+        lies = to_builtins(SAMPLE) | {"ranks": [{"rank": "a lot"}]}
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
             joined(harness, address, "a", json.dumps(lies)),
@@ -115,7 +115,7 @@ def test_readers_that_come_together_or_soon_share_an_answer(harness: Any, monkey
     async def scenario() -> None:
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
-            joined(harness, address, "a", json.dumps(asdict(SAMPLE))) as answers,
+            joined(harness, address, "a", json.dumps(to_builtins(SAMPLE))) as answers,
         ):
             await members(coordinator, 1)
             pages = await asyncio.gather(*(get(address) for _ in range(5)))

@@ -1,9 +1,9 @@
 """The report names the culprit, and a person can read it."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.diagnostics.failure_report import order, render, root_cause, to_json, trim
 from ripstop.model.failure import Failure, JobReport

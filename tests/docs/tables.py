@@ -6,9 +6,10 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 import ast
 import inspect
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
+
+from msgspec.structs import fields
 
 from ripstop.model import events
 from ripstop.model.events import RoundEndCause
@@ -28,7 +29,7 @@ def of_events(*, agents: bool) -> str:
     rows = [
         (f"`{events._KINDS[cls]}`", ", ".join(map(_field, fields(cls))), inspect.cleandoc(cls.__doc__ or ""))
         for cls in get_args(events.Event)
-        if (source.index(f"class {cls.__name__}:") > border) == agents
+        if (source.index(f"class {cls.__name__}(") > border) == agents
     ]
     return _table(("kind", "fields", "meaning"), rows)
 

@@ -1,10 +1,10 @@
 """Every decision about an ElasticJob: the job and its pods go in, what to do comes out."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.kubernetes.manifests import Owner
 from ripstop.kubernetes.reconcile import (

@@ -1,9 +1,9 @@
 """What `ripstop run` leaves at its end is what the operator reads."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.api.termination_message import termination_message
 from ripstop.kubernetes.manifests import Owner

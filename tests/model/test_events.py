@@ -2,13 +2,13 @@
 
 import os
 import resource
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from ripstop.model import events
 from ripstop.model.events import (

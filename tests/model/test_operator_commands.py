@@ -1,8 +1,7 @@
 """What operators may want of a job, and what it says to that."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ripstop.model.operator_commands import (
     DrainNode,

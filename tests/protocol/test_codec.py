@@ -1,13 +1,14 @@
 import json
 import math
 import types
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
+from msgspec.structs import fields
 
 from ripstop.model.errors import ProtocolError
 from ripstop.model.failure import Failure, JobReport
@@ -34,7 +35,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.none()
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
-    if is_dataclass(hint):
+    if issubclass(hint, Struct):
         hints = get_type_hints(hint)
         return st.builds(hint, **{field.name: values(hints[field.name]) for field in fields(hint)})
     assert issubclass(hint, Enum)

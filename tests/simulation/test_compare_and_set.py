@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.compat.rendezvous.compare_and_set import Candidate, Formed, Participant, SharedState, Step
 from ripstop.model.round import Address

@@ -1,10 +1,10 @@
 """The simulation can fail: each rule of the machines, broken on purpose, is noticed within a few thousand schedules."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.agent.machine import Agent
 from ripstop.coordinator import ranks

@@ -5,11 +5,11 @@ import contextlib
 import shutil
 import socket
 import ssl
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ripstop.cli.commands.coordinator import configure as configure_coordinator
 from ripstop.cli.commands.run import configure

@@ -13,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from ripstop.agent import queries
 from ripstop.agent.event_recorder import EventRecorder
@@ -94,8 +95,7 @@ DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent
 
 
-@dataclass(slots=True)
-class Running:
+class Running(Struct):
     """The workers of one round."""
 
     place: Place

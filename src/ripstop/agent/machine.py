@@ -17,15 +17,16 @@
     coordinator.  From then on it tells what is wrong with it: whether it is needed all the same is not its to decide.
 """
 
-from dataclasses import field, replace
 from enum import Enum
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.diagnostics.failure_report import trim
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Node, Outcome, Place, RankBy
-from ripstop.model.values import dataclass
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -54,8 +55,7 @@ FAREWELL = 5.0  # seconds for a coordinator to tell an end that is known
 HUSH = 5.0  # seconds before a wait for the coordinator is worth a word
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
+class AgentSettings(Struct, frozen=True):
     """Who this node is, and what the job was started with.  `node.host` may be empty until the link tells it."""
 
     node: Node
@@ -69,85 +69,73 @@ class AgentSettings:
 # events ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorConnected:
+class CoordinatorConnected(Struct, frozen=True):
     """The coordinator can be spoken to; `host` is this node's address as seen from there."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorLost:
+class CoordinatorLost(Struct, frozen=True):
     """The coordinator cannot be reached; the link keeps trying."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorMessage:
+class CoordinatorMessage(Struct, frozen=True):
     """The coordinator said something."""
 
     message: FromCoordinator
 
 
-@dataclass(frozen=True, slots=True)
-class WarmupDone:
+class WarmupDone(Struct, frozen=True):
     """Workers can be started at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class HealthChecked:
+class HealthChecked(Struct, frozen=True):
     """What is wrong with this node, if anything."""
 
     problems: tuple[HealthProblem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StorePortReady:
+class StorePortReady(Struct, frozen=True):
     """This port listens for a store."""
 
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersFailed:
+class WorkersFailed(Struct, frozen=True):
     """Workers of this round died, could not be started, or hang."""
 
     round: int
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersInspected:
+class WorkersInspected(Struct, frozen=True):
     """This is where the workers of this round are."""
 
     round: int
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersFinished:
+class WorkersFinished(Struct, frozen=True):
     """All workers of this round exited 0."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersGone:
+class WorkersGone(Struct, frozen=True):
     """Nothing is left of this round's workers."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Signalled:
+class Signalled(Struct, frozen=True):
     """Somebody wants this agent to end."""
 
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A deadline has passed."""
 
 
@@ -160,31 +148,27 @@ AgentInput = (
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendToCoordinator:
+class SendToCoordinator(Struct, frozen=True):
     """Say this to the coordinator."""
 
     message: FromAgent
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStorePort:
+class OpenStorePort(Struct, frozen=True):
     """Have a new port listen for a round's store, and come back with `StorePortReady`.
 
     It takes the place of a port that was offered before and is not in use by started workers.
     """
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
+class StartWorkers(Struct, frozen=True):
     """Start the workers of this place; none are there now.  Group rank 0 serves the store, on the port it offered."""
 
     place: Place
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
+class StopWorkers(Struct, frozen=True):
     """Stop the workers, whatever they do, and come back with `WorkersGone`."""
 
     round: int
@@ -193,23 +177,20 @@ class StopWorkers:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class InspectWorkers:
+class InspectWorkers(Struct, frozen=True):
     """Find out where the workers are, and come back with `WorkersInspected`."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(Struct, frozen=True):
     """A line for the node's operator."""
 
     text: str
     warning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExitAgent:
+class ExitAgent(Struct, frozen=True):
     """The agent is finished."""
 
     code: int

@@ -10,10 +10,11 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, to_builtins
 
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.diagnostics.stack_dump import gone, look_at
@@ -21,7 +22,6 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Place
-from ripstop.model.values import dataclass
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ LARGEST = 240 * 1024  # characters of an answer, as JSON within the JSON of a me
 LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
+class Workers(Struct, frozen=True):
     """The workers of this node, as questions see them; `pids` by local rank.
 
     `stopped` is done once nothing of theirs is left: what they have written by then is all.
@@ -63,8 +62,7 @@ class Workers:
         return local
 
 
-@dataclass(frozen=True, slots=True)
-class QueriedNode:
+class QueriedNode(Struct, frozen=True):
     """What questions are about; `workers` are those that run, or ran last."""
 
     gpus: "GpuUsageReader"
@@ -81,6 +79,11 @@ class QueriedNode:
         if (workers := self.present) is None:
             raise QueryFailed("no workers run on this node now")
         return workers
+
+
+def _plain(record: Struct) -> dict[str, Any]:
+    fields: dict[str, Any] = to_builtins(record)
+    return fields
 
 
 async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _told(flight: "Flight") -> dict[str, Any]:
     """What torch's flight recorder has of a worker, or why nothing is known."""
     if not flight.standings:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; of NCCL, only where a worker hangs'}"}
-    return {"standings": [asdict(standing) for standing in flight.standings]}
+    return {"standings": [_plain(standing) for standing in flight.standings]}
 
 
 async def _workers(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +140,7 @@ async def _step(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]
     pace = workers.progress.get(workers.local_rank(rank))
     if pace is None or pace.step is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
-    return asdict(StepSample(workers.place.round, pace.step, time.time() - pace.age))
+    return _plain(StepSample(workers.place.round, pace.step, time.time() - pace.age))
 
 
 async def _log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +182,7 @@ async def _piece(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any
         if before is not None:
             piece = await run_in_daemon_thread(partial(follow.read, before, offset, finished=True))
             if piece.text:
-                return {"round": round, "end": False} | asdict(piece)
+                return {"round": round, "end": False} | _plain(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     if "tail" in details:
@@ -190,7 +193,7 @@ async def _piece(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any
         await follow.grown(path, piece.size, min(wait, LONGEST_WAIT), workers.stopped)
         finished = workers.all_stopped
         piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
-    return {"round": now, "end": finished and piece.next >= piece.size} | asdict(piece)
+    return {"round": now, "end": finished and piece.next >= piece.size} | _plain(piece)
 
 
 async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
@@ -212,9 +215,9 @@ async def _sample(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
 
     gpus = await node.gpus.sample()
     if (workers := node.present) is None:
-        return asdict(usage.sample(None, (), None, {}, gpus))
+        return _plain(usage.sample(None, (), None, {}, gpus))
     place, pids, logs, progress = (workers.place, workers.pids, workers.logs, workers.progress)
-    return asdict(await run_in_daemon_thread(partial(usage.sample, place, pids, logs, progress, gpus)))
+    return _plain(await run_in_daemon_thread(partial(usage.sample, place, pids, logs, progress, gpus)))
 
 
 QUESTIONS: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {

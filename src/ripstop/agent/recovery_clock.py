@@ -1,12 +1,11 @@
 """How long a node was without workers, and what took the time.  Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ripstop.model.events import Recovered
 
 
-@dataclass(slots=True)
-class RecoveryClock:
+class RecoveryClock(Struct):
     """From what went wrong to workers that run again; times of one clock, each known when it is reached."""
 
     happened: float

@@ -9,10 +9,11 @@ in somebody's browser can ask for one.
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from ripstop.api import routes
 from ripstop.api.job_interface import JobInterface, RequestRefused, node_of, placed
@@ -33,7 +34,6 @@ from ripstop.model.operator_commands import (
     rejection_reason,
 )
 from ripstop.model.status import JobStatus, NodeStatus
-from ripstop.model.values import dataclass
 
 MAX_BODY = 16 * 1024  # bytes of a request
 MAX_EVENTS = 1000  # in one answer
@@ -43,8 +43,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text fo
 PATIENCE = 5.0  # seconds for what many nodes are asked at once
 
 
-@dataclass(frozen=True, slots=True)
-class ApiCall:
+class ApiCall(Struct, frozen=True):
     """A request that was read: who made it, and its words."""
 
     request: web.Request
@@ -145,10 +144,10 @@ class Api:
     async def status(self, call: ApiCall) -> web.StreamResponse:
         job = self.job
         goodput = await job.goodput()
-        return _json(asdict(replace(job.status(), goodput=goodput)))
+        return _json(to_builtins(replace(job.status(), goodput=goodput)))
 
     async def members(self, call: ApiCall) -> web.StreamResponse:
-        return _json({"members": [asdict(node) for node in self.job.status().nodes]})
+        return _json({"members": [to_builtins(node) for node in self.job.status().nodes]})
 
     async def ranks(self, call: ApiCall) -> web.StreamResponse:
         job = self.job

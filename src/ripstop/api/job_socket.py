@@ -13,9 +13,10 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ripstop.api.job_interface import JobInterface, RequestRefused
 from ripstop.api.registry import JobRecord, Registration, socket_address

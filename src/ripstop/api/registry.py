@@ -7,21 +7,20 @@ directory.
 """
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields
 from pathlib import Path
 
-from ripstop.model.values import dataclass
+import msgspec
+
+from ripstop.model.redacted import Redacted
 
 MAX_FILE = 64 * 1024  # bytes
 LONGEST_PATH = 100  # bytes of a socket's path that every system takes
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecord:
+class JobRecord(Redacted, frozen=True):
     """How to reach the job of one agent: through a socket here, or else at an endpoint."""
 
     run_id: str
@@ -30,7 +29,7 @@ class JobRecord:
     since: float  # wall-clock time
     socket: str = ""  # the name of a file beside this one
     endpoint: str = ""
-    token: str = field(default="", repr=False)
+    token: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -50,7 +49,7 @@ class Registration:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # before anybody can see it
-            os.write(fd, json.dumps(asdict(sign)).encode())
+            os.write(fd, msgspec.json.encode(sign))
             draft.replace(self._path)
         except OSError:
             os.close(fd)
@@ -92,11 +91,9 @@ def _read(path: Path) -> JobRecord | None:
 def _parse(data: bytes) -> JobRecord | None:
     """None for what another version has written."""
     try:
-        record = json.loads(data)
-        known = {field.name: record[field.name] for field in fields(JobRecord)}
-    except (ValueError, LookupError, TypeError):
+        return msgspec.json.decode(data, type=JobRecord)
+    except msgspec.DecodeError:
         return None
-    return JobRecord(**known) if all(type(known[field.name]) is field.type for field in fields(JobRecord)) else None
 
 
 @contextmanager

@@ -6,13 +6,14 @@ wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` a
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from msgspec import Struct
+from msgspec.structs import fields
+
 import ripstop
-from ripstop.model.values import dataclass
 
 PREFIX = "/api/v1"
 MAX_TAIL = 10_000  # lines of a log
@@ -25,8 +26,7 @@ class Malformed(Exception):
     """A request that is not what the table says, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(Struct, frozen=True):
     """One word of a request.  A `text` has `most` characters at most, none of them control characters."""
 
     name: str
@@ -87,8 +87,7 @@ class Parameter:
         return f"{self.least} on" if self.most == LARGEST else f"{self.least} to {self.most}"
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRoute:
+class ApiRoute(Struct, frozen=True):
     """One thing that can be asked for.  `handler` is called by `api.py`; `refusals` are the statuses of its own."""
 
     method: str
@@ -161,7 +160,7 @@ def schema_of(kind: Any) -> Schema:
         return {"type": [plain[known], "null"]}
     if get_origin(kind) is tuple:
         return array(schema_of(get_args(kind)[0]))
-    assert is_dataclass(kind), f"{kind} has no schema"
+    assert issubclass(kind, Struct), f"{kind} has no schema"
     hints = get_type_hints(kind)
     return record({field.name: schema_of(hints[field.name]) for field in fields(kind)})
 

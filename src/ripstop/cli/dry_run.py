@@ -4,10 +4,12 @@ Nothing is started, bound or written.  What only the meeting of the nodes decide
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from shlex import join
+
+from msgspec import Struct
+from msgspec.structs import fields
 
 from ripstop.logs.directory import file_name
 from ripstop.model.config import Backend, Binding, Executable, Function, Module, RunConfig, Script
@@ -35,7 +37,7 @@ def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:
     """Every setting by its name; a group of settings comes one by one."""
-    assert is_dataclass(value)
+    assert isinstance(value, Struct)
     for field in fields(value):
         inner = getattr(value, field.name)
         if field.name in UNSHOWN:
@@ -60,7 +62,7 @@ def _value(value: object) -> str:
             return "; ".join(map(_value, value))
         case tuple() | frozenset():
             return ", ".join(map(_value, sorted(value) if isinstance(value, frozenset) else value)) or "-"
-        case _ if is_dataclass(value) and not isinstance(value, Address):
+        case Struct() if not isinstance(value, Address):
             return ", ".join(f"{name}={_value(inner)}" for name, inner in _flat("", value))
     return str(value)
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from msgspec import Struct
+
 from ripstop.api.registry import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import Flag, Given, read_mixed
@@ -23,7 +25,6 @@ from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, pairs, secret, tls, word
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 from ripstop.system.run_directory import run_directories
 from ripstop.transport.keepalive import tune
 
@@ -58,8 +59,7 @@ class RequestRejected(RipstopError):
 # the command line -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCommand:
+class ParsedCommand(Struct, frozen=True):
     """The command line of one command."""
 
     given: Given
@@ -97,8 +97,7 @@ def show_json(content: object) -> None:
 # which job ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """A job and the way to it."""
 
     name: str

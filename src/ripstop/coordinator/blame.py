@@ -10,14 +10,15 @@ Which nodes the job has, and what a ruling does to it, is the machine's.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.coordinator.budget import Cause, RestartBudget, RestartDecision, cause_of
 from ripstop.diagnostics.failure_report import how, looks_like_victim, order, root_cause, trim
 from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
 from ripstop.model.events import BudgetCharged, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure
-from ripstop.model.values import dataclass
 from ripstop.protocol.limits import cut
 
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
@@ -26,16 +27,14 @@ EVIDENCE = 256  # failures kept of a round
 PLACES = 16_384  # and of one that hangs, in short: the odd one out may be any
 
 
-@dataclass(frozen=True, slots=True)
-class RootCause:
+class RootCause(Struct, frozen=True):
     """The rank that is to blame, and no other, and for what."""
 
     rank: int
     deed: str
 
 
-@dataclass(frozen=True, slots=True)
-class FormNextRound:
+class FormNextRound(Struct, frozen=True):
     """The next round is to form, after the delay."""
 
     notes: tuple[Event, ...]  # for operators
@@ -45,16 +44,14 @@ class FormNextRound:
     culprit: RootCause | None  # None: nobody's own fault, as far as is known
 
 
-@dataclass(frozen=True, slots=True)
-class FailJob:
+class FailJob(Struct, frozen=True):
     """The job is to end."""
 
     notes: tuple[Event, ...]
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitLoss:
+class AwaitLoss(Struct, frozen=True):
     """A lost node may explain it yet."""
 
     notes: tuple[Event, ...]

@@ -11,9 +11,10 @@ checkpoint.  A crash loop that takes longer than that needs no pause: its own st
 from collections.abc import Iterable
 from enum import StrEnum
 
+from msgspec import Struct
+
 from ripstop.model.config import Budget
 from ripstop.model.failure import Failure
-from ripstop.model.values import dataclass
 
 YOUNG = 3.0  # seconds
 PATIENCE = 2  # young deaths in a row that are still healed at once
@@ -32,8 +33,7 @@ def cause_of(failures: Iterable[Failure]) -> Cause:
     return Cause.INFRASTRUCTURE if hangs and all(hangs) else Cause.APPLICATION
 
 
-@dataclass(frozen=True, slots=True)
-class RestartDecision:
+class RestartDecision(Struct, frozen=True):
     """May the job restart, when, and why."""
 
     allowed: bool

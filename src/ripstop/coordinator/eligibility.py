@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from operator import itemgetter
 
+from msgspec import Struct
+
 from ripstop.model.round import Node, Place
-from ripstop.model.values import dataclass
 
 LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
 
 
-@dataclass(slots=True)
-class Member:
+class Member(Struct):
     """A node the job knows."""
 
     node: Node
@@ -59,8 +59,7 @@ def eligibility_of(
 # nodes in trouble -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DegradedNodes:
+class DegradedNodes(Struct, frozen=True):
     """What follows for the reserve from how everybody stands."""
 
     needed: dict[str, None]  # those that have a place all the same, by rank

@@ -30,8 +30,9 @@ failure and what follows (`inquest.py`).  The rules of the whole:
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
+
+from msgspec.structs import replace
 
 from ripstop.coordinator import admission, ranks
 from ripstop.coordinator.blame import FailJob, FailurePolicy, FormNextRound, Ruling

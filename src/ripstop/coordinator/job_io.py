@@ -1,36 +1,33 @@
 """What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
 
+from msgspec import Struct
+
 from ripstop.model import events as observe
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
-from ripstop.model.values import dataclass
 from ripstop.protocol.messages import FromAgent, FromCoordinator
 
 # events ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMessage:
+class NodeMessage(Struct, frozen=True):
     """An authenticated node said something."""
 
     node: str
     message: FromAgent
 
 
-@dataclass(frozen=True, slots=True)
-class NodeDisconnected:
+class NodeDisconnected(Struct, frozen=True):
     """A node's connection closed."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A deadline has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progressed:
+class Progressed(Struct, frozen=True):
     """A worker of this node has reported a step or a checkpoint of this round."""
 
     node: str
@@ -43,30 +40,26 @@ JobInput = NodeMessage | NodeDisconnected | Tick | Progressed | OperatorCommand
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Tell a node."""
 
     node: str
     message: FromCoordinator
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(Struct, frozen=True):
     """Close a node's connection, after what was sent to it."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(Struct, frozen=True):
     """What operators should know."""
 
     event: observe.Event
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnded:
+class JobEnded(Struct, frozen=True):
     """The job is over and everybody who can know it does."""
 
     report: JobReport

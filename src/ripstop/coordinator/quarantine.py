@@ -8,14 +8,14 @@ without the node is not decided here.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ripstop.model import config
 from ripstop.model.round import Node
 
 
-@dataclass(slots=True)
-class FaultRecord:
+class FaultRecord(Struct):
     """What is held against one node."""
 
     host: str

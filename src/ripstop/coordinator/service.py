@@ -12,8 +12,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_io import (

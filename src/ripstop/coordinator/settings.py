@@ -1,14 +1,12 @@
 """What a job was started with, as far as its coordinator decides by it.  Pure data."""
 
-from dataclasses import field
+from msgspec import Struct, field
 
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.round import RankBy
-from ripstop.model.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class JobSettings:
+class JobSettings(Struct, frozen=True):
     """What the job was started with.
 
     `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to

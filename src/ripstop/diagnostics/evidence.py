@@ -14,10 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.text import amount, clean, cut, cut_middle
-from ripstop.model.values import dataclass
 from ripstop.system.linux import is_full
 
 _MESSAGE = 2048
@@ -32,8 +33,7 @@ _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
 _HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Struct, frozen=True):
     """The kernel's account of memory at one moment; None is what it does not tell.
 
     `kills` counts the processes that the OOM killer took, in this process's cgroup, or, where there is none
@@ -46,16 +46,14 @@ class Memory:
     machine: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TimerKill:
+class TimerKill(Struct, frozen=True):
     """Why ripstop killed a worker, and where that was just before."""
 
     why: str
     stack: str
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorFile:
+class ErrorFile(Struct, frozen=True):
     """What an error file says; `at` is None when it does not say."""
 
     message: str = ""

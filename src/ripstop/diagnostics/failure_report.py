@@ -8,8 +8,10 @@ their hosts say; among equals the earlier one comes first.  In a round that hang
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
 from enum import IntEnum
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
 from ripstop.model.failure import Failure, JobReport
@@ -106,8 +108,8 @@ def to_json(report: JobReport) -> str:
     """The report as a JSON object; `root_cause` is the first of `failures`, or null."""
     import json  # this and its like only where a job has failed: every agent loads this module at its start
 
-    failures = [asdict(failure) for failure in order(report.failures)]
-    fields = asdict(report) | {"root_cause": failures[0] if failures else None, "failures": failures}
+    failures = [to_builtins(failure) for failure in order(report.failures)]
+    fields = to_builtins(report) | {"root_cause": failures[0] if failures else None, "failures": failures}
     return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 

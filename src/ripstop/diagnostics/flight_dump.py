@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from msgspec import Struct
+
 from ripstop.diagnostics.flight_recorder import as_text, from_torch, standings
 from ripstop.model.failure import CollectiveProgress
-from ripstop.model.values import dataclass
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 PATIENCE = 2.0  # seconds for an answer
@@ -23,8 +24,7 @@ HANGING, HEALTHY = b"!", b"?"  # what a worker is taken for by who asks it; `zyg
 LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(Struct, frozen=True):
     """What one worker's recorder has, or `why` nothing is known; `raw` is torch's own JSON."""
 
     standings: tuple[CollectiveProgress, ...] | None = None

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.model.failure import MOST_STANDINGS, CollectiveProgress
 from ripstop.model.text import clean, named
-from ripstop.model.values import dataclass
 
 SHOWN = 20  # entries, for people
 _TOLD = 3  # groups, and kinds of ranks in each, in one sentence
@@ -27,8 +28,7 @@ _BACKENDS = {"fr": "gloo", "nccl": "nccl"}  # whose recorder it is, as `workers/
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"})
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Struct, frozen=True):
     """One operation that a rank has entered; `group` is unique within the job, `label` empty for the default group."""
 
     group: str
@@ -44,8 +44,7 @@ class Collective:
         return f"{_what(self.op, self.number, self.label)}, {self.size or 'no data'}: {self.state}"
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Struct, frozen=True):
     """What one rank remembers, the latest last, and the groups it is in, each with its label, used or not."""
 
     entries: tuple[Collective, ...]
@@ -192,8 +191,7 @@ def position(found: Sequence[CollectiveProgress]) -> str:
 Ranks = Mapping[int, Sequence[CollectiveProgress]]  # of those that answered
 
 
-@dataclass(frozen=True, slots=True)
-class _Stuck:
+class _Stuck(Struct, frozen=True):
     """One group, and the collective in which it is stuck."""
 
     number: int

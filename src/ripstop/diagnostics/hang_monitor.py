@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from ripstop.diagnostics.progress import LOOKS, SILENT, ActivitySample, Progress, Stuck, WorkerProgress
 from ripstop.diagnostics.stack_dump import ProcessStack, look_at, native, size
 from ripstop.diagnostics.stacks import Spot, spot
@@ -24,7 +26,6 @@ from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, W
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
 from ripstop.model.text import clean, cut_middle
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.own_directory import make_own_directory
@@ -43,8 +44,7 @@ RETRY = 1.0  # seconds until a look that went wrong is tried again
 SAVED = 1.0  # seconds between two checkpoints of a worker that are told
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """Whom to watch: the workers of one round, by local rank."""
 
     place: Place

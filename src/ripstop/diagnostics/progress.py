@@ -9,7 +9,7 @@ machine stood still or they had no way to report, counts against nobody.
 
 from collections.abc import Mapping
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 LOOKS = 4  # in a timeout
 IDLE = 0.01  # of a core: who uses less does nothing
@@ -17,8 +17,7 @@ SILENT = "no heartbeat"  # how a hang shows, by rule 1
 SMOOTH = 0.3  # the weight of the latest rate of steps
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerProgress:
+class WorkerProgress(Struct, frozen=True):
     """What a worker reports: its step, steps a second, seconds since it was heard, and how often it has spoken."""
 
     step: int | None
@@ -27,8 +26,7 @@ class WorkerProgress:
     beats: int
 
 
-@dataclass(frozen=True, slots=True)
-class ActivitySample:
+class ActivitySample(Struct, frozen=True):
     """What can be seen of a worker from outside: bytes written, seconds of CPU time, and its stack, if asked for.
 
     `ready`: it would go on if it had a processor, of which a crowded machine gives it none.
@@ -40,16 +38,14 @@ class ActivitySample:
     ready: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
+class Stuck(Struct, frozen=True):
     """A worker hangs: since so many seconds, and how that shows."""
 
     seconds: float
     sign: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepRange:
+class StepRange(Struct, frozen=True):
     """The steps of one worker in its round, and the time from the first to the last of them."""
 
     first: int
@@ -57,8 +53,7 @@ class StepRange:
     seconds: float
 
 
-@dataclass(slots=True)
-class _Worker:
+class _Worker(Struct):
     lively: float  # the last sign of life, by rule 2
     looked: float
     signs: ActivitySample = ActivitySample(0, 0.0)

@@ -13,12 +13,13 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ripstop.diagnostics.stacks import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
@@ -34,8 +35,7 @@ SETTLED = 0.02  # seconds after which a dump that no longer grows is whole
 _SYMBOLS = {"R": "running", "S": "sleeping", "D": "uninterruptible", "T": "stopped", "t": "traced", "Z": "dead"}
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessStack:
+class ProcessStack(Struct, frozen=True):
     """What one process was doing; `source` says who knows: py-spy, faulthandler, or only the kernel."""
 
     pid: int

@@ -12,9 +12,10 @@ stacks, if there are any.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
 from ripstop.model.text import named
-from ripstop.model.values import dataclass
 
 MOST_FRAMES = 200
 # compiled at their first use: most jobs never need them
@@ -26,8 +27,7 @@ _OURS = r"/ripstop/workers/zygote\.py$"  # a thread that waits to be asked what 
 _GROUPS = 4  # of ranks, in one sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """One call of a Python stack."""
 
     function: str
@@ -38,8 +38,7 @@ class Frame:
         return f"{self.function} ({self.file}:{self.line})"
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(Struct, frozen=True):
     """Where a worker is: the call, the user's file and line, and whether it waits for other ranks there."""
 
     call: str = ""
@@ -132,8 +131,7 @@ def _group(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
 # what tools print -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
+class Thread(Struct, frozen=True):
     """One thread's stack, innermost frame first."""
 
     name: str

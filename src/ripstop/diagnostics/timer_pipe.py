@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec import Struct
+
 from ripstop.diagnostics.evidence import signal_name
 from ripstop.diagnostics.timers import Request, Timers, read_request
 from ripstop.model.errors import UsageError
 from ripstop.model.text import clean, cut
-from ripstop.model.values import dataclass
 
 log = logging.getLogger("ripstop.workers")
 
@@ -116,8 +117,7 @@ def in_use(path: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
+class Missed(Struct, frozen=True):
     """A timer that was not cleared in time: it had `seconds` when it was read, and wants this signal (0: none)."""
 
     scope: str

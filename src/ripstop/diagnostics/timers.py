@@ -12,7 +12,7 @@ import json
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Hashable)
@@ -62,8 +62,7 @@ class Timers(Generic[W, T]):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What a worker asks for; `expires` is wall-clock time, negative to clear, and `signal` 0 when it is to live."""
 
     pid: int

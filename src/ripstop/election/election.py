@@ -13,17 +13,17 @@ coordinator's state is soft (rule 8 of `machine.py`), so that key is all that et
 
 import json
 
+from msgspec import Struct
+
 from ripstop.election.stored_record import foreign, opened
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 
 VERSION = 1
 MARGIN = 0.1  # of a lease: clocks that run at different speeds, and the time it takes to stop
 MAX_VALUE = 4096  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Leader:
+class Leader(Struct, frozen=True):
     """A coordinator in office: where it is, and the revision of etcd at which it was elected."""
 
     address: Address
@@ -34,20 +34,17 @@ class Leader:
 # events ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NoLeader:
+class NoLeader(Struct, frozen=True):
     """There is no coordinator."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderKnown:
+class LeaderKnown(Struct, frozen=True):
     """There is one."""
 
     seat: Leader
 
 
-@dataclass(frozen=True, slots=True)
-class Elected:
+class Elected(Struct, frozen=True):
     """It is this agent; its lease of `ttl` seconds was asked for at `asked`."""
 
     seat: Leader
@@ -55,21 +52,18 @@ class Elected:
     ttl: float
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(Struct, frozen=True):
     """The lease counts anew from `asked`."""
 
     asked: float
     ttl: float
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
+class Expired(Struct, frozen=True):
     """etcd knows of no such lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A deadline has passed."""
 
 
@@ -79,27 +73,23 @@ Event = NoLeader | LeaderKnown | Elected | Renewed | Expired | Tick
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Campaign:
+class Campaign(Struct, frozen=True):
     """Try to be elected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
+class Lead(Struct, frozen=True):
     """Begin to decide."""
 
     seat: Leader
 
 
-@dataclass(frozen=True, slots=True)
-class Follow:
+class Follow(Struct, frozen=True):
     """Link to this coordinator, and to no other."""
 
     seat: Leader
 
 
-@dataclass(frozen=True, slots=True)
-class StepDown:
+class StepDown(Struct, frozen=True):
     """Decide nothing more, at once."""
 
     why: str

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+from msgspec import Struct
 from yarl import URL
 
 from ripstop.model.config import Etcd
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 from ripstop.transport.keepalive import tune
 from ripstop.transport.resolver import Resolver
 
@@ -45,8 +45,7 @@ class Denied(RipstopError):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+class KeyValue(Struct, frozen=True):
     """A key's value, the revision at which the key was made, and the lease that it goes with."""
 
     value: str
@@ -54,8 +53,7 @@ class KeyValue:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """What there was below a prefix at one revision."""
 
     revision: int

@@ -16,6 +16,8 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
 
+from msgspec import Struct
+
 from ripstop.coordinator.job import FAREWELL
 from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
@@ -43,7 +45,6 @@ from ripstop.model.errors import ProtocolError, RipstopError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, fit
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
@@ -61,8 +62,7 @@ PARTING = 3.0  # seconds to give back to etcd what was had from it, at the end
 FIRST_PAUSE = 0.1  # seconds before etcd is asked again; doubled up to a third of the lease
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidacy:
+class _Candidacy(Struct, frozen=True):
     """What it takes to be elected: a lease, asked for at a time, and a socket that listens."""
 
     lease: int
@@ -72,8 +72,7 @@ class _Candidacy:
     address: Address
 
 
-@dataclass(frozen=True, slots=True)
-class _Office:
+class _Office(Struct, frozen=True):
     """The coordinator in this process."""
 
     seat: Leader

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from msgspec import Struct, field
 
 from ripstop.kubernetes.actions import Actions, CreationRefused, operator_key
 from ripstop.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
@@ -44,8 +45,7 @@ Name = tuple[str, str]  # namespace and name of a job
 log = logging.getLogger("ripstop.operator")
 
 
-@dataclass(slots=True)
-class TrackedJob:
+class TrackedJob(Struct):
     """A job that is looked after, and what is known of it besides what the cluster knows."""
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)

@@ -28,13 +28,13 @@ pods say
 
 import json
 from collections.abc import Sequence
-from dataclasses import field
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec import Struct, field
+
 from ripstop.kubernetes.manifests import JOB, UID, Owner, pod_name
 from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read
-from ripstop.model.values import dataclass
 
 YOUNG = 60.0  # seconds: a pod that lives shorter died quickly
 LONGEST_PAUSE = 300.0
@@ -66,8 +66,7 @@ REMEDIES = {  # what to do about a container that does not start
 # what is seen ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pod:
+class Pod(Struct, frozen=True):
     """One pod of the job; times are seconds since the epoch."""
 
     name: str
@@ -98,8 +97,7 @@ class Pod:
         return self.over and self.exit_code is not None and not self.accompanied
 
 
-@dataclass(frozen=True, slots=True)
-class ElasticJob:
+class ElasticJob(Struct, frozen=True):
     """The ElasticJob as it was read; `telemetry` is what its coordinator said last, if it did."""
 
     owner: Owner
@@ -117,13 +115,11 @@ class ElasticJob:
 # what to do -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CreatePod:
+class CreatePod(Struct, frozen=True):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeletePod:
+class DeletePod(Struct, frozen=True):
     """`force`: without waiting for its node."""
 
     name: str
@@ -131,34 +127,29 @@ class DeletePod:
     force: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ensure:
+class Ensure(Struct, frozen=True):
     """Make sure that these are there: service, secret, disruption-budget."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class SetReplicas:
+class SetReplicas(Struct, frozen=True):
     """Write the default into the spec, for `kubectl scale` and autoscalers to find."""
 
     replicas: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeJob:
+class ResizeJob(Struct, frozen=True):
     """Have the job itself run on so many nodes."""
 
     nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteJob:
+class DeleteJob(Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Struct, frozen=True):
     """An event that `kubectl describe` shows."""
 
     reason: str
@@ -169,8 +160,7 @@ class Emit:
 Action = CreatePod | DeletePod | Ensure | SetReplicas | ResizeJob | DeleteJob | Emit
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """Actions in their order, the new status, the spec to make pods of, and when to look again without a change."""
 
     actions: tuple[Action, ...]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
 MOST_REPLICAS = 10_000
@@ -19,8 +19,7 @@ PORT, PROBE_PORT = 29400, 29490
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Struct, frozen=True):
     """A plain field of the spec.  `fixed`: it cannot change while the job exists."""
 
     name: str
@@ -51,16 +50,14 @@ FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class SpecProblem:
+class SpecProblem(Struct, frozen=True):
     """Something in an object that cannot be: where, and the rule, the value and the remedy."""
 
     where: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
+class Rendezvous(Struct, frozen=True):
     """Where the nodes meet: at the pod of slot 0, or wherever etcd elects."""
 
     backend: str = "embedded"
@@ -68,8 +65,7 @@ class Rendezvous:
     conf: str = ""  # more of --rdzv-conf
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(Struct, frozen=True):
     """An ElasticJob's spec, with its defaults."""
 
     min_replicas: int

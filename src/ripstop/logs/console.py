@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from msgspec import Struct
+
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 from ripstop.system.linux import free_range, reserve_range
 from ripstop.system.own_directory import no_follow
 
@@ -121,8 +122,7 @@ def _answer(ask: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]"
     return future
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """Lines that hold one of these words also go to the end of this file."""
 
     path: Path

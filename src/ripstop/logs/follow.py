@@ -15,7 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
+
 from ripstop.system.blocking_calls import run_in_daemon_thread, settle
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ FARTHEST = 4 << 20  # bytes from the end in which last lines are looked for
 LOOK_AGAIN = 0.25  # seconds, where there is no inotify
 
 
-@dataclass(frozen=True, slots=True)
-class LogChunk:
+class LogChunk(Struct, frozen=True):
     """The text of a file between two offsets, and the size of the file."""
 
     offset: int

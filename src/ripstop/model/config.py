@@ -5,12 +5,13 @@ written is in `spelling.py`; which flags there are and how they go together, in 
 `cli/options/rendezvous.py`.
 """
 
-from dataclasses import field
 from enum import Enum, IntFlag
 from pathlib import Path
 
+from msgspec import Struct, field
+
+from ripstop.model.redacted import Redacted
 from ripstop.model.round import Address, RankBy
-from ripstop.model.values import dataclass
 
 COORDINATOR_PORT = 29400
 API_PORT = 29480
@@ -21,31 +22,27 @@ MOST_NODES = 100_000
 MOST_SLOTS = 4_096
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(Struct, frozen=True):
     """`python -u path args…`."""
 
     path: str
     args: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(Struct, frozen=True):
     """`python -u -m name args…`."""
 
     name: str
     args: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Executable:
+class Executable(Struct, frozen=True):
     """Any program: `argv[0]` is looked up on PATH."""
 
     argv: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Struct, frozen=True):
     """A pickled `(callable, args)` in the file `call`; the pickled return value goes to the file `result`."""
 
     call: Path
@@ -71,8 +68,7 @@ class OutputStreams(IntFlag):
     ALL = 3
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMap:
+class StreamMap(Struct, frozen=True):
     """A choice of streams for every local rank, with exceptions."""
 
     default: OutputStreams = OutputStreams.NONE
@@ -82,8 +78,7 @@ class StreamMap:
         return dict(self.by_rank).get(local_rank, self.default)
 
 
-@dataclass(frozen=True, slots=True)
-class Logs:
+class Logs(Struct, frozen=True):
     """Where workers' output goes.  `directory` None: a new one below the system's temporary directory.
 
     A line on its way to the console that holds one of a stream's `*_filters` also goes to a file of such lines.
@@ -100,8 +95,7 @@ class Logs:
     kept: bool = True  # False: the files are gone with the job, however it ends
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """How many failures are healed: `max_restarts` in any `window` seconds (0: in the whole run).
 
     `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.  Hangs are
@@ -115,8 +109,7 @@ class Budget:
     infra_window: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Seconds the rendezvous waits, for what."""
 
     last_call: float = 30.0  # for more nodes before the first round, once the minimum is ready
@@ -126,8 +119,7 @@ class Timing:
     shutdown: float = 30.0  # for workers to stop by themselves after SIGTERM
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
+class HealthLimits(Struct, frozen=True):
     """When this node is good enough for the job; looked at before it joins, and then every `interval` seconds.
 
     `command` is the user's own check, which may take as long as `interval`; none when empty.  0 bytes of disk, 0
@@ -140,8 +132,7 @@ class HealthLimits:
     max_skew: float = 60.0  # seconds between this node's clock and the coordinator's, when it joins
 
 
-@dataclass(frozen=True, slots=True)
-class QuarantineLimits:
+class QuarantineLimits(Struct, frozen=True):
     """A node at fault `failures` times in `window` seconds is out of the job for `cooldown`; 0 failures: never."""
 
     failures: int = 3
@@ -149,8 +140,7 @@ class QuarantineLimits:
     cooldown: float = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
+class Tls(Struct, frozen=True):
     """PEM files.  `cert` and `key` go together: what this node shows; `ca` signs the others' (None: the system's do).
 
     A coordinator with a `ca` wants every agent to show a certificate of it.
@@ -161,15 +151,14 @@ class Tls:
     ca: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tracing:
+class Tracing(Redacted, frozen=True):
     """Where the job's spans are sent to (OTLP over HTTP, as JSON), and what they say that they are of.
 
     `parent` is the trace, and in it the span, that the job is a part of: ids in hexadecimal digits.
     """
 
     url: str
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    headers: tuple[tuple[str, str], ...] = ()
     resource: tuple[tuple[str, str], ...] = ()
     ca: Path | None = None  # signs the collector's certificate; None: the system's authorities do
     parent: tuple[str, str] | None = None
@@ -185,8 +174,7 @@ class Backend(Enum):
     HANDLER = "handler"  # nowhere: nodes meet through a handler of another package
 
 
-@dataclass(frozen=True, slots=True)
-class Etcd:
+class Etcd(Redacted, frozen=True):
     """How to reach the etcd that elects the coordinator; a job's keys are below `PREFIX/RUN_ID/`.
 
     `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that asks for them.
@@ -200,12 +188,11 @@ class Etcd:
     cert: Path | None = None
     key: Path | None = None
     user: str = ""
-    password: str = field(default="", repr=False)
+    password: str = ""
     port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Handler:
+class Handler(Struct, frozen=True):
     """A rendezvous handler of torch's kind, by the name of its entry point, with what it is given."""
 
     name: str
@@ -225,16 +212,14 @@ class Numa(Enum):
     CORE_COMPLEX = "core-complex"  # cores of the node that share a last-level cache
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(Struct, frozen=True):
     """Where one worker runs: on these processors, with memory from this NUMA node first (None: wherever it is)."""
 
     cpus: tuple[int, ...]
     memory: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunConfig:
+class RunConfig(Redacted, frozen=True):
     """All of `ripstop run`."""
 
     entry: Entrypoint
@@ -269,7 +254,7 @@ class RunConfig:
     event_handler: str = ""  # of torch's kind; "": none
     timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
     tracing: Tracing | None = None  # None: no spans
-    token: str = field(default="", repr=False)
+    token: str = ""
     tls: Tls | None = None
     api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
     probe_port: int | None = None  # where probes are answered; None: nowhere
@@ -278,8 +263,7 @@ class RunConfig:
     notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorConfig:
+class CoordinatorConfig(Redacted, frozen=True):
     """All of `ripstop coordinator`: a coordinator of its own, without workers."""
 
     run_id: str
@@ -293,6 +277,6 @@ class CoordinatorConfig:
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     log_dir: Path | None = None  # for the job's events; None: they are not written
     tracing: Tracing | None = None
-    token: str = field(default="", repr=False)
+    token: str = ""
     tls: Tls | None = None
     notes: tuple[str, ...] = ()

@@ -13,11 +13,11 @@ and words can be written as UTF-8, so that no entry, whoever wrote it, breaks wh
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import Any, get_args
 
-from ripstop.model.values import dataclass
+from msgspec import Struct, to_builtins
+from msgspec.structs import fields
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
@@ -42,8 +42,7 @@ class RoundEndCause(StrEnum):
 # the coordinator's ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NodeJoined:
+class NodeJoined(Struct, frozen=True):
     """A node is part of the job; it may not be ready yet."""
 
     name: str
@@ -51,24 +50,21 @@ class NodeJoined:
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRejected:
+class NodeRejected(Struct, frozen=True):
     """A node was not let in."""
 
     name: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLeaving:
+class NodeLeaving(Struct, frozen=True):
     """A node is stopping its workers and going."""
 
     name: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGone:
+class NodeGone(Struct, frozen=True):
     """A node is no longer part of the job: it left, or was lost."""
 
     name: str
@@ -76,23 +72,20 @@ class NodeGone:
     lost: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUnhealthy:
+class NodeUnhealthy(Struct, frozen=True):
     """A node is not to be counted on, and why."""
 
     name: str
     problems: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeHealthy:
+class NodeHealthy(Struct, frozen=True):
     """It is again."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeQuarantined:
+class NodeQuarantined(Struct, frozen=True):
     """A node was at fault too often: others take its place for so many seconds, if they can."""
 
     name: str
@@ -100,23 +93,20 @@ class NodeQuarantined:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReleased:
+class NodeReleased(Struct, frozen=True):
     """Its quarantine is over."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnhealthyNodeRetained:
+class UnhealthyNodeRetained(Struct, frozen=True):
     """A node that is unhealthy or in quarantine has a place all the same, and why."""
 
     name: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundFormed:
+class RoundFormed(Struct, frozen=True):
     """A round is committed: who is in it, by group rank, and why there is a new one."""
 
     round: int
@@ -127,8 +117,7 @@ class RoundFormed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankRequestDenied:
+class RankRequestDenied(Struct, frozen=True):
     """A node has another group rank than the one it wished for (`--node-rank`), and why."""
 
     round: int
@@ -138,24 +127,21 @@ class RankRequestDenied:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundFound:
+class RoundFound(Struct, frozen=True):
     """A coordinator that knew nothing has heard of a round, and waits for its members."""
 
     round: int
     nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResumed:
+class RoundResumed(Struct, frozen=True):
     """All of them are back, and nobody's training was disturbed."""
 
     round: int
     nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEnded:
+class RoundEnded(Struct, frozen=True):
     """A round is over; another will be formed when it can, not before `delay` seconds.
 
     `cause` is the kind of reason and `why` the reason itself.
@@ -167,8 +153,7 @@ class RoundEnded:
     delay: float
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetCharged:
+class BudgetCharged(Struct, frozen=True):
     """A failure was charged: `used` of `limit` are spent, and whether that allows a restart."""
 
     round: int
@@ -179,8 +164,7 @@ class BudgetCharged:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class HangDiagnosed:
+class HangDiagnosed(Struct, frozen=True):
     """A round hangs, and all its nodes were looked at: the ranks that the others wait for, and where everybody is."""
 
     round: int
@@ -188,16 +172,14 @@ class HangDiagnosed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetRefunded:
+class BudgetRefunded(Struct, frozen=True):
     """The last charge was a mistake: what failed was the victim of this node's loss."""
 
     round: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleRequested:
+class ScaleRequested(Struct, frozen=True):
     """An operator wants the job to have so many nodes."""
 
     nodes: int
@@ -205,16 +187,14 @@ class ScaleRequested:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobClosing:
+class JobClosing(Struct, frozen=True):
     """The job has failed or is to end; evidence is coming in."""
 
     outcome: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobClosed:
+class JobClosed(Struct, frozen=True):
     """The job is over."""
 
     outcome: str
@@ -223,8 +203,7 @@ class JobClosed:
     restarts: int
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorAction:
+class OperatorAction(Struct, frozen=True):
     """Somebody changed the job from outside: what, by whom, and what came of it."""
 
     action: str
@@ -235,8 +214,7 @@ class OperatorAction:
 # an agent's -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WarmedUp:
+class WarmedUp(Struct, frozen=True):
     """Workers can be started: how, what they find imported, and why another way was not taken."""
 
     start: str
@@ -245,8 +223,7 @@ class WarmedUp:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersStarted:
+class WorkersStarted(Struct, frozen=True):
     """The workers of a round run on this node; `pids` by local rank, `pause` since the ones before were in trouble."""
 
     round: int
@@ -259,8 +236,7 @@ class WorkersStarted:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(Struct, frozen=True):
     """This node's workers run again: how long each phase took, in seconds; 0 where it had no part in one.
 
     detect: from what went wrong until the agent knew.  decide: until it was told what to do.  stop: until nothing was
@@ -274,8 +250,7 @@ class Recovered:
     start: float
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStep:
+class FirstStep(Struct, frozen=True):
     """The first step that a worker of this node reported in a round, so long after the workers were started."""
 
     round: int
@@ -284,8 +259,7 @@ class FirstStep:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepsDone:
+class StepsDone(Struct, frozen=True):
     """What a round's workers on this node reported by its end: the first and last step, and the time between."""
 
     round: int
@@ -295,8 +269,7 @@ class StepsDone:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Struct, frozen=True):
     """A worker says that its state up to this step is safe."""
 
     round: int
@@ -305,8 +278,7 @@ class CheckpointSaved:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(Struct, frozen=True):
     """A worker died, or could not be started; the report has the evidence."""
 
     round: int
@@ -315,8 +287,7 @@ class WorkerFailed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class TimersMissed:
+class TimersMissed(Struct, frozen=True):
     """A worker, or a process of its, did not clear its timers in time: which, and what was done about it."""
 
     round: int
@@ -325,8 +296,7 @@ class TimersMissed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHangs:
+class WorkerHangs(Struct, frozen=True):
     """A worker makes no progress: for how long, how that shows, and where it is."""
 
     round: int
@@ -337,38 +307,33 @@ class WorkerHangs:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersSucceeded:
+class WorkersSucceeded(Struct, frozen=True):
     """All workers of this node exited 0."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersStopping:
+class WorkersStopping(Struct, frozen=True):
     """This node's workers are being stopped."""
 
     round: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersStopped:
+class WorkersStopped(Struct, frozen=True):
     """Nothing is left of them."""
 
     round: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class AgentMessage:
+class AgentMessage(Struct, frozen=True):
     """What else an agent's operator should know."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class AgentEnded:
+class AgentEnded(Struct, frozen=True):
     """This node's agent is done, with this exit code."""
 
     code: int
@@ -386,8 +351,7 @@ Event = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecord:
+class EventRecord(Struct, frozen=True):
     """An event, its number at who saw it (`node`; empty: the coordinator), and the wall-clock time there."""
 
     seq: int
@@ -414,7 +378,7 @@ def to_json(entry: EventRecord) -> str:
 
 def to_dict(entry: EventRecord) -> dict[str, Any]:
     """The envelope and the event, flat.  Long texts are cut."""
-    body = {name: _cut(value) for name, value in asdict(entry.event).items()}
+    body = {name: _cut(value) for name, value in to_builtins(entry.event).items()}
     return {"v": VERSION, "seq": entry.seq, "at": entry.at, "node": entry.node, "kind": kind(entry.event)} | body
 
 

@@ -3,14 +3,14 @@
 Data only, small enough to travel: texts are cut where they are gathered (see `diagnostics/evidence.py`).
 """
 
+from msgspec import Struct
+
 from ripstop.model.round import Outcome
-from ripstop.model.values import dataclass
 
 MOST_STANDINGS = 8  # of one rank: no more are sent, and no more are heard
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveProgress:
+class CollectiveProgress(Struct, frozen=True):
     """How far a worker is in one process group, by torch's flight recorder; `diagnostics/flight_recorder.py` says
     what it means.
 
@@ -27,8 +27,7 @@ class CollectiveProgress:
     p2p: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(Struct, frozen=True):
     """Where a worker was when its round made no progress; `diagnostics/stacks.py` says what it means.
 
     `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
@@ -45,8 +44,7 @@ class Hang:
     standings: tuple[CollectiveProgress, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why one worker is dead, or is to be stopped because its round hangs.
 
     `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
@@ -71,8 +69,7 @@ class Failure:
     hang: Hang | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobReport:
+class JobReport(Struct, frozen=True):
     """The end of a job: how, why, and the failures of its last round, the culprit first."""
 
     run_id: str

@@ -4,34 +4,31 @@ Whoever takes a wish asks `objection` first: the API, to refuse it with words, a
 the one to grant it.
 """
 
+from msgspec import Struct
+
 from ripstop.model.status import JobStatus, NodeState, Phase
-from ripstop.model.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class RestartRound:
+class RestartRound(Struct, frozen=True):
     """A new round, of whoever is there; nobody is charged."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrainNode:
+class DrainNode(Struct, frozen=True):
     """This node leaves the job, as if it had been told to stop."""
 
     node: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleJob:
+class ScaleJob(Struct, frozen=True):
     """The job uses so many nodes, if it can."""
 
     nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopJob:
+class StopJob(Struct, frozen=True):
     """The job ends."""
 
     why: str

@@ -6,11 +6,10 @@ node does not grow with the job.
 
 from enum import StrEnum
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Struct, frozen=True):
     """Where something listens."""
 
     host: str
@@ -20,8 +19,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """One agent of a job; `id` is new for every agent process, `wish` is the group rank it would like.
 
     `number` is what its cluster counts it as, `label` what its user calls the place where it stands: only set where
@@ -46,8 +44,7 @@ class RankBy(StrEnum):
     LABEL = "label"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """What one node is in one round.
 
     Its workers have the ranks `first_rank` … `first_rank + slots - 1`, and within their role the ranks from

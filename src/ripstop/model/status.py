@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 
 class Phase(StrEnum):
@@ -29,8 +29,7 @@ class NodeState(StrEnum):
     ABSENT = "absent"  # its connection closed, and it may be back in a moment
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(Struct, frozen=True):
     """One node.
 
     Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.  `pids` are
@@ -48,8 +47,7 @@ class NodeStatus:
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(Struct, frozen=True):
     """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
 
     `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against

@@ -3,11 +3,10 @@
 None is what is not known there.  Times are in seconds, sizes in bytes.
 """
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class RankSample:
+class RankSample(Struct, frozen=True):
     """One worker with all processes of its session; `age` is the time since it last reported progress."""
 
     rank: int
@@ -22,8 +21,7 @@ class RankSample:
     beats: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepSample:
+class StepSample(Struct, frozen=True):
     """The step that one worker of this round had reported last, at this time of its node's clock."""
 
     round: int
@@ -31,8 +29,7 @@ class StepSample:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSample:
+class GpuSample(Struct, frozen=True):
     """One GPU; `utilisation` is a share of 1."""
 
     index: int
@@ -45,8 +42,7 @@ class GpuSample:
     ecc_uncorrected: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSample:
+class NodeSample(Struct, frozen=True):
     """One node, at this time of its clock; `round` is that of its workers, 0 when it has none."""
 
     at: float

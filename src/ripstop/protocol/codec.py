@@ -10,9 +10,11 @@ import json
 import math
 import types
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol.messages import VERSION, Closed, Failed, Heartbeat, Inspected, Join, Message, Stopped
@@ -234,8 +236,8 @@ def _codec(hint: Any) -> tuple[Pack, Unpack]:
         element, dots = args
         assert dots is ..., f"{hint}: only tuples of any length travel"
         return _list(_codec(element))
-    if is_dataclass(hint):
-        return _record(hint)  # type: ignore[arg-type]  # a hint is a class, never an instance
+    if issubclass(hint, Struct):
+        return _record(hint)
     assert issubclass(hint, StrEnum), f"{hint} does not travel"
     return _enum(hint)
 

@@ -6,8 +6,9 @@ and whatever it says, so much of it is kept in memory.
 """
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from typing import Any
+
+from msgspec.structs import fields, replace
 
 from ripstop.model.config import MOST_SLOTS
 from ripstop.model.events import MAX_TEXT, EventRecord

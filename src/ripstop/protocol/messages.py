@@ -10,9 +10,10 @@ lost with a connection is never missed and a coordinator that knows nothing can 
 from enum import StrEnum
 from typing import get_args
 
+from msgspec import Struct
+
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Node, Outcome, Place, RankBy
-from ripstop.model.values import dataclass
 
 VERSION = 1
 
@@ -20,15 +21,13 @@ VERSION = 1
 # the handshake ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(Struct, frozen=True):
     """Coordinator: prove that you know the job's secret."""
 
     nonce: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True):
     """Agent: the proof, who I am, and a challenge in return."""
 
     run_id: str
@@ -37,8 +36,7 @@ class Hello:
     proof: str
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost; my clock says `time`."""
 
     proof: str
@@ -46,8 +44,7 @@ class Welcome:
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """Coordinator: not you, and why; `final` means that trying again will not help."""
 
     why: str
@@ -66,8 +63,7 @@ class Status(StrEnum):
     SUCCEEDED = "succeeded"
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """My workers can start at once, and this port listens for the store of a round after this one.
 
     `after` is the highest round I had heard of; an offer is good for the connection over which it was made.
@@ -77,8 +73,7 @@ class Ready:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
 
     `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
@@ -103,66 +98,57 @@ class Join:
     health_interval: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Problems:
+class Problems(Struct, frozen=True):
     """Why I should not be counted on, as I have just found; nothing: I can be."""
 
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """A worker of mine died in this round."""
 
     round: int
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inspected:
+class Inspected(Struct, frozen=True):
     """Where my workers of this round are, as `Inspect` asked; none when I have none."""
 
     round: int
     failures: tuple[Failure, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Succeeded:
+class Succeeded(Struct, frozen=True):
     """All my workers of this round exited 0."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Struct, frozen=True):
     """I was told to stop; my workers are being stopped.  Do not count on me for another round."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Struct, frozen=True):
     """My workers are gone, as `Closing` asked; this is how they died."""
 
     failures: tuple[Failure, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(Struct, frozen=True):
     """My last word."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
+class Events(Struct, frozen=True):
     """What happened here, as lines of JSON (`model/events.py`); lines that were told before may be among them."""
 
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """What was asked for, as JSON; or why it cannot be had."""
 
     number: int
@@ -170,46 +156,40 @@ class Reply:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True):
     """I am alive; both sides say it."""
 
 
 # coordinator → agent ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(Struct, frozen=True):
     """This round is committed and this is your place in it; stop whatever you run of an older one."""
 
     place: Place
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class StandBy:
+class StandBy(Struct, frozen=True):
     """There is no round for you now: stop what you run of this round or an older one, and wait."""
 
     round: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True):
     """An operator wants you to leave the job: stop your workers and go."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect:
+class Inspect(Struct, frozen=True):
     """This round hangs on another node: tell where your workers are, before they are stopped."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(Struct, frozen=True):
     """An operator wants to know something of you; answer under this number.  It changes nothing."""
 
     number: int
@@ -217,16 +197,14 @@ class Query:
     argument: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(Struct, frozen=True):
     """The job has failed or is to end: stop your workers and tell how they died."""
 
     why: str
     outcome: Outcome = Outcome.FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Struct, frozen=True):
     """The job is over."""
 
     report: JobReport

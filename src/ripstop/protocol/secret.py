@@ -8,11 +8,10 @@ empty secret takes the same path: it proves nothing, and costs nothing.  Pure.
 import hashlib
 import hmac
 
-from ripstop.model.values import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(Struct, frozen=True):
     """One handshake, as both sides saw it."""
 
     run_id: str

@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from msgspec import Struct
+
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
@@ -26,8 +27,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _NAME, _STATE, _PARENT, _SESSION, _TIMES, _THREADS, _RESIDENT = 1, 2, 3, 5, slice(13, 17), 19, 23
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     """One line of `/proc/PID/stat`."""
 
     pid: int
@@ -136,8 +136,7 @@ def children() -> list[Process]:
     return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(Struct):
     """What the processes of one session use together; pages that they share count in each, as in `ps` and `top`."""
 
     cpu: float = 0.0  # seconds until now

@@ -11,13 +11,13 @@ GPUs on it, whether they have a worker in this job or not, because another job m
 
 from collections.abc import Iterable, Sequence
 
+from msgspec import Struct
+
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import UsageError
-from ripstop.model.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Cpu:
+class Cpu(Struct, frozen=True):
     """One processor.  A core and a cache are named by the lowest processor that shares them."""
 
     number: int
@@ -27,8 +27,7 @@ class Cpu:
     socket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(Struct, frozen=True):
     """The processors that may be used, and the NUMA nodes that have memory."""
 
     cpus: tuple[Cpu, ...]

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from ripstop.model.errors import UsageError
-from ripstop.model.values import dataclass
 from ripstop.system import nvml
 from ripstop.system.numa import Cpu, Topology, parse_ranges
 
@@ -18,8 +19,7 @@ PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; beginning of the PCI class of GPUs
 
 
-@dataclass(frozen=True, slots=True)
-class GpuDevice:
+class GpuDevice(Struct, frozen=True):
     """One GPU of this machine; `uuids` are its own and those of its MIG instances, "" for what is unknown."""
 
     pci: str  # as /sys writes it: 0000:dc:00.0
@@ -27,8 +27,7 @@ class GpuDevice:
     uuids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleGpus:
+class VisibleGpus(Struct, frozen=True):
     """The NUMA nodes of the GPUs a worker sees, in its order, and what there is to say about them."""
 
     nodes: tuple[int, ...]

@@ -12,14 +12,14 @@ is one word.  Rules: (1) reports may come late, twice and in any order; (2) step
 until a later round begins before them; (3) a round whose end nobody told counts as far as it was seen.
 """
 
+from msgspec import Struct
+
 from ripstop.model.events import EventRecord, FirstStep, JobClosed, StepsDone
-from ripstop.model.values import dataclass
 
 MOST_ROUNDS = 1000  # looked at again when a later round begins before them; older ones are settled
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(Struct, frozen=True):
     """Where a job's time went, in seconds, and how many steps were done in vain."""
 
     kept: float
@@ -32,8 +32,7 @@ class Spent:
         return min(1.0, self.kept / self.wall) if self.wall > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(Struct, frozen=True):
     """Steps `first` to `last`, so long apart, as this rank reported them."""
 
     rank: int
@@ -56,8 +55,7 @@ class _Span:
         return good, self.seconds - good, steps - kept
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """What is known of one round."""
 
     lowest: int  # the lowest step that anybody began with

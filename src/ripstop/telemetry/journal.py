@@ -6,9 +6,10 @@ many bytes of them; a reader that was away for longer finds the rest in the even
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from itertools import islice
 from typing import Any
+
+from msgspec.structs import fields
 
 from ripstop.model.config import MOST_NODES
 from ripstop.model.events import Event, EventRecord, Sink

@@ -8,7 +8,8 @@ A coordinator that takes over starts from what agents tell it again.
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ripstop.model.config import MOST_NODES
 from ripstop.model.events import (
@@ -33,8 +34,7 @@ STAGES = ("detect", "decide", "stop", "start", "first_step")
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 
 
-@dataclass(slots=True)
-class Histogram:
+class Histogram(Struct):
     """How many observations were at most so large."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # the last: larger than all bounds
@@ -45,8 +45,7 @@ class Histogram:
         self.sum += value
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(Struct):
     """The counts of one job; `on` takes its entries in the journal's order."""
 
     events: Counter[str] = field(default_factory=Counter)  # by kind

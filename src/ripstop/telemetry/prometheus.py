@@ -8,20 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ripstop.model.status import JobStatus, NodeState, Phase
 from ripstop.model.usage import GpuSample, NodeSample, RankSample
-from ripstop.model.values import dataclass
 from ripstop.telemetry.metrics import BOUNDS, Histogram, Totals
 
 Samples = Mapping[str, NodeSample]  # by node; one that did not answer in time is missing
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Struct, frozen=True):
     """One name, and what it means."""
 
     name: str

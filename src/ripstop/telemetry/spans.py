@@ -19,8 +19,9 @@ made of a seed and of names, so that a link can lead to what is not over yet.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import field
 from hashlib import blake2b
+
+from msgspec import Struct, field
 
 from ripstop.model.events import (
     BudgetCharged,
@@ -49,7 +50,6 @@ from ripstop.model.events import (
     to_dict,
 )
 from ripstop.model.round import Outcome
-from ripstop.model.values import dataclass
 from ripstop.telemetry.goodput import Goodput
 
 MOST_MOMENTS = 32  # of one span: of a round the latest, for its end is of interest, and of a recovery the first
@@ -61,16 +61,14 @@ Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 Attributes = dict[str, Value]
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(Struct, frozen=True):
     """A span's place: the ids of its trace and of itself, in hexadecimal digits."""
 
     trace: str
     span: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     """Something that happened within a span."""
 
     at: float
@@ -78,8 +76,7 @@ class Moment:
     attributes: Attributes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """What took time.  `parent` is the id of the span it is in, `error` what was bad about it; both may be empty."""
 
     context: Context
@@ -93,8 +90,7 @@ class Span:
     error: str = ""
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """The round that runs; `nodes` are not known of one that was resumed."""
 
     number: int
@@ -104,8 +100,7 @@ class _Round:
     noted: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MOST_MOMENTS))
 
 
-@dataclass(slots=True)
-class _Part:
+class _Part(Struct):
     """What one node had to do with a recovery."""
 
     context: Context
@@ -116,8 +111,7 @@ class _Part:
     given: bool = False  # its span
 
 
-@dataclass(slots=True)
-class _Recovery:
+class _Recovery(Struct):
     """From the round `number` to the round `next`, which is 0 until it is formed."""
 
     number: int

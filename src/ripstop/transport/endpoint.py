@@ -12,15 +12,15 @@ import errno
 import socket
 from ipaddress import ip_address
 
+from msgspec import Struct
+
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 
 BACKLOG = 4096  # connections the kernel keeps for us while we are busy
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """The endpoint is ours: its listening socket, and what the user should know about it."""
 
     listening: socket.socket

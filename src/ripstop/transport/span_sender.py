@@ -15,10 +15,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from msgspec import Struct
+
 from ripstop.model.config import Tracing
 from ripstop.model.events import EventRecord
 from ripstop.model.text import one_line
-from ripstop.model.values import dataclass
 from ripstop.telemetry import otlp
 from ripstop.telemetry.spans import Context, Span, Spans
 
@@ -38,8 +39,7 @@ READ = 16_384  # bytes of an answer
 SHOWN = 200  # characters of what is said about trouble
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(Struct, frozen=True):
     """What became of a request: `why` is empty when it was taken; whether to try it again, and after how long."""
 
     why: str = ""

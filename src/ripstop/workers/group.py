@@ -19,7 +19,6 @@ from contextlib import suppress
 from signal import SIGCONT, SIGKILL, SIGTERM
 
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 from ripstop.workers.processes import UNKILLABLE, Children, ProcessExit, reap
 from ripstop.workers.spawner import ProcessSpec, Starter
@@ -27,8 +26,7 @@ from ripstop.workers.spawner import ProcessSpec, Starter
 GENERATIONS = 8  # between a worker and whoever belongs to it, outside of its session
 
 
-@dataclass(frozen=True, slots=True)
-class Exit(ProcessExit):
+class Exit(ProcessExit, frozen=True):
     """A worker's end."""
 
     local_rank: int

@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 
 if TYPE_CHECKING:
@@ -114,8 +115,7 @@ def reap(pid: int) -> tuple[int | None, int | None, int]:
     return os.WEXITSTATUS(status), None, memory
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExit:
+class ProcessExit(Struct, frozen=True):
     """How a child ended; one of `exitcode` and `signal` is set.  `at` is wall-clock time, `max_rss` bytes."""
 
     pid: int

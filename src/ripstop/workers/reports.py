@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from msgspec import Struct
+
 from ripstop.model.errors import UsageError
-from ripstop.model.values import dataclass
 from ripstop.system.run_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
@@ -35,16 +36,14 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_STEP = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHeartbeat:
+class WorkerHeartbeat(Struct, frozen=True):
     """A worker makes progress; it has said so `count` times by now, and not every time to us."""
 
     step: int | None
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReport:
+class CheckpointReport(Struct, frozen=True):
     """A worker's state up to this step is safe."""
 
     step: int

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import Struct
+
 from ripstop.model.config import Binding, Entrypoint, Executable, Function, Module, Script, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 from ripstop.workers import processes
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ _ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 2048  # bytes that workers have for variable
 _PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
 
 
-@dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(Struct, frozen=True):
     """What the zygote is: how it will start workers, what it has imported, why not as asked (or empty)."""
 
     start: StartMethod
@@ -47,8 +47,7 @@ class Warm:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ServeStore:
+class ServeStore(Struct, frozen=True):
     """Instead of an entrypoint: serve the round's store on this listening socket."""
 
     fd: int
@@ -56,8 +55,7 @@ class ServeStore:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessSpec(Struct, frozen=True):
     """One process to start: its complete environment, what it runs, files for its output (None: the agent's), where it
     is to run (None: anywhere), where a forked one writes its stacks at which signal (None: nowhere), and the socket at
     which one with torch tells its collectives ("": nowhere)."""

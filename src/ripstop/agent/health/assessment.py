@@ -4,15 +4,15 @@
 a node has not been in the job: two that disagree are no reason to disturb its training.
 """
 
+from msgspec import Struct
+
 from ripstop.model.config import HealthLimits
 from ripstop.model.text import amount
-from ripstop.model.values import dataclass
 
 LONGEST = 300  # characters of a user's words
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
+class Disk(Struct, frozen=True):
     """A file system, by one of its directories; `use` says what it is for."""
 
     path: str
@@ -20,8 +20,7 @@ class Disk:
     free: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GpuHealth:
+class GpuHealth(Struct, frozen=True):
     """One GPU as NVML sees it; `trouble` is empty for a good one."""
 
     index: int
@@ -29,8 +28,7 @@ class GpuHealth:
     trouble: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(Struct, frozen=True):
     """The user's check; `code` None: it did not end in time, negative: the signal that ended it."""
 
     code: int | None
@@ -38,8 +36,7 @@ class Ran:
     error: str = ""  # why it could not be started
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """What was found.  `silent` are looks that did not come back; `known` are the UUIDs of the first look at GPUs."""
 
     disks: tuple[Disk, ...] = ()
@@ -50,8 +47,7 @@ class Facts:
     silent: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HealthProblem:
+class HealthProblem(Struct, frozen=True):
     """Why a node should not be counted on.  `what` stays the same while the words may change."""
 
     what: str

@@ -13,13 +13,13 @@ Pure.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import truth
-from ripstop.model.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(Struct, frozen=True):
     """One flag; `metavar` is what its value is called in the help, "" for a switch.
 
     `choices` are the values that a shell should offer: all there are, or the most common ones.  `ours`: torchrun has
@@ -38,8 +38,7 @@ class Flag:
         return "PET_" + self.name.removeprefix("--").replace("-", "_").upper()
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(Struct, frozen=True):
     """What the user wrote: the text of every flag, where it was written, and the program with its arguments."""
 
     texts: Mapping[str, str]

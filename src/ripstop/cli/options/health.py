@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ripstop.cli.options.flags import Given
 from ripstop.model.config import HealthLimits

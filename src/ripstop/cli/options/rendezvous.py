@@ -8,12 +8,13 @@ that a choice leaves without effect are said in the notes.
 import re
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from ripstop.cli.options.flags import Given
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MOST_NODES, Backend
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import address, host, port, rank_by, truth, whole, word
 from ripstop.model.round import Address, RankBy
-from ripstop.model.values import dataclass
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 ENDPOINT = ("--rdzv-backend", "--rdzv-endpoint")
@@ -21,8 +22,7 @@ MASTER = ("--master-addr", "--master-port")
 NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # a node's number, from Slurm and from an indexed Kubernetes Job
 
 
-@dataclass(frozen=True, slots=True)
-class RendezvousOptions:
+class RendezvousOptions(Struct, frozen=True):
     """Where the nodes meet, and who this one is among them; the fields are `RunConfig`'s."""
 
     backend: Backend
@@ -33,8 +33,7 @@ class RendezvousOptions:
     store_port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(Struct, frozen=True):
     """What first ranks go by, and what this node brings for it."""
 
     by: RankBy = RankBy.JOIN

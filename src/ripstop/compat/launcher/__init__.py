@@ -13,6 +13,7 @@ a daemon of theirs, with a session of its own, lives on as it does with torch.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
@@ -24,10 +25,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+from msgspec.structs import replace
 
 from ripstop import launch
 from ripstop.agent.machine import ExitAgent
@@ -188,7 +191,7 @@ def _read(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequ
         if not getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
             raise ValueError(str(error)) from None
         try:
-            run = _configured(replace(config, numa_options=None))
+            run = _configured(dataclasses.replace(config, numa_options=None))
         except UsageError as other:  # it was not the binding
             raise ValueError(str(other)) from None
         log.warning("workers are not bound: %s", error)

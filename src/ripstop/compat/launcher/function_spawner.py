@@ -21,6 +21,8 @@ from multiprocessing import context, get_context, process, reduction
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.compat.multiprocessing.function_process import (
     cannot_be_sent,
     die_with_parent_process,
@@ -32,7 +34,6 @@ from ripstop.compat.multiprocessing.numa_binding import Bind
 from ripstop.compat.multiprocessing.redirects import send
 from ripstop.model.config import Function, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 from ripstop.workers import processes as children
 from ripstop.workers.spawner import ProcessSpec, ServeStore, Spawner, Warm
@@ -41,16 +42,14 @@ from ripstop.workers.zygote.store_process import serve
 METHODS = ("spawn", "fork", "forkserver")
 
 
-@dataclass(frozen=True, slots=True)
-class Inherited:
+class Inherited(Struct, frozen=True):
     """What a fork of the program has: descriptors that are the program's, and signals whose handlers are ours."""
 
     descriptors: frozenset[int]
     signals: tuple[signal.Signals, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """What one worker does: sent to it, or inherited by it."""
 
     function: Callable[..., Any]

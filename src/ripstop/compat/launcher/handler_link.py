@@ -26,6 +26,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
@@ -34,7 +36,6 @@ from ripstop.diagnostics.failure_report import how, order, root_cause, trim
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place
-from ripstop.model.values import dataclass
 from ripstop.protocol import codec
 from ripstop.protocol.messages import (
     Assign,
@@ -66,24 +67,21 @@ ATTEMPTS = 3  # to agree on places with nodes that may be gone again
 _NODE, _PLACE, _DONE, _ALL_DONE = "ripstop/node/", "ripstop/place/", "ripstop/done", "ripstop/all_done"
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(Struct, frozen=True):
     """A round: this node's place in it, and the store that its agents share."""
 
     place: Place
     store: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(Struct, frozen=True):
     """Another round is needed, after a pause."""
 
     why: str
     pause: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(Struct, frozen=True):
     """What the handler says, and the nodes of a round once this one is done; or why that is not known."""
 
     round: int

@@ -16,6 +16,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from msgspec import Struct
+
 from ripstop.compat.multiprocessing.errors import record
 from ripstop.compat.multiprocessing.function_process import (
     cannot_be_sent,
@@ -25,14 +27,12 @@ from ripstop.compat.multiprocessing.function_process import (
     lead_a_session,
 )
 from ripstop.compat.multiprocessing.redirects import send
-from ripstop.model.values import dataclass
 from ripstop.workers.error_file import users_part
 
 LENGTH = struct.Struct("!Q")  # before the pickled return value
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """What one worker is to do."""
 
     function: Callable[..., Any]

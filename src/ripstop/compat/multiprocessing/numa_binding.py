@@ -8,17 +8,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import RipstopError
-from ripstop.model.values import dataclass
 from ripstop.system import linux
 
 _MPOL_PREFERRED = 1
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(Struct, frozen=True):
     """To be called in the worker."""
 
     binding: Binding

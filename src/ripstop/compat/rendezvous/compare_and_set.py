@@ -20,21 +20,21 @@ look again later, or be done.  A driver (`compat/rendezvous/dynamic.py`) reads, 
 
 import json
 from collections.abc import Mapping
-from dataclasses import field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ripstop.coordinator import ranks
 from ripstop.election.stored_record import opened
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address, Node
-from ripstop.model.values import dataclass
 
 VERSION = 1
 MAX_STATE = 16 << 20  # bytes: 100,000 nodes and room to spare
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSettings:
+class MemberSettings(Struct, frozen=True):
     """The job's size, and seconds: a node beats every `beat`, and is lost after `silence` without one."""
 
     min_nodes: int
@@ -44,8 +44,7 @@ class MemberSettings:
     silence: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A node that has come to the next round: its last round and rank, and where it would serve the workers' store."""
 
     node: str
@@ -54,8 +53,7 @@ class Candidate:
     store: Address
 
 
-@dataclass(frozen=True, slots=True)
-class SharedState:
+class SharedState(Struct, frozen=True):
     """All that is shared: the last round with its members by rank, those of them that are gone, and who has come."""
 
     run_id: str
@@ -77,22 +75,19 @@ class SharedState:
 # what a step says -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Struct, frozen=True):
     """Put this in the place of the state that was read."""
 
     state: SharedState
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Look again later; `spare`: the round is full, and waiting for a place has no end."""
 
     spare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Formed:
+class Formed(Struct, frozen=True):
     """This node is in a new round, whose rank 0 is the node `host`."""
 
     round: int
@@ -102,15 +97,13 @@ class Formed:
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class RendezvousClosed:
+class RendezvousClosed(Struct, frozen=True):
     """The rendezvous is closed; `spare`: this node was never needed."""
 
     spare: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """There is nothing to write."""
 
 

@@ -20,8 +20,11 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+from msgspec import Struct
 
 from ripstop.compat.rendezvous.compare_and_set import (
     Formed,
@@ -50,7 +53,6 @@ from ripstop.compat.rendezvous.handler import (
 )
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
-from ripstop.model.values import dataclass
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -153,8 +155,7 @@ class RendezvousSettings:
             raise ValueError(f"keep_alive_max_attempt={self.keep_alive_max_attempt}: give 1 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class _Host:
+class _Host(Struct, frozen=True):
     """This node's address for the others, and whether somebody gave it."""
 
     name: str

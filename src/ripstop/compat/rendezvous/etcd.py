@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable, as_etcd_answers, b64
 from ripstop.model.config import Etcd
-from ripstop.model.values import dataclass
 
 __all__ = ["Client", "Denied", "Unavailable", "Value"]
 
@@ -28,8 +29,7 @@ LONGEST_WATCH = 10.0  # seconds: one may hang with its member
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Struct, frozen=True):
     """What a key holds, the revision of etcd at which it was written, and the lease that it goes with."""
 
     data: bytes
