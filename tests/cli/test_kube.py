@@ -199,7 +199,7 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         (f"render {IMAGE} --rdzv-conf=leese=1 t.py", "--rdzv-conf: there is no leese; there are"),
         (f"render {IMAGE} --memory=lots t.py", "--memory=lots: not a quantity as Kubernetes writes it"),
         (f"render {IMAGE} --name={'x' * 60} t.py", "metadata.name has 60 characters"),
-        (f"render {IMAGE} --name=Train t.py", "metadata.name names a service"),
+        (f"render {IMAGE} --name=Train t.py", "metadata.name must be a service name"),
         (f"render {IMAGE} --without-operator=deployment t.py", "there is no such way; write statefulset or job"),
         (f"render {IMAGE} --imgae=x t.py", "--imgae=x: there is no such flag; did you mean --image?"),
         ("submit -f job.yaml train.py", "--file and a command line both say what to submit"),

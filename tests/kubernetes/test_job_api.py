@@ -50,7 +50,7 @@ def bearer(token: str, run_id: str) -> str:
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     with a_coordinator(json.dumps(status).encode()) as port:
-        return JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+        return JobApi(bearer, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_says_how_it_is_doing() -> None:
@@ -75,12 +75,12 @@ def test_a_long_word_is_cut() -> None:
     assert said({"last_failure": "x" * 5000}) == {"lastFailure": "x" * LONGEST}
 
 
-def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
+def test_a_job_is_sent_how_many_nodes_it_is_to_have() -> None:
     heard: list[tuple[str, bytes]] = []
     with a_coordinator(b"{}", heard) as port:
-        JobApi(bearer, port).tell("127.0.0.1", "secret", "run", 3)
+        JobApi(bearer, port).scale("127.0.0.1", "secret", "run", 3)
         with pytest.raises(QueryFailed, match="401"):
-            JobApi(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
+            JobApi(bearer, port).scale("127.0.0.1", "wrong", "run", 3)
     assert heard == [("/api/v1/scale", b'{"nodes": 3}')]
 
 
@@ -95,12 +95,12 @@ def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
 )
 def test_an_answer_that_is_none_is_a_silence(body: bytes, why: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed, match=why):
-        JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+        JobApi(bearer, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_that_knows_us_not_is_a_silence() -> None:
     with a_coordinator(b"{}") as port, pytest.raises(QueryFailed, match="401"):
-        JobApi(bearer, port).ask("127.0.0.1", "wrong", "run")
+        JobApi(bearer, port).status("127.0.0.1", "wrong", "run")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_job_that_knows_us_not_is_a_silence() -> None:
 )
 def test_why_a_job_refuses_is_said_in_one_short_line(body: bytes, said: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed) as refused:
-        JobApi(bearer, port).tell("127.0.0.1", "wrong", "run", 3)
+        JobApi(bearer, port).scale("127.0.0.1", "wrong", "run", 3)
     assert str(refused.value) == said
 
 
@@ -123,7 +123,7 @@ def test_nobody_there_is_a_silence() -> None:
     with a_coordinator(b"{}") as port:
         pass
     with pytest.raises(QueryFailed):
-        JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+        JobApi(bearer, port).status("127.0.0.1", "secret", "run")
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
     try:
         with a_dripping_pod(start, drop, bell) as port:
             with pytest.raises(QueryFailed, match="timed out"):
-                JobApi(bearer, port).ask("127.0.0.1", "secret", "run")
+                JobApi(bearer, port).status("127.0.0.1", "secret", "run")
             assert not bell.is_set()
     finally:
         rescue.cancel()

@@ -9,7 +9,7 @@ import pytest
 
 from ripstop.kubernetes import job_poller
 from ripstop.kubernetes.job_api import JobApi
-from ripstop.kubernetes.job_poller import LONG, TELEMETRY, JobPoller
+from ripstop.kubernetes.job_poller import MAX_FAILED_POLLS, POLL_INTERVAL_S, JobPoller
 from ripstop.kubernetes.manifests import Owner
 
 OWNER = Owner("train", "ml", "u-1")
@@ -23,13 +23,13 @@ class Pods(JobApi):
         self.seat = seat
         self.shown: list[str] = []
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.shown.append(address)
         if address != self.seat:
             raise ConnectionRefusedError("nobody there")
         return {"round": 7, "target": 4}
 
-    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
+    def scale(self, address: str, token: str, run_id: str, nodes: int) -> None:
         self.shown.append(f"{address} {nodes}")
 
 
@@ -44,11 +44,11 @@ def with_a(api: Pods, talk: Callable[[JobPoller], Awaitable[None]]) -> None:
 async def looked(talk: JobPoller, addresses: list[str], size: int | None = None, *, at: float) -> None:
     """The job was looked at, and all was said."""
     before = asyncio.all_tasks()
-    talk.go_on(addresses, size, at)
+    talk.poll(addresses, size, at)
     await asyncio.gather(*asyncio.all_tasks() - before)
 
 
-def test_a_job_is_told_its_size_where_it_answered() -> None:
+def test_a_job_is_sent_its_size_where_it_answered() -> None:
     api = Pods(seat=B)
 
     async def talk(to: JobPoller) -> None:
@@ -66,30 +66,30 @@ def test_an_address_that_the_job_has_no_more_is_not_shown_its_token() -> None:
     async def talk(to: JobPoller) -> None:
         await looked(to, [B], at=0.0)
         await looked(to, [A], 3, at=1.0)
-        await looked(to, [A], 3, at=TELEMETRY)
+        await looked(to, [A], 3, at=POLL_INTERVAL_S)
 
     with_a(api, talk)
     assert api.shown == [B, A]
 
 
 def test_a_coordinator_behind_pods_that_hang_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_poller, "LOOKING", 0.0)  # as if each of them had hung
+    monkeypatch.setattr(job_poller, "SEARCH_TIMEOUT_S", 0.0)  # as if each of them had hung
     api = Pods(seat=C)
 
     async def talk(to: JobPoller) -> None:
         for time in range(4):
-            await looked(to, [A, B, C], at=time * TELEMETRY)
+            await looked(to, [A, B, C], at=time * POLL_INTERVAL_S)
         assert to.telemetry["round"] == 7
 
     with_a(api, talk)
     assert api.shown == [A, B, C, C]
 
 
-def test_a_job_is_unheard_when_it_did_not_answer_for_long() -> None:
+def test_a_job_is_unreachable_when_it_did_not_answer_for_long() -> None:
     async def talk(to: JobPoller) -> None:
-        for time in range(LONG):
+        for time in range(MAX_FAILED_POLLS):
             assert to.unreachable == ""
-            await looked(to, [A], at=time * TELEMETRY)
+            await looked(to, [A], at=time * POLL_INTERVAL_S)
         assert to.unreachable == f"{A}: nobody there"
 
     with_a(Pods(), talk)

@@ -74,13 +74,13 @@ class Talkative(JobApi):
         self.asked = threading.Event()
         self.answers = threading.Event()
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.asked.set()
         self.answers.wait(20.0)
         return {"round": 7, "goodput": 0.97}
 
 
-def tended(cluster: Shelf, api: Talkative, story: Callable[[Operator], Awaitable[None]]) -> None:
+def tracked(cluster: Shelf, api: Talkative, story: Callable[[Operator], Awaitable[None]]) -> None:
     async def main() -> None:
         operator = Operator(cluster, b"key", api)
         operator.job_changed(NAME)
@@ -109,7 +109,7 @@ def test_a_job_that_hangs_when_it_is_asked_does_not_delay_the_care_of_its_pods()
         operator.job_changed(NAME)
         await until(lambda: cluster.made == 3)
 
-    tended(cluster, api, story)
+    tracked(cluster, api, story)
 
 
 def test_a_definition_of_an_older_version_costs_what_the_job_says_and_not_the_care_of_its_pods(
@@ -130,7 +130,7 @@ def test_a_definition_of_an_older_version_costs_what_the_job_says_and_not_the_ca
         assert "round" not in cluster.job["status"]
 
     with caplog.at_level(logging.WARNING):
-        tended(cluster, api, story)
+        tracked(cluster, api, story)
     assert len(caplog.records) == 1
 
 
@@ -142,7 +142,7 @@ def test_what_an_older_version_wrote_goes_when_the_definition_forbids_it() -> No
         await until(lambda: cluster.made == 2)
         assert "goodput" not in cluster.job["status"]
 
-    tended(cluster, api, story)
+    tracked(cluster, api, story)
 
 
 def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -> None:
@@ -162,13 +162,13 @@ def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -
         operator.job_changed(NAME)
         await until(api.asked.is_set)  # at once, though it was asked a moment ago
 
-    tended(cluster, api, story)
+    tracked(cluster, api, story)
 
 
 def test_a_service_or_secret_that_somebody_deleted_comes_back_although_no_pod_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operator_module, "FURNISH", 0.2)
+    monkeypatch.setattr(operator_module, "ACTIVE_RESYNC_S", 0.2)
     cluster, api = Shelf(), Talkative()
     api.answers.set()
 
@@ -178,7 +178,7 @@ def test_a_service_or_secret_that_somebody_deleted_comes_back_although_no_pod_is
         await until(lambda: {"services", "secrets"} <= set(cluster.others))
         assert cluster.made == 2
 
-    tended(cluster, api, story)
+    tracked(cluster, api, story)
 
 
 def test_fields_of_the_template_that_the_cluster_drops_are_a_condition() -> None:
@@ -188,9 +188,9 @@ def test_fields_of_the_template_that_the_cluster_drops_are_a_condition() -> None
     async def story(operator: Operator) -> None:
         await until(lambda: "FieldsIgnored" in str(cluster.job.get("status")))
         (said,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "FieldsIgnored"]
-        assert "drops them: spec.unheardOf; correct" in said["message"]
+        assert "drops unknown template fields: spec.unheardOf; correct" in said["message"]
 
-    tended(cluster, api, story)
+    tracked(cluster, api, story)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.kubernetes.manifests import Owner
-from ripstop.kubernetes.reconcile import (
-    FAREWELL,
-    SILENCE,
+from ripstop.kubernetes.reconcile import EXIT_TIMEOUT_S, NODE_TIMEOUT_S, decide
+from ripstop.kubernetes.records import (
     Action,
     CreatePod,
     Decision,
@@ -21,7 +20,6 @@ from ripstop.kubernetes.reconcile import (
     Pod,
     ResizeJob,
     SetReplicas,
-    decide,
 )
 
 OWNER = Owner("train", "ml", "u-1")
@@ -47,7 +45,7 @@ def said(slot: int, outcome: str, code: int = 0) -> Pod:
     return running(slot, phase=phase, ready=False, exit_code=code, finished=NOW, message=word)
 
 
-def deeds(decision: Decision) -> list[Action]:
+def actions(decision: Decision) -> list[Action]:
     """What is done, without what is only made sure of or said."""
     return [action for action in decision.actions if not isinstance(action, Ensure | Emit)]
 
@@ -85,52 +83,52 @@ def test_a_secret_that_the_job_names_is_not_made() -> None:
 def test_replicas_that_are_not_given_are_written_into_the_spec() -> None:
     job = a_job()
     del job.spec["replicas"]  # type: ignore[attr-defined]
-    assert deeds(decide(job, [], NOW)) == [SetReplicas(4), *(CreatePod(slot) for slot in range(4))]
+    assert actions(decide(job, [], NOW)) == [SetReplicas(4), *(CreatePod(slot) for slot in range(4))]
 
 
 def test_spares_are_pods_beyond_the_replicas() -> None:
-    assert deeds(decide(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
+    assert actions(decide(a_job(spares=1), [], NOW)) == [CreatePod(0), CreatePod(1), CreatePod(2)]
 
 
 def test_what_runs_is_left_alone() -> None:
     decision = decide(a_job(), [running(0), running(1)], NOW)
-    assert deeds(decision) == []
+    assert actions(decision) == []
     assert decision.status["phase"] == "Running"
     assert decision.status["members"] == ["train-0", "train-1"]
 
 
 def test_scaling_up_makes_the_missing_slots() -> None:
-    assert deeds(decide(a_job(replicas=3), [running(0), running(1)], NOW)) == [CreatePod(2)]
+    assert actions(decide(a_job(replicas=3), [running(0), running(1)], NOW)) == [CreatePod(2)]
 
 
 def test_scaling_down_takes_the_highest_slots() -> None:
     decision = decide(a_job(replicas=1), [running(0), running(1), running(2)], NOW)
-    assert deeds(decision) == [DeletePod("train-2", "uid-2"), DeletePod("train-1", "uid-1")]
+    assert actions(decision) == [DeletePod("train-2", "uid-2"), DeletePod("train-1", "uid-1")]
     assert emitted(decision)[:2] == ["ScaledDown", "ScaledDown"]
 
 
-def test_a_pod_that_is_leaving_is_told_once() -> None:
-    assert deeds(decide(a_job(replicas=1), [running(0), running(1, deleting=True)], NOW)) == []
+def test_a_pod_that_is_leaving_is_sent_once() -> None:
+    assert actions(decide(a_job(replicas=1), [running(0), running(1, deleting=True)], NOW)) == []
 
 
 def test_a_lost_pod_is_deleted_first_and_replaced_when_it_is_gone() -> None:
     job = settled(a_job(), running(0), running(1))
     decision = decide(job, [running(0), lost(1)], NOW + 100)
-    assert deeds(decision) == [DeletePod("train-1", "uid-1")]
+    assert actions(decision) == [DeletePod("train-1", "uid-1")]
     assert emitted(decision) == ["Killed"]
-    assert deeds(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
+    assert actions(decide(after(job, decision), [running(0)], NOW + 101)) == [CreatePod(1)]
 
 
-@pytest.mark.parametrize("beside", [{"accompanied": True}, {"exit_code": None, "reason": "Evicted"}])
+@pytest.mark.parametrize("beside", [{"has_sidecars": True}, {"exit_code": None, "reason": "Evicted"}])
 def test_a_pod_in_which_something_may_still_run_has_its_grace_period(beside: dict[str, Any]) -> None:
     job = settled(a_job(), running(0), running(1))
     ended = replace(lost(1), **beside)
     decision = decide(job, [running(0), ended], NOW + 100)
-    assert deeds(decision) == [DeletePod("train-1", "uid-1")]
-    assert deeds(decide(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100)) == []
+    assert actions(decision) == [DeletePod("train-1", "uid-1")]
+    assert actions(decide(after(job, decision), [running(0), replace(ended, deleting=True)], NOW + 100)) == []
 
 
-def test_a_loss_is_told_once() -> None:
+def test_a_loss_is_sent_once() -> None:
     job = settled(a_job(), running(0), lost(1), now=NOW + 100)
     assert emitted(decide(job, [running(0), lost(1)], NOW + 101)) == []
     assert job.status["replaced"] == 1
@@ -158,7 +156,7 @@ def test_a_slot_whose_pods_die_quickly_waits() -> None:
         dead = replace(lost(1), uid=f"try-{n}", created=now, finished=now + 1)
         job = settled(job, running(0), dead, now=now + 1)
         decision = decide(job, [running(0)], now + 1)
-        waits.append(decision.again if not deeds(decision) else 0)
+        waits.append(decision.requeue_after if not actions(decision) else 0)
         now += 1000
     assert waits == [0, 1, 2, 4, 8, 16]
 
@@ -168,28 +166,28 @@ def test_an_evicted_pod_is_replaced_at_once_however_often() -> None:
     for n in range(4):
         dead = replace(lost(1, reason="Evicted"), uid=f"try-{n}", finished=NOW + 1)
         job = settled(job, running(0), dead)
-    assert deeds(decide(job, [running(0)], NOW)) == [CreatePod(1)]
+    assert actions(decide(job, [running(0)], NOW)) == [CreatePod(1)]
 
 
 def test_a_pod_whose_node_does_not_answer_is_given_up_after_a_while() -> None:
     job = settled(a_job(), running(0), running(1))
-    silent = running(1, silent=NOW)
+    silent = running(1, unreachable_since=NOW)
     early = decide(job, [running(0), silent], NOW + 5)
-    assert (deeds(early), early.again) == ([], SILENCE - 5)
-    late = decide(job, [running(0), silent], NOW + SILENCE)
-    assert deeds(late) == [DeletePod("train-1", "uid-1", force=True)]
+    assert (actions(early), early.requeue_after) == ([], NODE_TIMEOUT_S - 5)
+    late = decide(job, [running(0), silent], NOW + NODE_TIMEOUT_S)
+    assert actions(late) == [DeletePod("train-1", "uid-1", force=True)]
     assert "NodeLost" in emitted(late)
 
 
 def test_a_pod_that_is_being_deleted_on_a_dead_node_is_forced_at_once() -> None:
-    stuck = running(1, silent=NOW, deleting=True)
-    assert deeds(decide(a_job(), [running(0), stuck], NOW)) == [DeletePod("train-1", "uid-1", force=True)]
+    stuck = running(1, unreachable_since=NOW, deleting=True)
+    assert actions(decide(a_job(), [running(0), stuck], NOW)) == [DeletePod("train-1", "uid-1", force=True)]
 
 
-def test_a_pod_that_was_told_to_leave_and_has_ended_is_not_waited_for() -> None:
+def test_a_pod_that_was_sent_to_leave_and_has_ended_is_not_waited_for() -> None:
     ended = running(1, deleting=True, phase="Failed", ready=False, exit_code=143)
     decision = decide(settled(a_job(), running(0), running(1)), [running(0), ended], NOW)
-    assert deeds(decision) == [DeletePod("train-1", "uid-1", force=True)]
+    assert actions(decision) == [DeletePod("train-1", "uid-1", force=True)]
 
 
 @pytest.mark.parametrize(
@@ -201,44 +199,44 @@ def test_a_pod_that_was_told_to_leave_and_has_ended_is_not_waited_for() -> None:
         ("PreemptionByScheduler: preempting to accommodate a higher priority pod", "Preempted"),
     ],
 )
-def test_a_pod_that_is_taken_away_is_told_and_counted_once(disrupted: str, reason: str) -> None:
+def test_a_pod_that_is_taken_away_is_sent_and_counted_once(disrupted: str, reason: str) -> None:
     job = settled(a_job(), running(0), running(1))
     leaving = running(1, deleting=True, disrupted=disrupted)
     decision = decide(job, [running(0), leaving], NOW + 1)
-    assert (deeds(decision), emitted(decision)) == ([], [reason])
+    assert (actions(decision), emitted(decision)) == ([], [reason])
     job = after(job, decision)
     assert emitted(decide(job, [running(0), leaving], NOW + 2)) == []
     ended = replace(lost(1), deleting=True)
     assert emitted(decide(job, [running(0), ended], NOW + 2)) == []
     gone = decide(job, [running(0)], NOW + 3)
-    assert (deeds(gone), emitted(gone), gone.status["replaced"]) == ([CreatePod(1)], [], 1)
+    assert (actions(gone), emitted(gone), gone.status["replaced"]) == ([CreatePod(1)], [], 1)
 
 
-def test_a_pod_that_vanishes_is_told_and_counted_each_time() -> None:
+def test_a_pod_that_vanishes_is_sent_and_counted_each_time() -> None:
     job = settled(a_job(), running(0), running(1))
     for n in range(2):
         decision = decide(job, [running(0)], NOW + n)
-        assert (deeds(decision), emitted(decision)) == ([CreatePod(1)], ["Deleted"])
+        assert (actions(decision), emitted(decision)) == ([CreatePod(1)], ["Deleted"])
         job = settled(after(job, decision), running(0), running(1, uid=f"next-{n}"))
     assert job.status["replaced"] == 2
 
 
-def test_a_pod_that_was_deleted_and_has_ended_is_told_once() -> None:
+def test_a_pod_that_was_deleted_and_has_ended_is_sent_once() -> None:
     job = settled(a_job(), running(0), running(1))
     ended = replace(lost(1), deleting=True)
     decision = decide(job, [running(0), ended], NOW)
-    assert (deeds(decision), emitted(decision)) == ([DeletePod("train-1", "uid-1", force=True)], ["Deleted"])
+    assert (actions(decision), emitted(decision)) == ([DeletePod("train-1", "uid-1", force=True)], ["Deleted"])
 
 
 def test_a_pod_on_a_lost_node_is_counted_once() -> None:
     job = settled(a_job(), running(0), running(1))
-    job = settled(job, running(0), running(1, silent=NOW), now=NOW + SILENCE)
-    decision = decide(job, [running(0)], NOW + SILENCE + 1)
+    job = settled(job, running(0), running(1, unreachable_since=NOW), now=NOW + NODE_TIMEOUT_S)
+    decision = decide(job, [running(0)], NOW + NODE_TIMEOUT_S + 1)
     assert (emitted(decision), decision.status["replaced"]) == ([], 1)
 
 
 @pytest.mark.parametrize("change", [{"replicas": 1}, {"suspend": True}])
-def test_a_pod_that_we_told_to_leave_is_no_loss(change: dict[str, Any]) -> None:
+def test_a_pod_that_we_sent_to_leave_is_no_loss(change: dict[str, Any]) -> None:
     job = settled(a_job(), running(0), running(1))
     smaller = settled(replace(job, spec={**job.spec, **change}), running(0), running(1))
     back = decide(replace(smaller, spec=job.spec), [running(0), running(1, deleting=True)], NOW + 1)
@@ -273,13 +271,13 @@ def trains(job: ElasticJob, **telemetry: Any) -> ElasticJob:
         ({"spares": 1, "secretName": "mine"}, 4, []),  # the operator has no right to steer it
     ],
 )
-def test_the_job_is_told_how_many_are_to_train(spec: dict[str, Any], told: int, wanted: list[Action]) -> None:
+def test_the_job_is_sent_how_many_are_to_train(spec: dict[str, Any], told: int, wanted: list[Action]) -> None:
     decision = decide(trains(a_job(**spec), target=told), [running(0), running(1), running(2)], NOW)
-    assert [action for action in deeds(decision) if not isinstance(action, DeletePod)] == wanted
+    assert [action for action in actions(decision) if not isinstance(action, DeletePod)] == wanted
 
 
-def test_a_job_that_says_nothing_is_told_nothing() -> None:
-    assert deeds(decide(a_job(spares=1), [running(0), running(1), running(2)], NOW)) == []
+def test_a_job_that_says_nothing_is_sent_nothing() -> None:
+    assert actions(decide(a_job(spares=1), [running(0), running(1), running(2)], NOW)) == []
 
 
 def test_a_job_with_spares_that_has_not_answered_for_long_is_a_condition_with_a_remedy() -> None:
@@ -339,17 +337,17 @@ def test_a_suspended_job_has_no_pods_and_comes_back() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec["suspend"] = True  # type: ignore[index]
     decision = decide(job, [running(0), running(1)], NOW)
-    assert deeds(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
+    assert actions(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
     assert decision.status["phase"] == "Suspended"
     job = after(job, decision)
     job.spec["suspend"] = False  # type: ignore[index]
-    assert deeds(decide(job, [], NOW)) == [CreatePod(0), CreatePod(1)]
+    assert actions(decide(job, [], NOW)) == [CreatePod(0), CreatePod(1)]
 
 
 def test_an_image_that_does_not_exist_is_a_condition_and_no_loop() -> None:
     bad = running(0, phase="Pending", ready=False, waiting="ImagePullBackOff", detail="no such image x:1")
     decision = decide(a_job(replicas=1), [bad], NOW)
-    assert deeds(decision) == []
+    assert actions(decision) == []
     assert "no such image" in condition(decision, "CannotStart")["message"]
 
 
@@ -357,7 +355,7 @@ def test_a_missing_secret_is_not_the_images_fault() -> None:
     detail = 'secret "mine" not found'
     bad = running(0, phase="Pending", ready=False, waiting="CreateContainerConfigError", detail=detail)
     message = condition(decide(a_job(replicas=1), [bad], NOW), "CannotStart")["message"]
-    assert "create the Secret or ConfigMap" in message and "image" not in message
+    assert "create the template's Secret or ConfigMap" in message and "image" not in message
 
 
 NOT_STARTED = {
@@ -373,11 +371,11 @@ def test_a_command_that_is_not_in_the_image_is_a_condition_until_a_pod_runs() ->
     job = a_job(replicas=1)
     failed = running(0, finished=NOW, **NOT_STARTED)
     decision = decide(job, [failed], NOW)
-    assert (deeds(decision), emitted(decision)) == ([DeletePod("train-0", "uid-0")], ["CannotStart"])
+    assert (actions(decision), emitted(decision)) == ([DeletePod("train-0", "uid-0")], ["CannotStart"])
     said = condition(decision, "CannotStart")
     assert (said["status"], said["reason"]) == ("True", "StartError")
     assert said["message"] == (
-        'pod train-0: exec: "nope": executable file not found in $PATH; correct the command or the image, in a new job'
+        'pod train-0: exec: "nope": executable file not found in $PATH; correct the command or the image in a new job'
     )
     for pods in ([], [running(0, uid="next", phase="Pending", ready=False)]):
         job = after(job, decision)
@@ -391,7 +389,7 @@ def test_pods_that_cannot_start_are_replaced_ever_more_slowly() -> None:
     job, waits = a_job(replicas=1), []
     for n in range(4):
         job = settled(job, running(0, uid=f"try-{n}", finished=NOW, **NOT_STARTED))
-        waits.append(decide(job, [], NOW).again)
+        waits.append(decide(job, [], NOW).requeue_after)
     assert waits == [None, 1, 2, 4]
 
 
@@ -432,9 +430,9 @@ def test_a_decision_on_a_settled_job_changes_nothing() -> None:
         ({"minReplicas": 5}, "above maxReplicas (4)"),
         ({"replicas": 9}, "from minReplicas (1) to maxReplicas (4)"),
         ({"replicas": 0}, "from 1 to 10000"),
-        ({"maxReplicas": None}, "is needed"),
+        ({"maxReplicas": None}, "is required"),
         ({"maxReplicas": "four"}, "a whole number"),
-        ({"maxRestart": 3}, "no field"),
+        ({"maxRestart": 3}, "not a field"),
         ({"template": {"spec": {"containers": []}}}, "needs a container"),
         ({"rendezvous": {"backend": "etcd"}}, "endpoints"),
         ({"rendezvous": {"backend": "zk"}}, "embedded or etcd"),
@@ -442,7 +440,7 @@ def test_a_decision_on_a_settled_job_changes_nothing() -> None:
 )
 def test_a_spec_that_cannot_be_right_is_a_condition_and_starts_nothing(spec: dict[str, Any], word: str) -> None:
     decision = decide(a_job(**spec), [], NOW)
-    assert (deeds(decision), emitted(decision)) == ([], ["Invalid"])
+    assert (actions(decision), emitted(decision)) == ([], ["Invalid"])
     assert decision.status["phase"] == "Invalid"
     assert word in condition(decision, "Invalid")["message"]
     assert decide(after(a_job(**spec), decision), [], NOW).actions == (), "it is told once"
@@ -458,7 +456,7 @@ def test_a_fixed_field_that_is_changed_has_no_effect_but_a_condition() -> None:
     job.spec.update(maxRestarts=9, replicas=3)  # type: ignore[attr-defined]
     decision = decide(job, [running(0), running(1)], NOW)
     assert "spec.maxRestarts cannot be changed" in condition(decision, "Invalid")["message"]
-    assert deeds(decision) == [CreatePod(2)]
+    assert actions(decision) == [CreatePod(2)]
     assert decision.spec is not None and decision.spec.max_restarts == 3
 
 
@@ -466,12 +464,12 @@ def test_a_size_out_of_range_leaves_the_running_job_as_it_is() -> None:
     job = settled(a_job(), running(0), running(1))
     job.spec["replicas"] = 50  # type: ignore[index]
     decision = decide(job, [running(0), running(1)], NOW)
-    assert deeds(decision) == []
+    assert actions(decision) == []
     assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
     job = after(job, decision)
     job.spec["replicas"] = 3  # type: ignore[index]
     mended = decide(job, [running(0), running(1)], NOW)
-    assert deeds(mended) == [CreatePod(2)]
+    assert actions(mended) == [CreatePod(2)]
     assert condition(mended, "Invalid")["status"] == "False"
 
 
@@ -483,34 +481,34 @@ def test_a_size_out_of_range_leaves_a_resumed_job_running() -> None:
     job = settled(a_job(suspend=True))
     job = settled(replace(job, spec={**job.spec, "suspend": False}), running(0), running(1))
     decision = decide(out_of_range(job), [running(0), running(1)], NOW + 1)
-    assert (deeds(decision), decision.status["phase"]) == ([], "Running")
+    assert (actions(decision), decision.status["phase"]) == ([], "Running")
 
 
 def test_a_size_out_of_range_leaves_a_suspended_job_without_pods() -> None:
     job = settled(a_job(), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "suspend": True}))
     decision = decide(out_of_range(job), [], NOW + 1)
-    assert (deeds(decision), decision.status["phase"]) == ([], "Suspended")
+    assert (actions(decision), decision.status["phase"]) == ([], "Suspended")
 
 
 def test_a_size_out_of_range_leaves_an_extended_deadline() -> None:
     job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "activeDeadlineSeconds": 1000}), running(0), running(1))
     decision = decide(out_of_range(job), [running(0), running(1)], NOW + 200)
-    assert (decision.status["phase"], decision.again) == ("Running", 800)
+    assert (decision.status["phase"], decision.requeue_after) == ("Running", 800)
 
 
 def test_a_size_out_of_range_leaves_the_last_valid_one_however_many_pods_are_lost() -> None:
     job = settled(a_job(), running(0), running(1))
     job = settled(replace(job, spec={**job.spec, "replicas": 3}), running(0), running(1), running(2))
     job = settled(out_of_range(job), running(0), running(1), running(2))
-    assert deeds(decide(job, [running(0)], NOW + 1)) == [CreatePod(1), CreatePod(2)]
+    assert actions(decide(job, [running(0)], NOW + 1)) == [CreatePod(1), CreatePod(2)]
 
 
 def test_a_valid_field_that_is_changed_beside_an_invalid_one_counts() -> None:
     job = out_of_range(settled(a_job(), running(0), running(1)))
     decision = decide(replace(job, spec={**job.spec, "suspend": True}), [running(0), running(1)], NOW)
-    assert deeds(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
+    assert actions(decision) == [DeletePod("train-1", "uid-1"), DeletePod("train-0", "uid-0")]
     assert "to maxReplicas (4)" in condition(decision, "Invalid")["message"]
 
 
@@ -529,7 +527,7 @@ def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> 
 def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
     job = settled(a_job(), running(0), running(1))
     decision = decide(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)
-    assert (deeds(decision), decision.spec and decision.spec.spares) == ([], 0)
+    assert (actions(decision), decision.spec and decision.spec.spares) == ([], 0)
 
 
 # the end --------------------------------------------------------------------------------------------------------------
@@ -537,7 +535,7 @@ def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
 
 def test_a_job_succeeds_when_a_pod_says_so() -> None:
     decision = decide(a_job(), [said(0, "succeeded"), running(1)], NOW)
-    assert (deeds(decision), emitted(decision)) == ([], ["Succeeded"])
+    assert (actions(decision), emitted(decision)) == ([], ["Succeeded"])
     assert decision.status["phase"] == "Succeeded"
 
 
@@ -567,21 +565,21 @@ def test_wrong_input_ends_the_job_at_once() -> None:
 
 def test_a_job_that_is_over_stays_over() -> None:
     job = settled(a_job(), said(0, "succeeded"), running(1))
-    assert deeds(decide(job, [running(1)], NOW + 1)) == []
-    assert deeds(decide(job, [running(1)], NOW + FAREWELL)) == [DeletePod("train-1", "uid-1")]
+    assert actions(decide(job, [running(1)], NOW + 1)) == []
+    assert actions(decide(job, [running(1)], NOW + EXIT_TIMEOUT_S)) == [DeletePod("train-1", "uid-1")]
 
 
 def test_a_job_is_deleted_when_its_time_to_live_is_over() -> None:
     job = settled(a_job(ttlSecondsAfterFinished=100), said(0, "succeeded"))
-    assert decide(job, [], NOW + 70).again == 30
-    assert deeds(decide(job, [], NOW + 100)) == [DeleteJob()]
+    assert decide(job, [], NOW + 70).requeue_after == 30
+    assert actions(decide(job, [], NOW + 100)) == [DeleteJob()]
 
 
 def test_a_job_past_its_deadline_fails_and_its_pods_go() -> None:
     job = settled(a_job(activeDeadlineSeconds=100), running(0), running(1))
     decision = decide(job, [running(0), running(1)], NOW + 100)
     assert decision.status["phase"] == "Failed"
-    assert deeds(decision) == [DeletePod("train-0", "uid-0"), DeletePod("train-1", "uid-1")]
+    assert actions(decision) == [DeletePod("train-0", "uid-0"), DeletePod("train-1", "uid-1")]
 
 
 def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
@@ -597,11 +595,11 @@ def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -
 # the cluster's no, and what changes while a job lives -----------------------------------------------------------------
 
 
-def test_what_the_cluster_refuses_is_a_condition_told_once_and_tried_again() -> None:
+def test_what_the_cluster_refuses_is_a_condition_sent_once_and_tried_again() -> None:
     job = replace(a_job(), refused="Pod train-0 cannot be made: exceeded quota")
     decision = decide(job, [], NOW)
     assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be made: exceeded quota"
-    assert (emitted(decision), deeds(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
+    assert (emitted(decision), actions(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
     again = decide(after(job, decision), [], NOW + 1)
     assert emitted(again) == []
     made = decide(replace(after(job, decision), refused=""), [running(0), running(1)], NOW + 2)
@@ -621,14 +619,14 @@ def test_a_suspended_job_does_not_run_towards_its_deadline() -> None:
     assert "startTime" not in job.status
     job.spec["suspend"] = False  # type: ignore[index]
     resumed = decide(job, [], NOW + 1000)
-    assert (resumed.status["phase"], resumed.again) == ("Recovering", 100)
+    assert (resumed.status["phase"], resumed.requeue_after) == ("Recovering", 100)
 
 
 @pytest.mark.parametrize(
     "pod",
     [said(1, "stopped", 143), replace(said(1, ""), message=""), replace(said(1, "", 2), message="usage")],
 )
-def test_what_a_pod_that_was_told_to_leave_says_of_its_end_is_not_the_jobs(pod: Pod) -> None:
+def test_what_a_pod_that_was_sent_to_leave_says_of_its_end_is_not_the_jobs(pod: Pod) -> None:
     decision = decide(settled(a_job(), running(0)), [running(0), replace(pod, deleting=True)], NOW)
     assert decision.status["phase"] == "Running"
 
@@ -646,13 +644,13 @@ def test_what_was_accepted_and_cannot_be_read_is_accepted_anew() -> None:
 
 def test_what_another_version_accepted_is_a_condition() -> None:
     decision = decide(a_job({"accepted": '{"maxReplicas": 0}'}, maxReplicas=0), [running(0)], NOW)
-    assert (deeds(decision), decision.status["phase"]) == ([], "Invalid")
+    assert (actions(decision), decision.status["phase"]) == ([], "Invalid")
 
 
 @pytest.mark.parametrize("name", ["7up", "a.b", "-a", "A"])
 def test_a_name_that_no_service_can_have_is_a_condition(name: str) -> None:
     job = replace(a_job(), owner=Owner(name, "ml", "u"))
-    assert "names a service" in condition(decide(job, [], NOW), "Invalid")["message"]
+    assert "must be a service name" in condition(decide(job, [], NOW), "Invalid")["message"]
 
 
 def test_a_default_that_is_written_out_changes_nothing() -> None:

@@ -93,7 +93,7 @@ CHANGES = {
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_fixed_field_cannot_be_changed(field: str) -> None:
     assert refused({field: CHANGES[field]}, {}) == [
-        f"{field} cannot be changed while the job exists; delete the job and create it anew"
+        f"{field} cannot be changed while the job exists; delete the job and create a new one"
     ]
     assert changed(defaulted({}), defaulted({field: CHANGES[field]}))
 
@@ -132,10 +132,10 @@ def test_a_name_is_one_for_pods_and_services(name: str, right: bool) -> None:
     ],
 )
 def test_a_cluster_older_than_the_rules_gets_none(major: str, minor: str, knows: bool) -> None:
-    found = crd.knows_rules({"major": major, "minor": minor})
+    found = crd.supports_rules({"major": major, "minor": minor})
     assert found is knows
     assert ("x-kubernetes-validations" in str(deploy.objects(rules=found))) is knows
 
 
 def test_a_cluster_that_does_not_say_its_version_gets_none() -> None:
-    assert not crd.knows_rules({})
+    assert not crd.supports_rules({})

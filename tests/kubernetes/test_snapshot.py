@@ -3,8 +3,8 @@
 from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.reconcile import Pod
-from ripstop.kubernetes.snapshot import coordinator_addresses, seen_job, seen_pods, silent_since
+from ripstop.kubernetes.records import Pod
+from ripstop.kubernetes.snapshot import coordinator_addresses, job_record, pod_records, unreachable_since
 
 OWNER = Owner("train", "ml", "u-1")
 BEGIN = "2027-01-15T08:00:00Z"
@@ -22,8 +22,8 @@ def a_pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, An
     }  # fmt: skip
 
 
-def seen(status: dict[str, Any] | None = None, silent: dict[str, float] | None = None, **metadata: Any) -> Pod:
-    (pod,) = seen_pods([a_pod(status, **metadata)], OWNER, silent or {})
+def snapshot(status: dict[str, Any] | None = None, unreachable: dict[str, float] | None = None, **metadata: Any) -> Pod:
+    (pod,) = pod_records([a_pod(status, **metadata)], OWNER, unreachable or {})
     return pod
 
 
@@ -37,63 +37,65 @@ def condition(kind: str, status: str, **more: str) -> dict[str, Any]:
 
 def test_a_job_is_what_was_read() -> None:
     metadata = {"name": "train", "namespace": "ml", "uid": "u-1", "creationTimestamp": BEGIN, "generation": 3}
-    job = seen_job({"metadata": metadata, "spec": {"maxReplicas": 2}})
+    job = job_record({"metadata": metadata, "spec": {"maxReplicas": 2}})
     assert (job.owner.name, job.owner.namespace, job.owner.uid) == ("train", "ml", "u-1")
     assert (job.created, job.generation, job.deleting, dict(job.status)) == (NOW, 3, False, {})
 
 
 def test_a_job_that_is_being_deleted_says_so() -> None:
     metadata = {"name": "a", "namespace": "b", "uid": "c", "creationTimestamp": BEGIN, "deletionTimestamp": BEGIN}
-    assert seen_job({"metadata": metadata}).deleting
+    assert job_record({"metadata": metadata}).deleting
 
 
 def test_pods_of_an_earlier_job_of_the_same_name_are_not_the_jobs() -> None:
-    assert seen_pods([a_pod(ownerReferences=[{"uid": "u-0"}]), a_pod(ownerReferences=None)], OWNER, {}) == []
+    assert pod_records([a_pod(ownerReferences=[{"uid": "u-0"}]), a_pod(ownerReferences=None)], OWNER, {}) == []
 
 
 def test_a_pod_whose_slot_was_taken_from_it_is_left_alone() -> None:
-    assert seen_pods([a_pod(labels={}), a_pod(labels={SLOT: "x"})], OWNER, {}) == []
+    assert pod_records([a_pod(labels={}), a_pod(labels={SLOT: "x"})], OWNER, {}) == []
 
 
 def test_a_pod_that_has_just_been_made() -> None:
-    assert seen() == Pod("train-1", 1, "p-1", "Pending", NOW)
+    assert snapshot() == Pod("train-1", 1, "p-1", "Pending", NOW)
 
 
 def test_a_pod_that_runs_and_is_ready() -> None:
-    pod = seen({"phase": "Running", **condition("Ready", "True")})
+    pod = snapshot({"phase": "Running", **condition("Ready", "True")})
     assert (pod.phase, pod.ready, pod.over) == ("Running", True, False)
 
 
 def test_the_end_of_the_trainer_is_the_pods_also_while_something_runs_beside_it() -> None:
     end = {"exitCode": 1, "finishedAt": BEGIN, "message": "alas", "reason": "Error"}
     statuses = [container("beside", running={}), container("trainer", terminated=end)]
-    pod = seen({"phase": "Running", "containerStatuses": statuses, **condition("Ready", "True")})
+    pod = snapshot({"phase": "Running", "containerStatuses": statuses, **condition("Ready", "True")})
     assert (pod.phase, pod.ready, pod.exit_code, pod.finished, pod.message) == ("Failed", False, 1, NOW, "alas")
     assert pod.reason == ""
-    assert (pod.accompanied, pod.empty) == (True, False)
-    alone = seen({"phase": "Failed", "containerStatuses": [statuses[1]]})
-    assert (alone.accompanied, alone.empty) == (False, True)
+    assert (pod.has_sidecars, pod.empty) == (True, False)
+    alone = snapshot({"phase": "Failed", "containerStatuses": [statuses[1]]})
+    assert (alone.has_sidecars, alone.empty) == (False, True)
 
 
 def test_what_ends_beside_the_trainer_is_not_the_pods_end() -> None:
     statuses = [container("beside", terminated={"exitCode": 1}), container("trainer", running={})]
-    assert not seen({"phase": "Running", "containerStatuses": statuses}).over
+    assert not snapshot({"phase": "Running", "containerStatuses": statuses}).over
 
 
 def test_an_eviction_has_its_reason_and_its_words() -> None:
-    pod = seen({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."})
+    pod = snapshot({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."})
     assert (pod.over, pod.reason, pod.detail) == (True, "Evicted", "The node was low on resource: memory.")
     assert not pod.empty, "its containers may still be ending"
 
 
 def test_a_container_that_reached_its_memory_limit_says_so() -> None:
     end = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": BEGIN}
-    assert seen({"phase": "Failed", "containerStatuses": [container("trainer", terminated=end)]}).reason == "OOMKilled"
+    assert (
+        snapshot({"phase": "Failed", "containerStatuses": [container("trainer", terminated=end)]}).reason == "OOMKilled"
+    )
 
 
 def test_an_image_that_cannot_be_pulled_is_a_reason_to_wait() -> None:
     wait = {"reason": "ImagePullBackOff", "message": "no such image"}
-    pod = seen({"phase": "Pending", "containerStatuses": [container("trainer", waiting=wait)]})
+    pod = snapshot({"phase": "Pending", "containerStatuses": [container("trainer", waiting=wait)]})
     assert (pod.waiting, pod.detail) == ("ImagePullBackOff", "no such image")
 
 
@@ -105,10 +107,12 @@ def test_a_pod_whose_init_container_failed_says_so() -> None:
         "initContainerStatuses": [container("fetch", terminated=end)],
         "containerStatuses": [later],
     }
-    pod = seen(status)
+    pod = snapshot(status)
     assert (pod.over, pod.exit_code) == (True, None)
     assert pod.detail == "init container fetch exited with code 1: no data"
-    assert seen({**status, "initContainerStatuses": [container("a", terminated=end | {"reason": "StartError"})]}).reason
+    assert snapshot(
+        {**status, "initContainerStatuses": [container("a", terminated=end | {"reason": "StartError"})]}
+    ).reason
 
 
 def test_an_image_of_an_init_container_counts_too() -> None:
@@ -118,35 +122,37 @@ def test_an_image_of_an_init_container_counts_too() -> None:
         "initContainerStatuses": [container("first", waiting=wait)],
         "containerStatuses": [container("trainer", waiting=later)],
     }
-    assert seen(status).waiting == "ErrImagePull"
+    assert snapshot(status).waiting == "ErrImagePull"
 
 
 def test_a_container_that_is_just_being_made_waits_for_nothing() -> None:
-    assert seen({"containerStatuses": [container("trainer", waiting={"reason": "ContainerCreating"})]}).waiting == ""
+    assert (
+        snapshot({"containerStatuses": [container("trainer", waiting={"reason": "ContainerCreating"})]}).waiting == ""
+    )
 
 
 def test_a_pod_that_fits_nowhere() -> None:
     status = condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes")
-    assert seen(status).unschedulable == "0/3 nodes"
+    assert snapshot(status).unschedulable == "0/3 nodes"
 
 
 def test_a_pod_that_the_cluster_takes_away() -> None:
     status = condition("DisruptionTarget", "True", reason="PreemptionByScheduler", message="for a better one")
-    assert seen(status).disrupted == "PreemptionByScheduler: for a better one"
+    assert snapshot(status).disrupted == "PreemptionByScheduler: for a better one"
 
 
-def test_a_pod_on_a_silent_node_is_silent_unless_it_is_over() -> None:
-    assert seen({"phase": "Running"}, silent={"n1": NOW}).silent == NOW
-    assert seen({"phase": "Failed"}, silent={"n1": NOW}).silent is None
-    assert seen({"phase": "Running"}, silent={"n2": NOW}).silent is None
+def test_a_pod_on_a_unreachable_node_is_unreachable_unless_it_is_over() -> None:
+    assert snapshot({"phase": "Running"}, unreachable={"n1": NOW}).unreachable_since == NOW
+    assert snapshot({"phase": "Failed"}, unreachable={"n1": NOW}).unreachable_since is None
+    assert snapshot({"phase": "Running"}, unreachable={"n2": NOW}).unreachable_since is None
 
 
-def test_a_node_is_silent_when_its_kubelet_is_not_heard() -> None:
+def test_a_node_is_unreachable_when_its_kubelet_is_not_heard() -> None:
     unreachable = condition("Ready", "Unknown", lastTransitionTime=BEGIN)
-    assert silent_since({"status": unreachable}) == NOW
-    assert silent_since({"status": condition("Ready", "False", lastTransitionTime=BEGIN)}) is None
-    assert silent_since({"status": condition("Ready", "True", lastTransitionTime=BEGIN)}) is None
-    assert silent_since({}) is None
+    assert unreachable_since({"status": unreachable}) == NOW
+    assert unreachable_since({"status": condition("Ready", "False", lastTransitionTime=BEGIN)}) is None
+    assert unreachable_since({"status": condition("Ready", "True", lastTransitionTime=BEGIN)}) is None
+    assert unreachable_since({}) is None
 
 
 def test_the_coordinator_is_at_slot_0_or_anywhere_if_it_is_elected() -> None:

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from ripstop.api.termination_message import termination_message
 from ripstop.kubernetes.manifests import Owner
-from ripstop.kubernetes.reconcile import CreatePod, Decision, DeletePod, ElasticJob, Emit, Pod, decide
+from ripstop.kubernetes.reconcile import decide
+from ripstop.kubernetes.records import CreatePod, Decision, DeletePod, ElasticJob, Emit, Pod
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
 

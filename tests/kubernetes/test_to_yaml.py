@@ -33,4 +33,4 @@ def test_real_objects_come_back_as_they_were() -> None:
 
 def test_it_reads_well() -> None:
     text = to_yaml([{"kind": "Pod", "list": [{"a": 1, "b": ["x", "y z"]}, []], "empty": {}, "word": "no"}, {"a": None}])
-    assert text == ('kind: Pod\nlist:\n- a: 1\n  b:\n  - x\n  - y z\n- []\nempty: {}\nword: "no"\n---\na: null\n')
+    assert text == ("kind: Pod\nlist:\n- a: 1\n  b:\n  - x\n  - y z\n- []\nempty: {}\nword: 'no'\n---\na: null\n")

@@ -1,10 +1,9 @@
-"""Carries a decision out, and writes the status.  Blocking; every deed can be done twice.
+"""Executes a decision and writes the status.  Calls block; every action is idempotent.
 
-Things are made under names that follow from the job and deleted by uid: that one is there already, or gone, is what was
-wanted.  A thing of that name that belongs to somebody else is not touched; it is a reason why ours cannot be made.
-Secrets are made and never read: the names of ours carry the job's uid, and the token follows from the operator's key,
-so that a secret which somebody deleted comes back as it was.  A cluster drops the fields of a pod that it does not
-know, without a word; what it answers shows which.
+Objects have names derived from the job and are deleted by uid, so "already exists" and "not found" are successes.
+An object of the same name with another owner is not touched and is reported.  Secrets are created and never read:
+their names contain the job's uid, and the token is derived from the operator's key, so a deleted secret is
+recreated with the same value.  A cluster silently drops pod fields that it does not know; its response shows which.
 """
 
 import base64
@@ -21,9 +20,8 @@ from typing import Any
 from ripstop.kubernetes import manifests
 from ripstop.kubernetes.client import ApiError, Cluster, Conflict, NotFound, budgets_path, core_path, jobs_path
 from ripstop.kubernetes.manifests import KEY, Owner
-from ripstop.kubernetes.reconcile import (
-    MOST_TEXT,
-    SAID,
+from ripstop.kubernetes.reconcile import JOB_REPORTED, MAX_MESSAGE_CHARS
+from ripstop.kubernetes.records import (
     Action,
     CreatePod,
     Decision,
@@ -38,22 +36,22 @@ from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Json, Spec
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
-REMEDIES = {  # what to do when something cannot be made, by HTTP's code
-    403: "have the quota or the policy changed, or delete the job",
+REMEDIES = {  # by HTTP status, if an object cannot be created
+    403: "change the quota or the policy, or delete the job",
     404: "create the namespace, or delete the job",
-    409: "delete the other, or give the job another name",
+    409: "delete the other object, or give the job another name",
 }
-REMEDY = "correct the template, in a new job"
+REMEDY = "correct the template in a new job"
 
 log = logging.getLogger("ripstop.operator")
 
 
 class CreationRefused(RipstopError):
-    """The cluster does not let us make something: what, why, what to do."""
+    """The cluster refuses to create an object: which, why, remedy."""
 
 
 def operator_key(cluster: Cluster, home: str) -> bytes:
-    """The key that all tokens follow from; made by the first operator."""
+    """The key from which all tokens are derived; created by the first operator."""
     path = core_path(home, "secrets")
     try:
         return _stored_key(cluster, path)
@@ -63,11 +61,11 @@ def operator_key(cluster: Cluster, home: str) -> bytes:
         data = {"key": base64.b64encode(key).decode()}
         try:
             cluster.create(path, {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
-        except Conflict:  # another operator began at the same time
+        except Conflict:  # another operator created it at the same time
             return _stored_key(cluster, path)
         except NotFound as error:
             raise RipstopError(
-                f"the operator's namespace {home} is not there; `ripstop kube install` makes it"
+                f"the operator's namespace {home} does not exist; `ripstop kube install` creates it"
             ) from error
         return key
 
@@ -77,24 +75,24 @@ def _stored_key(cluster: Cluster, path: str) -> bytes:
 
 
 class Actions:
-    """All that the operator does to a cluster."""
+    """The operator's changes to a cluster."""
 
     def __init__(self, cluster: Cluster, key: bytes) -> None:
         self._cluster = cluster
         self._key = key
-        self._budgets = ""  # the API of disruption budgets that this cluster has
-        self._outdated = False  # the definition of ElasticJobs, and it was said
+        self._budgets = ""  # API version of disruption budgets in this cluster
+        self._warned_outdated = False
 
     def token(self, owner: Owner) -> str:
         """The job's secret."""
-        words = f"{owner.namespace}/{owner.name}/{owner.uid}"
-        return hmac.new(self._key, words.encode(), hashlib.sha256).hexdigest()
+        identity = f"{owner.namespace}/{owner.name}/{owner.uid}"
+        return hmac.new(self._key, identity.encode(), hashlib.sha256).hexdigest()
 
     def write_status(self, item: dict[str, Any], status: Json) -> dict[str, Any]:
-        """The job with its new status; raises Conflict when it is not as it was read.
+        """Write the status and return the updated job.  Raises Conflict if the job changed since it was read.
 
-        A definition of another version may know other types, of fields that are only to be looked at.  Pods are cared
-        for once the status is written, so it is written without these then.
+        A definition of another version may have other types for informational fields.  The status is then written
+        without these fields, because pods are managed only after the status is written.
         """
         before: Json = item.get("status") or {}
         changes = {name: value for name, value in status.items() if before.get(name) != value}
@@ -109,69 +107,69 @@ class Actions:
         except ApiError as error:
             if error.code != 422:
                 raise
-            answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(SAID)})
-            self._say_outdated(str(error))
+            answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(JOB_REPORTED)})
+            self._warn_outdated(str(error))
             return answer
 
-    def _say_outdated(self, why: str) -> None:
-        if not self._outdated:
-            self._outdated = True
+    def _warn_outdated(self, why: str) -> None:
+        if not self._warned_outdated:
+            self._warned_outdated = True
             log.warning(
-                "the cluster's definition of ElasticJobs is not this operator's, so their status is without %s: %s; "
-                "`ripstop kube install` brings it up to date",
-                ", ".join(SAID),
+                "the cluster's ElasticJob definition has another version; the status omits %s: %s; "
+                "run `ripstop kube install` to update it",
+                ", ".join(JOB_REPORTED),
                 why,
             )
 
-    def carry_out(self, item: Json, owner: Owner, decision: Decision, *, furnish: bool) -> list[str]:
-        """Do what was decided; `furnish`: also what may be there already.  Raises Refused, when all else is done.
+    def execute(self, item: Json, owner: Owner, decision: Decision, *, create: bool) -> list[str]:
+        """Execute all actions; `create`: also those that create objects.  Returns pod fields that the cluster dropped.
 
-        Returns the fields of the pods that the cluster does not know.
+        Raises CreationRefused after all other actions are done.
         """
         refused: CreationRefused | None = None
         ignored: list[str] = []
         for action in decision.actions:
             try:
-                ignored = self._do(action, item, owner, decision.spec, furnish and refused is None) or ignored
+                ignored = self._execute(action, item, owner, decision.spec, create and refused is None) or ignored
             except CreationRefused as error:
                 refused = refused or error
         if refused is not None:
             raise refused
         return ignored
 
-    def _do(self, action: Action, item: Json, owner: Owner, spec: Spec | None, making: bool) -> list[str]:
+    def _execute(self, action: Action, item: Json, owner: Owner, spec: Spec | None, create: bool) -> list[str]:
         where = f"job={owner.namespace}/{owner.name}"
         match action:
             case Emit():
                 self._emit(owner, action)
             case DeletePod(name, uid, force):
-                log.info("%s deletes pod=%s force=%s", where, name, force)
+                log.info("%s delete pod=%s force=%s", where, name, force)
                 self._delete(
                     core_path(owner.namespace, "pods", name), uid, **({"gracePeriodSeconds": 0} if force else {})
                 )
             case DeleteJob():
-                log.info("%s deletes itself: its time to live is over", where)
+                log.info("%s is deleted: its time to live is over", where)
                 self._delete(jobs_path(owner.namespace, owner.name), owner.uid, propagationPolicy="Background")
             case SetReplicas(replicas):
                 version = {"resourceVersion": item["metadata"]["resourceVersion"]}
                 with suppress(Conflict, NotFound):
                     body = {"metadata": version, "spec": {"replicas": replicas}}
                     self._cluster.patch(jobs_path(owner.namespace, owner.name), body)
-            case CreatePod(slot) if making:
-                assert spec is not None, "pods are made of a spec"
-                log.info("%s makes pod slot=%d", where, slot)
-                return self._make(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
-            case Ensure(what) if making:
-                assert spec is not None, "what a job needs follows from its spec"
-                self._furnish(what, owner, spec)
+            case CreatePod(slot) if create:
+                assert spec is not None, "an action needs a spec"
+                log.info("%s create pod slot=%d", where, slot)
+                return self._create_owned(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
+            case Ensure(what) if create:
+                assert spec is not None, "an action needs a spec"
+                self._ensure(what, owner, spec)
             case _:
-                pass  # something before it was refused, or it is there
+                pass  # an earlier creation was refused, or the object exists
         return []
 
-    def _furnish(self, what: str, owner: Owner, spec: Spec) -> None:
+    def _ensure(self, what: str, owner: Owner, spec: Spec) -> None:
         match what:
             case "service":
-                self._make(core_path(owner.namespace, "services"), manifests.service(owner), owner)
+                self._create_owned(core_path(owner.namespace, "services"), manifests.service(owner), owner)
             case "secret":
                 secret = manifests.secret(owner, spec, self.token(owner))
                 with suppress(Conflict):
@@ -179,18 +177,18 @@ class Actions:
             case "disruption-budget":
                 version = self._budgets_version()
                 budget = manifests.disruption_budget(owner, spec, version=version)
-                self._make(budgets_path(owner.namespace, version), budget, owner)
+                self._create_owned(budgets_path(owner.namespace, version), budget, owner)
 
-    def _make(self, path: str, body: Json, owner: Owner) -> list[str]:
-        """Create it, unless it is there and ours; the fields that the cluster dropped."""
+    def _create_owned(self, path: str, body: Json, owner: Owner) -> list[str]:
+        """Create an object unless the job already owns it.  Returns the fields that the cluster dropped."""
         try:
             return dropped(body, self._create(path, body))
         except Conflict as error:
             name = body["metadata"]["name"]
-            with suppress(NotFound):  # it has just gone; next time, then
+            with suppress(NotFound):  # deleted meanwhile; the next reconciliation creates it
                 if not owned(self._cluster.get(f"{path}/{name}"), owner.uid):
                     raise CreationRefused(
-                        _refusal(body, 409, "there is one already, and it is not the job's")
+                        _refusal_text(body, 409, "an object of this name exists and belongs to another owner")
                     ) from error
         return []
 
@@ -202,10 +200,10 @@ class Actions:
         except ApiError as error:
             if error.code not in (400, 403, 404, 422):
                 raise
-            raise CreationRefused(_refusal(body, error.code, str(error))) from error
+            raise CreationRefused(_refusal_text(body, error.code, str(error))) from error
 
     def _delete(self, path: str, uid: str, **options: Any) -> None:
-        with suppress(NotFound, Conflict):  # it is gone, or there is another of its name
+        with suppress(NotFound, Conflict):  # it is gone, or a new object has its name
             self._cluster.delete(path, {"preconditions": {"uid": uid}, **options})
 
     def _budgets_version(self) -> str:
@@ -215,7 +213,7 @@ class Actions:
         return self._budgets
 
     def _emit(self, owner: Owner, event: Emit) -> None:
-        """An event for `kubectl describe`; the same again counts up."""
+        """Create an event, or increase the count of the same event."""
         digest = hashlib.sha256(f"{owner.uid} {event.reason} {event.text}".encode()).hexdigest()[:12]
         name = f"{owner.name}.{digest}"
         path, now = core_path(owner.namespace, "events"), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -225,26 +223,26 @@ class Actions:
             except Conflict:
                 count = self._cluster.get(f"{path}/{name}").get("count") or 1
                 self._cluster.patch(f"{path}/{name}", {"count": count + 1, "lastTimestamp": now})
-        except ApiError as error:  # a namespace that is going away takes no events
-            log.info("job=%s/%s event=%s could not be told: %s", owner.namespace, owner.name, event.reason, error)
+        except ApiError as error:  # a terminating namespace accepts no events
+            log.info("job=%s/%s event=%s could not be created: %s", owner.namespace, owner.name, event.reason, error)
 
 
 def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
-    """The fields that were sent and are not in the cluster's answer.  An empty value need not come back.
+    """The fields that were sent and are missing in the response.  Empty values may be missing.
 
-    Items of a list are compared by their names where they have any: others may have been put between them.
+    List items are compared by name if they have one, because the cluster may insert others.
     """
     match sent:
         case Mapping():
             if not isinstance(kept, Mapping):
                 return [where]
-            gone = [f"{where}.{name}".lstrip(".") for name, value in sent.items() if value and name not in kept]
+            missing = [f"{where}.{name}".lstrip(".") for name, value in sent.items() if value and name not in kept]
             inner = (
                 dropped(value, kept[name], f"{where}.{name}".lstrip("."))
                 for name, value in sent.items()
                 if name in kept
             )
-            return [*gone, *chain.from_iterable(inner)]
+            return [*missing, *chain.from_iterable(inner)]
         case list() if isinstance(kept, list):
             found = _matching(sent, kept)
             inner = (dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found)
@@ -253,12 +251,12 @@ def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
 
 
 def _matching(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
-    """What became of the items of a list, by their numbers; those that cannot be told from others are left out."""
+    """The response's item for each sent item, by index; ambiguous items are left out."""
     if len(sent) == len(kept):
         return dict(enumerate(kept))
     named = [item for item in kept if isinstance(item, Mapping) and "name" in item]
     names = {item["name"]: item for item in named}
-    if len(names) < len(named):  # two mounts of one volume have one name
+    if len(names) < len(named):  # for example two mounts of one volume
         return {}
     return {
         n: names[item["name"]] for n, item in enumerate(sent) if isinstance(item, Mapping) and item.get("name") in names
@@ -279,7 +277,7 @@ def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
         },
         "type": "Warning" if event.warning else "Normal",
         "reason": event.reason,
-        "message": event.text[:MOST_TEXT],
+        "message": event.text[:MAX_MESSAGE_CHARS],
         "firstTimestamp": now,
         "lastTimestamp": now,
         "count": 1,
@@ -289,6 +287,6 @@ def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
     }
 
 
-def _refusal(body: Json, code: int, why: str) -> str:
+def _refusal_text(body: Json, code: int, why: str) -> str:
     what = f"{body['kind']} {body['metadata']['name']}"
-    return f"{what} cannot be made: {why}; {REMEDIES.get(code, REMEDY)}"
+    return f"{what} cannot be created: {why}; {REMEDIES.get(code, REMEDY)}"

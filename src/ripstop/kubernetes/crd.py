@@ -1,15 +1,15 @@
-"""The CustomResourceDefinition of ElasticJob, made from `spec.FIELDS`.  Pure.
+"""The CustomResourceDefinition of ElasticJob, generated from `spec.FIELDS`.  Pure.
 
-Rules that concern two fields, a change or the name are CEL expressions, which Kubernetes 1.25 and later check; the rest
-is understood by 1.20.  The operator checks everything again: what an older cluster lets through is a condition.
-No rule keeps the template as it was: CEL does not see fields that the schema does not name, and a pod's are not named.
+Rules about two fields, changes or the name are CEL expressions; Kubernetes 1.25 and later check them.  The rest
+works from 1.20 on.  The operator checks everything again and reports violations as a condition.  No rule makes the
+template immutable, because CEL cannot access fields that the schema does not declare.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ripstop.kubernetes.spec import FIELDS, GROUP, KIND, LONGEST_NAME, PLURAL, VERSION, Field
+from ripstop.kubernetes.spec import FIELDS, GROUP, KIND, MAX_NAME_CHARS, PLURAL, VERSION, Field
 
 TYPES = {int: "integer", bool: "boolean", str: "string"}
 COLUMNS = (
@@ -21,12 +21,12 @@ COLUMNS = (
     ("Goodput", "number", ".status.goodput", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
-RULES_SINCE = (1, 25)  # the version of Kubernetes
+RULES_SINCE = (1, 25)  # Kubernetes version
 NAME_RULES = (
-    (f"size(self.metadata.name) <= {LONGEST_NAME}", f"metadata.name has at most {LONGEST_NAME} characters"),
+    (f"size(self.metadata.name) <= {MAX_NAME_CHARS}", f"metadata.name has at most {MAX_NAME_CHARS} characters"),
     (
         "self.metadata.name.matches('^[a-z][-a-z0-9]*$')",
-        "metadata.name names a service: a-z first, then a-z, 0-9 and dashes",
+        "metadata.name must be a service name: a-z first, then a-z, 0-9 and dashes",
     ),
 )
 SPEC_RULES = (
@@ -38,26 +38,26 @@ SPEC_RULES = (
     (
         "(has(self.rendezvous) && self.rendezvous.backend == 'etcd') == "
         "(has(self.rendezvous) && has(self.rendezvous.endpoints) && size(self.rendezvous.endpoints) > 0)",
-        "rendezvous.endpoints are etcd's, and needed with it: give them, or choose embedded",
+        "rendezvous.endpoints are required with etcd, and only with etcd",
     ),
     *(
         (
             f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
-            f"{name} cannot be changed while the job exists; delete the job and create it anew",
+            f"{name} cannot be changed while the job exists; delete the job and create a new one",
         )
         for name in (*(field.name for field in FIELDS if field.fixed), "rendezvous")
     ),
 )
 
 
-def knows_rules(version: Mapping[str, str]) -> bool:
-    """Whether a cluster of this `/version` checks rules."""
+def supports_rules(version: Mapping[str, str]) -> bool:
+    """Whether a cluster with this `/version` checks CEL rules."""
     digits = (re.match("[0-9]*", version.get(part, "")) for part in ("major", "minor"))
     return tuple(int(found[0]) if found and found[0] else 0 for found in digits) >= RULES_SINCE
 
 
 def definition(*, rules: bool = True) -> dict[str, Any]:
-    """The object to apply; without `rules`, for a cluster older than 1.25."""
+    """The definition; without `rules` for clusters older than 1.25."""
     version = {
         "name": VERSION,
         "served": True,
@@ -99,7 +99,7 @@ def definition(*, rules: bool = True) -> dict[str, Any]:
 def _root(rules: bool) -> dict[str, Any]:
     return {
         "type": "object",
-        "description": "A distributed PyTorch job that ripstop keeps alive on a changing number of pods.",
+        "description": "A fault-tolerant, elastic PyTorch job.",
         "required": ["spec"],
         "properties": {"spec": _spec(rules), "status": _status()},
         **(_validations(NAME_RULES) if rules else {}),
@@ -118,20 +118,20 @@ def _spec(rules: bool) -> dict[str, Any]:
             **{field.name: _field(field) for field in FIELDS},
             "rendezvous": {
                 "type": "object",
-                "description": "Where the nodes meet.",
+                "description": "Where the coordinator runs.",
                 "properties": {
                     "backend": {
                         "type": "string",
                         "enum": ["embedded", "etcd"],
                         "default": "embedded",
-                        "description": "embedded: at the pod of slot 0.  etcd: at whichever node etcd elects.",
+                        "description": "embedded: in the pod of slot 0.  etcd: on the node that etcd elects.",
                     },
                     "endpoints": {
                         "type": "array",
                         "items": {"type": "string"},
-                        "description": "Of etcd: host:port.",
+                        "description": "Addresses of etcd: host:port.",
                     },
-                    "conf": {"type": "string", "description": "More of --rdzv-conf: key=value,key=value."},
+                    "conf": {"type": "string", "description": "Additional --rdzv-conf: key=value,key=value."},
                 },
             },
             "template": {
@@ -177,7 +177,7 @@ def _status() -> dict[str, Any]:
     text, number, time = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
     share = {"type": "number", "minimum": 0, "maximum": 1}
 
-    def said(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
+    def described(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
         return {**schema, "description": meaning}
 
     condition = {
@@ -198,30 +198,30 @@ def _status() -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "phase": said(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
-            "conditions": said(
+            "phase": described(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
+            "conditions": described(
                 {"type": "array", "items": condition},
                 "Running, Recovering, Suspended, Succeeded, Failed; "
                 "Invalid, Refused, FieldsIgnored, CannotStart, Unschedulable, CoordinatorUnreachable.",
             ),
-            "replicas": said(number, "Pods that are there."),
-            "readyReplicas": said(number, "Pods that train, or could at once."),
-            "selector": said(text, "By which autoscalers find the pods."),
-            "members": said({"type": "array", "items": text}, "Pods that run, and are to stay."),
-            "round": said(number, "The round that trains, as the job's coordinator says."),
-            "restarts": said(
-                number, "Failures of workers that were healed since the job started or was resumed, as it says."
+            "replicas": described(number, "Pods that exist."),
+            "readyReplicas": described(number, "Pods that train or are ready to."),
+            "selector": described(text, "Label selector for autoscalers."),
+            "members": described({"type": "array", "items": text}, "Pods that run and are not surplus."),
+            "round": described(number, "The current round, as reported by the coordinator."),
+            "restarts": described(
+                number, "Restarts since the job was started or resumed, as reported by the coordinator."
             ),
-            "goodput": said(share, "The share of its time that went into steps that were kept, as it says."),
-            "lastFailure": said(text, "Why workers, or the job, failed last."),
-            "startTime": said(time, "When the job was accepted."),
-            "completionTime": said(time, "When it was over."),
-            "observedGeneration": said(number, "The version of the spec that this is about."),
-            "accepted": said(text, "The last valid spec: an invalid field keeps its value here."),
-            "everRan": said({"type": "boolean"}, "Enough pods were ready once."),
-            "replaced": said(number, "Pods that were lost, and replaced."),
-            "losses": said(
-                {"type": "array", "items": loss}, "The last pod that each slot lost, for the next one's pause."
+            "goodput": described(share, "Share of time spent in kept training steps, as reported by the coordinator."),
+            "lastFailure": described(text, "The reason of the latest failure."),
+            "startTime": described(time, "When the job was accepted."),
+            "completionTime": described(time, "When the job finished."),
+            "observedGeneration": described(number, "The generation of the spec that this status describes."),
+            "accepted": described(text, "The last valid spec; invalid fields keep their values from here."),
+            "everRan": described({"type": "boolean"}, "Whether enough pods were ready at least once."),
+            "replaced": described(number, "Number of lost and replaced pods."),
+            "losses": described(
+                {"type": "array", "items": loss}, "The last lost pod of each slot, for the delay of the next one."
             ),
         },
     }

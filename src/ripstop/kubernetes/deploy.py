@@ -1,6 +1,7 @@
-"""What brings the operator into a cluster: its definition, its rights, itself.  Pure; `deploy/` holds it as files.
+"""The objects that install the operator: CRD, RBAC, Deployment.  Pure; `deploy/` contains them as files.
 
-Its rights are what `operator` and `deeds` ask for, and no more.  It makes secrets, and reads none but its own key.
+The operator has only the permissions that `operator` and `actions` use.  It creates secrets and reads only its own
+key.
 """
 
 from typing import Any
@@ -13,24 +14,21 @@ NAME = "ripstop-operator"
 IMAGE = "ripstop-operator:0.1.0"
 HEALTH_PORT = 8080
 LABELS = {"app.kubernetes.io/name": NAME}
-USER = 65532  # nobody in particular, and not root
+USER = 65532  # an unprivileged user
 RBAC = "rbac.authorization.k8s.io"
 
 
 def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[str, list[dict[str, Any]]]:
-    """All objects, by the name of the file that they are in; in the order in which they are applied.
-
-    Without `rules` they are for a cluster older than 1.25.
-    """
+    """All objects by file name, in the order of application; without `rules` for clusters older than 1.25."""
     return {
         "crd.yaml": [crd.definition(rules=rules)],
-        "rbac.yaml": [namespace(home), *rights(home)],
+        "rbac.yaml": [namespace(home), *rbac(home)],
         "operator.yaml": [deployment(image, home)],
     }
 
 
 def objects(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list[dict[str, Any]]:
-    """All objects, in the order in which they are applied."""
+    """All objects in the order of application."""
     return [item for items in files(image, home, rules=rules).values() for item in items]
 
 
@@ -46,8 +44,8 @@ def namespace(home: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home, "labels": LABELS}}
 
 
-def rights(home: str) -> list[dict[str, Any]]:
-    """The operator's service account and what it may do; and what users may, who may edit or view a namespace."""
+def rbac(home: str) -> list[dict[str, Any]]:
+    """The operator's service account and roles, and roles for users who may edit or view a namespace."""
     account = {"kind": "ServiceAccount", "name": NAME, "namespace": home}
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": NAME, "namespace": home, "labels": LABELS}},
@@ -55,8 +53,8 @@ def rights(home: str) -> list[dict[str, Any]]:
         _binding("ClusterRole", {"name": NAME, "labels": LABELS}, account),
         _role("Role", {"name": NAME, "namespace": home, "labels": LABELS}, KEYS),
         _binding("Role", {"name": NAME, "namespace": home, "labels": LABELS}, account),
-        _role("ClusterRole", {"name": f"{PLURAL}-edit", "labels": _joining("admin", "edit")}, EDITORS),
-        _role("ClusterRole", {"name": f"{PLURAL}-view", "labels": _joining("view")}, VIEWERS),
+        _role("ClusterRole", {"name": f"{PLURAL}-edit", "labels": _aggregated("admin", "edit")}, EDITORS),
+        _role("ClusterRole", {"name": f"{PLURAL}-view", "labels": _aggregated("view")}, VIEWERS),
     ]
 
 
@@ -70,14 +68,14 @@ def _rule(group: str, resources: str, verbs: str, names: tuple[str, ...] = ()) -
 OPERATORS = (
     _rule(GROUP, PLURAL, "get list watch patch delete"),
     _rule(GROUP, f"{PLURAL}/status", "patch"),
-    _rule(GROUP, f"{PLURAL}/finalizers", "update"),  # where owner references are guarded, to be named as an owner
+    _rule(GROUP, f"{PLURAL}/finalizers", "update"),  # to set owner references, where that is checked
     _rule("", "pods", "get list watch create delete"),
     _rule("", "services", "get create"),
     _rule("", "secrets", "create"),
     _rule("", "events", "get create patch"),
     _rule("", "nodes", "list watch"),
     _rule("policy", "poddisruptionbudgets", "get create"),
-    _rule("apiextensions.k8s.io", "customresourcedefinitions", "list watch"),  # kopf notices when ours comes
+    _rule("apiextensions.k8s.io", "customresourcedefinitions", "list watch"),  # kopf waits for the definition
 )
 KEYS = (_rule("", "secrets", "get", (KEY,)),)
 EDITORS = (
@@ -88,7 +86,7 @@ VIEWERS = (_rule(GROUP, PLURAL, "get list watch"),)
 
 
 def deployment(image: str, home: str) -> dict[str, Any]:
-    """One operator, which is replaced, not joined, by the next."""
+    """One operator; an update replaces it."""
     probe = {"httpGet": {"path": "/healthz", "port": "health"}, "timeoutSeconds": 5}
     container = {
         "name": "operator",
@@ -143,6 +141,6 @@ def _binding(kind: str, metadata: dict[str, Any], account: dict[str, str]) -> di
     return {"apiVersion": f"{RBAC}/v1", "kind": name, "metadata": metadata, "roleRef": reference, "subjects": [account]}
 
 
-def _joining(*roles: str) -> dict[str, str]:
-    """Labels that have the cluster add these rights to its own roles."""
+def _aggregated(*roles: str) -> dict[str, str]:
+    """Labels that aggregate these permissions into the cluster's roles."""
     return LABELS | {f"{RBAC}/aggregate-to-{role}": "true" for role in roles}

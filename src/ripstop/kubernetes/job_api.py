@@ -1,8 +1,8 @@
 """How a running job is doing, as its own API says, and how many nodes it is to have, as it is told.
 
 `GET /api/v1/status` and `POST /api/v1/scale` at the coordinator's pod.  How the API's token is made of the job's
-secret, those know who serve it; they are not of this layer, so it is given.  What comes back is a pod's word, and pods
-run what users like: its size, its time and its types are bounded.
+secret, those know who serve it; they are not of this layer, so it is given.  What comes back is a pod's word, and
+pods run what users like: its size, its time and its types are bounded.
 """
 
 import json
@@ -31,11 +31,11 @@ class JobApi:
         self._bearer = bearer
         self._port = port
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         """What the job says of itself."""
         return _said(self._request("GET", "status", None, address, token, run_id))
 
-    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
+    def scale(self, address: str, token: str, run_id: str, nodes: int) -> None:
         """Have the job run on so many nodes."""
         self._request("POST", "scale", {"nodes": nodes}, address, token, run_id)
 

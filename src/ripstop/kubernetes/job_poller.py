@@ -1,11 +1,11 @@
-"""What is said to one running job, and what it says, beside the care of its pods.
+"""Polls the API of one running job and sends it its size.
 
 Rules:
 
-1.  Only an address that a pod of the job has, as its pods were just read, is spoken to: whoever has it afterwards would
-    be shown the job's token.
-2.  Nobody waits for a job.  It is spoken to in a task, by threads that serve nothing else, of one thing at a time.
-3.  It is with a job that runs.  When the job does not, the conversation is over, and a later one knows nothing of it.
+1.  Requests go only to addresses of pods that were just read.  Another pod that gets an old address would receive
+    the job's token.
+2.  Nothing waits for a job.  Requests run in a task, in separate threads, one at a time.
+3.  A poller exists while its job runs.  A later one starts without state.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from ripstop.kubernetes.job_api import JobApi
 from ripstop.kubernetes.manifests import Owner, run_id
 from ripstop.kubernetes.spec import Json
 
-TELEMETRY = 10.0  # seconds: a running job is asked so often
-LOOKING = 5.0  # seconds in which the coordinator is looked for among its pods
-LONG = 3  # times that it did not answer
+POLL_INTERVAL_S = 10.0
+SEARCH_TIMEOUT_S = 5.0  # for the coordinator among the pods
+MAX_FAILED_POLLS = 3  # then the job counts as unreachable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ log = logging.getLogger("ripstop.operator")
 
 
 class JobPoller:
-    """With one job; `changed` is called when `telemetry` or `unreachable` have changed, or a size is yet to be told."""
+    """Polls one job.  Calls `changed` if `telemetry` or `unreachable` changed, or if a size could not be sent yet."""
 
     def __init__(self, api: JobApi, threads: Executor, owner: Owner, token: str, changed: Callable[[], None]) -> None:
         self._api = api
@@ -41,81 +41,81 @@ class JobPoller:
         self._name = f"job={owner.namespace}/{owner.name}"
         self._changed = changed
         self._task: asyncio.Task[None] | None = None
-        self._interrupted = False  # there was a size to tell while it was spoken to
-        self._asked = -math.inf
-        self._tried = ""  # the address that was asked last
-        self._silences = 0  # times in a row that it did not answer
-        self._silence = ""  # and why
+        self._size_pending = False  # a size arrived during a request
+        self._polled_at = -math.inf
+        self._last_address = ""
+        self._failed_polls = 0  # consecutive
+        self._last_error = ""
         self.telemetry: Json = {}
 
     @property
     def unreachable(self) -> str:
-        """Why the job has not answered for long."""
-        return self._silence if self._silences >= LONG else ""
+        """Why the last polls failed; empty if the job is reachable."""
+        return self._last_error if self._failed_polls >= MAX_FAILED_POLLS else ""
 
-    def go_on(self, addresses: Sequence[str], size: int | None, now: float) -> None:
-        """Tell the job its size, if there is one to tell, and hear how it is doing when it is time."""
+    def poll(self, addresses: Sequence[str], size: int | None, now: float) -> None:
+        """Send a new size, if any, and query the status if it is due."""
         if self._task is not None and not self._task.done():
-            self._interrupted = self._interrupted or size is not None
+            self._size_pending = self._size_pending or size is not None
             return
-        if self._seat not in addresses:  # rule 1
+        if self._address not in addresses:  # rule 1
             size = None
-        due = now - self._asked >= TELEMETRY
+        due = now - self._polled_at >= POLL_INTERVAL_S
         if due:
-            self._asked = now
+            self._polled_at = now
         if due or size is not None:
-            self._interrupted = False
-            self._task = asyncio.create_task(self._speak(addresses, size, due), name=f"speaks to {self._name}")
+            self._size_pending = False
+            self._task = asyncio.create_task(self._exchange(addresses, size, due), name=f"poll {self._name}")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     @property
-    def _seat(self) -> str:
-        """Where it answered last."""
-        return self._tried if self._silences == 0 else ""
+    def _address(self) -> str:
+        """The address of the last successful request."""
+        return self._last_address if self._failed_polls == 0 else ""
 
-    async def _speak(self, addresses: Sequence[str], size: int | None, due: bool) -> None:
+    async def _exchange(self, addresses: Sequence[str], size: int | None, due: bool) -> None:
         known = self.unreachable, self.telemetry
-        told = size is None or await self._tell(size)
-        if due or not told:
-            await self._listen(addresses)
-        if self._interrupted or (self.unreachable, self.telemetry) != known:
+        sent = size is None or await self._send_size(size)
+        if due or not sent:
+            await self._query(addresses)
+        if self._size_pending or (self.unreachable, self.telemetry) != known:
             self._changed()
 
-    async def _tell(self, size: int) -> bool:
+    async def _send_size(self, size: int) -> bool:
         try:
-            await self._call(self._api.tell, self._seat, *self._secret, size)
-        except Exception as error:  # it is told again when it has been heard
-            log.warning("%s could not be told that %d nodes are to train: %s", self._name, size, error)
+            await self._call(self._api.scale, self._address, *self._secret, size)
+        except Exception as error:  # retried after the next successful poll
+            log.warning("%s size=%d could not be sent: %s", self._name, size, error)
             return False
         self.telemetry = {**self.telemetry, "target": size}
-        log.info("%s was told that %d nodes are to train", self._name, size)
+        log.info("%s size=%d sent", self._name, size)
         return True
 
-    async def _listen(self, addresses: Sequence[str]) -> None:
-        """Hear how the job is doing, at whichever of these addresses answers."""
-        began, why = time.monotonic(), "no pod that could be its coordinator runs"
-        for address in self._in_turn(addresses):
-            self._tried = address
+    async def _query(self, addresses: Sequence[str]) -> None:
+        """Query the status at the first address that replies."""
+        began, why = time.monotonic(), "no pod that could host the coordinator runs"
+        for address in self._ordered(addresses):
+            self._last_address = address
             try:
-                self.telemetry = await self._call(self._api.ask, address, *self._secret)
-                self._silences = 0
+                self.telemetry = await self._call(self._api.status, address, *self._secret)
+                self._failed_polls = 0
                 return
-            except Exception as error:  # whatever it is: the job goes on without
+            except Exception as error:  # the job does not depend on it
                 why = f"{address}: {error}"
-            if time.monotonic() - began >= LOOKING:
+            if time.monotonic() - began >= SEARCH_TIMEOUT_S:
                 break
-        self._silences, self._silence = self._silences + 1, why
-        log.debug("%s says nothing: %s", self._name, why)
+        self._failed_polls, self._last_error = self._failed_polls + 1, why
+        log.debug("%s unreachable: %s", self._name, why)
 
-    def _in_turn(self, addresses: Sequence[str]) -> list[str]:
-        """First where it answered; else those behind the last one tried, which may have hung like all before it."""
-        if self._tried not in addresses:
+    def _ordered(self, addresses: Sequence[str]) -> list[str]:
+        """Start with the last working address, else after the last one tried, which may have hung."""
+        if self._last_address not in addresses:
             return list(addresses)
-        first = addresses.index(self._tried) + (not self._seat)
+        first = addresses.index(self._last_address) + (not self._address)
         return [*addresses[first:], *addresses[:first]]
 
-    async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
+    async def _call(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **options))

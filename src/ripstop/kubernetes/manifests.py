@@ -1,7 +1,7 @@
-"""From an ElasticJob to the objects it owns: service, secret, pods, disruption budget.  Pure.
+"""The objects that an ElasticJob owns: service, secret, pods, disruption budget.  Pure.
 
-Everything has a name that follows from the job's, so that making it twice makes it once.  A pod is a slot: its name,
-host name and rank stay when the pod is replaced.
+All names are derived from the job's name, so creating an object twice has no effect.  A pod is a slot: a
+replacement has the same name, host name and rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from ripstop.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
-MARGIN = 15  # seconds beyond the workers' own time, for an agent to say good-bye
+AGENT_EXIT_S = 15  # for the agent, after the workers' shutdown timeout
 TERMINATION_LOG = "/dev/termination-log"
-NUMBER = "JOB_COMPLETION_INDEX"  # as the pods of an indexed Job know their number
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # as in the pods of an indexed Job
 
 
 def _probe(path: str, **more: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PROBE_PORT}, "timeoutSeconds": 5, **more}
 
 
-PROBES = {  # an hour for what a container does before it starts its agent; then a minute for an agent that hangs
+PROBES = {  # one hour until the agent starts; then one minute until a hanging agent is killed
     "startupProbe": _probe("/livez", periodSeconds=1, failureThreshold=3600),
     "livenessProbe": _probe("/livez", periodSeconds=10, failureThreshold=6),
     "readinessProbe": _probe("/readyz", periodSeconds=2, failureThreshold=3),
@@ -42,7 +42,7 @@ class Owner:
         return {JOB: self.name, UID: self.uid}
 
     def metadata(self, name: str, **labels: str) -> dict[str, Any]:
-        """Of an object that goes when the job goes."""
+        """The metadata of an object that is deleted with the job."""
         reference = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
@@ -64,12 +64,12 @@ def pod_name(job: str, slot: int) -> str:
 
 
 def run_id(owner: Owner) -> str:
-    """What the job's nodes call it: a job of the same name before it was another."""
+    """The run id; it contains the uid, because an earlier job may have had the same name."""
     return f"{owner.name}-{owner.uid}"
 
 
 def service(owner: Owner) -> dict[str, Any]:
-    """Gives every slot a host name, also before it is ready: nodes meet in order to become ready."""
+    """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -84,12 +84,12 @@ def service(owner: Owner) -> dict[str, Any]:
 
 
 def secret_name(owner: Owner, spec: Spec) -> str:
-    """With a part of the uid: a job of the same name before it had another secret."""
+    """Contains a part of the uid, because an earlier job of the same name had another secret."""
     return spec.secret_name or f"{owner.name}-token-{owner.uid[:8]}"
 
 
 def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
-    """The job's secret, for a job that names none."""
+    """The secret of a job without `secretName`."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -100,7 +100,7 @@ def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
 
 
 def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
-    """Keeps voluntary evictions from taking more than the job can spare."""
+    """Limits voluntary evictions to what the job can lose."""
     return {
         "apiVersion": version,
         "kind": "PodDisruptionBudget",
@@ -110,7 +110,7 @@ def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -
 
 
 def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
-    """The pod of a slot: the user's template, and what makes it a node of the job."""
+    """The pod of a slot: the user's template plus the settings of a node."""
     name = pod_name(owner.name, slot)
     template = deepcopy(dict(spec.template))
     metadata = owner.metadata(name, **{SLOT: str(slot)})
@@ -127,16 +127,16 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         run_id=run_id(owner),
         host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
         conf=_conf(spec, slot),
-        variables={NUMBER: str(slot)},
+        variables={INDEX_VARIABLE: str(slot)},
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
 
 
 def _conf(spec: Spec, slot: int) -> str:
-    """Of `--rdzv-conf`, what a pod is told.  A coordinator begins with the size of today, and is told of others."""
+    """A pod's `--rdzv-conf`.  A coordinator starts with the current size; the operator sends later changes."""
     embedded = spec.rendezvous.backend == "embedded"
-    meeting = f"is_host={int(slot == 0)}" if embedded else f"coordinator_port={PORT}"
-    return meeting + (f",target={spec.target}" if spec.target not in (None, spec.max_replicas) else "")
+    location = f"is_host={int(slot == 0)}" if embedded else f"coordinator_port={PORT}"
+    return location + (f",target={spec.target}" if spec.target not in (None, spec.max_replicas) else "")
 
 
 def make_node(
@@ -150,19 +150,19 @@ def make_node(
     variables: Mapping[str, str] = {},
     probes: Json = PROBES,
 ) -> None:
-    """Make a pod's body that of a node: its first container knows all that `ripstop run` is to know.
+    """Add the settings of a node to a pod's spec: variables, probes and termination message of the first container.
 
-    `host` is where nodes meet if not at etcd's, `conf` what `--rdzv-conf` says besides, and `variables` what else is in
-    its environment.  What the user's template sets itself stays as it is.
+    `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`, `variables` additional environment.
+    Settings of the user's template take precedence.
     """
-    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + MARGIN)
+    body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + AGENT_EXIT_S)
     trainer = body["containers"][0]
-    told = {**_flags(spec, run_id, host, conf), **variables}
-    trainer["env"] = _environment(secret, told, trainer.get("env") or ())
+    settings = {**_flags(spec, run_id, host, conf), **variables}
+    trainer["env"] = _environment(secret, settings, trainer.get("env") or ())
     if not any(probe in trainer for probe in PROBES):
         trainer |= probes
     trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for a wrong word, which ends it early
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
 
 
 def _environment(secret: str, variables: Mapping[str, str], given: Sequence[Json]) -> list[Json]:

@@ -1,14 +1,15 @@
-"""The operator: watches, reads a job that something happened to and its pods, has `reconcile` decide and `deeds` do it.
+"""The operator: watches jobs, pods and nodes, and reconciles each job that changed.
 
-kopf keeps the watches, and sees to it that they come back; it writes nothing into objects, since only raw events are
-asked of it.  Rules:
+`reconcile` decides; `actions` executes.  kopf maintains the watches; it uses raw events only, so it writes nothing
+into objects.  Rules:
 
-1.  What is decided upon is read afresh; a watch only says when to look.  So a lost or late event costs time, not sense.
-2.  The status is written first, and only onto the object that was read: what a decision must remember is kept before
-    anything follows from it, and of two operators one looks again.
-3.  An operator may be killed anywhere, and a second one does no harm, since every deed can be done twice; so no leader
-    is elected.
-4.  A job's trouble is its own: it is tried again, ever more slowly, while others are served.
+1.  Every reconciliation reads the job and its pods again.  A watch event only triggers it, so a lost event costs
+    time but no correctness.
+2.  The status is written first, and only if the job has not changed since it was read.  Decisions that must be
+    remembered are therefore stored before they are executed, and of two operators one retries.
+3.  Every action is idempotent.  An operator may be killed at any time, and two operators do no harm, so there is no
+    leader election.
+4.  An error in one job does not affect others.  The job is retried with growing delays.
 """
 
 import asyncio
@@ -24,19 +25,20 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec import Struct, field
 
 from ripstop.kubernetes.actions import Actions, CreationRefused, operator_key
-from ripstop.kubernetes.client import READ, THREADS, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.kubernetes.client import MAX_THREADS, READ_TIMEOUT_S, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.kubernetes.job_api import JobApi
-from ripstop.kubernetes.job_poller import TELEMETRY, JobPoller
+from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
 from ripstop.kubernetes.manifests import HOME, JOB, Owner
-from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide
-from ripstop.kubernetes.snapshot import coordinator_addresses, node_of, seen_job, seen_pods, silent_since
+from ripstop.kubernetes.reconcile import decide
+from ripstop.kubernetes.records import CreatePod, Decision, ResizeJob
+from ripstop.kubernetes.snapshot import coordinator_addresses, job_record, node_of, pod_records, unreachable_since
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
-CALM = 0.05  # seconds in which what happens to a job is gathered, beside the time that it takes to look at it
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the next try
-RESYNC = 600.0  # a job is looked at so often although nothing happened
-FURNISH = 60.0  # and one that is not over so often, for its service, its secret and its budget to be made sure of
+DEBOUNCE_S = 0.05  # plus the duration of the last reconciliation: events of a job are batched
+FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
+FINISHED_RESYNC_S = 600.0  # reconcile a finished job this often without an event
+ACTIVE_RESYNC_S = 60.0  # and an active one this often, to recreate its service, secret and budget
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,181 +48,182 @@ log = logging.getLogger("ripstop.operator")
 
 
 class TrackedJob(Struct):
-    """A job that is looked after, and what is known of it besides what the cluster knows."""
+    """A job and the operator's state about it that is not in the cluster."""
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     nodes: frozenset[str] = frozenset()
-    troubles: int = 0  # in a row
-    uid: str = ""  # of the job that the rest is about: there may be another of its name
-    furnished: float = -math.inf  # when its service, its secret and its budget were there
+    failures: int = 0  # consecutive
+    uid: str = ""  # a new job may have the same name
+    ensured_at: float = -math.inf  # when its service, secret and budget existed
     refused: str = ""
     ignored: str = ""
-    talk: JobPoller | None = None  # while it runs
+    poller: JobPoller | None = None  # while it runs
 
-    def meet(self, uid: str) -> None:
-        """Forget what was about another job."""
+    def reset_for(self, uid: str) -> None:
+        """Drop the state of an earlier job of the same name."""
         if self.uid != uid:
-            self.uid, self.furnished, self.refused, self.ignored = uid, -math.inf, "", ""
-            self.hush()
+            self.uid, self.ensured_at, self.refused, self.ignored = uid, -math.inf, "", ""
+            self.stop_polling()
 
-    def hush(self) -> None:
-        if self.talk is not None:
-            self.talk.end()
-            self.talk = None
+    def stop_polling(self) -> None:
+        if self.poller is not None:
+            self.poller.stop()
+            self.poller = None
 
     @property
-    def heard(self) -> tuple[Json, str]:
-        """What the job said last, and why it has not said anything for long."""
-        return ({}, "") if self.talk is None else (self.talk.telemetry, self.talk.unreachable)
+    def telemetry(self) -> tuple[Json, str]:
+        """The job's latest telemetry, and why it has been unreachable for a while."""
+        return ({}, "") if self.poller is None else (self.poller.telemetry, self.poller.unreachable)
 
 
 class Operator:
-    """Looks after all jobs that it hears of."""
+    """Reconciles all jobs."""
 
     def __init__(self, cluster: Cluster, key: bytes, api: JobApi | None = None) -> None:
         self._cluster = cluster
-        self._deeds = Actions(cluster, key)
+        self._actions = Actions(cluster, key)
         self._api = api
-        self._threads = ThreadPoolExecutor(THREADS, "ripstop-api")
-        self._talkers = ThreadPoolExecutor(THREADS, "ripstop-jobs")
-        self._tended: dict[Name, TrackedJob] = {}
-        self._silent: dict[str, float] = {}  # nodes, and since when
-        self._gone: dict[str, float] = {}  # nodes that the cluster forgot, and pods of ours did not
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-api")
+        self._poll_threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-jobs")
+        self._jobs: dict[Name, TrackedJob] = {}
+        self._unreachable: dict[str, float] = {}  # nodes and the time of their last contact
+        self._deleted: dict[str, float] = {}  # deleted nodes that still have pods of jobs
 
-    # what happens -----------------------------------------------------------------------------------------------------
+    # watch events -----------------------------------------------------------------------------------------------------
 
     def job_changed(self, name: Name) -> None:
-        """Look at the job soon."""
-        tended = self._tended.get(name)
-        if tended is None:
-            tended = self._tended[name] = TrackedJob()
-            tended.task = asyncio.create_task(self._tend(name, tended), name=f"job {'/'.join(name)}")
-        tended.woken.set()
+        """Reconcile the job soon."""
+        tracked = self._jobs.get(name)
+        if tracked is None:
+            tracked = self._jobs[name] = TrackedJob()
+            tracked.task = asyncio.create_task(self._run_job(name, tracked), name=f"job {'/'.join(name)}")
+        tracked.woken.set()
 
-    def node_changed(self, item: Json, *, gone: bool) -> None:
-        """Look at the jobs on a node that fell silent, or came back."""
+    def node_changed(self, item: Json, *, deleted: bool) -> None:
+        """Reconcile the jobs on a node that became unreachable or reachable."""
         node = item["metadata"]["name"]
-        before = self._silences().get(node)
-        self._silent.pop(node, None)
-        self._gone = {name: since for name, since in self._gone.items() if self._on(name) and name != node}
-        since = silent_since(item)
-        if gone and self._on(node):
-            self._gone[node] = time.time()
-        elif since is not None and not gone:
-            self._silent[node] = since
-        if self._silences().get(node) != before:
-            log.info("node=%s silent=%s", node, node in self._silences())
-            for tended in self._on(node):
-                tended.woken.set()
+        before = self._unreachable_nodes().get(node)
+        self._unreachable.pop(node, None)
+        self._deleted = {name: since for name, since in self._deleted.items() if self._jobs_on(name) and name != node}
+        since = unreachable_since(item)
+        if deleted and self._jobs_on(node):
+            self._deleted[node] = time.time()
+        elif since is not None and not deleted:
+            self._unreachable[node] = since
+        if self._unreachable_nodes().get(node) != before:
+            log.info("node=%s unreachable=%s", node, node in self._unreachable_nodes())
+            for tracked in self._jobs_on(node):
+                tracked.woken.set()
 
-    def _on(self, node: str) -> list[TrackedJob]:
-        return [tended for tended in self._tended.values() if node in tended.nodes]
+    def _jobs_on(self, node: str) -> list[TrackedJob]:
+        return [tracked for tracked in self._jobs.values() if node in tracked.nodes]
 
-    def _silences(self) -> dict[str, float]:
-        return self._silent | self._gone
+    def _unreachable_nodes(self) -> dict[str, float]:
+        return self._unreachable | self._deleted
 
     # one job ----------------------------------------------------------------------------------------------------------
 
-    async def _tend(self, name: Name, tended: TrackedJob) -> None:
+    async def _run_job(self, name: Name, tracked: TrackedJob) -> None:
         took = 0.0
         while True:
-            await asyncio.sleep(CALM + took)  # large jobs are dear to read, and much happens to them
-            tended.woken.clear()
+            await asyncio.sleep(DEBOUNCE_S + took)  # large jobs are slow to read and have many events
+            tracked.woken.clear()
             began = time.monotonic()
-            again = await self._look(name, tended)
-            took = min(time.monotonic() - began, LONGEST_PAUSE)
-            if again is None and not tended.woken.is_set():
-                tended.hush()
-                del self._tended[name]
+            requeue = await self._reconcile_or_retry(name, tracked)
+            took = min(time.monotonic() - began, MAX_RETRY_DELAY_S)
+            if requeue is None and not tracked.woken.is_set():
+                tracked.stop_polling()
+                del self._jobs[name]
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(again):
-                    await tended.woken.wait()
+                async with asyncio.timeout(requeue):
+                    await tracked.woken.wait()
 
-    async def _look(self, name: Name, tended: TrackedJob) -> float | None:
-        """Look at a job once.  When to look again; None: it is gone."""
+    async def _reconcile_or_retry(self, name: Name, tracked: TrackedJob) -> float | None:
+        """Reconcile a job.  Returns the delay until the next time; None if the job is gone."""
         try:
-            again = await self._reconcile(name, tended)
-            trouble = tended.refused
+            requeue = await self._reconcile(name, tracked)
+            problem = tracked.refused
         except Conflict:
-            return 0.0  # somebody else wrote: look again
+            return 0.0  # the job changed meanwhile
         except RipstopError as error:
-            trouble = str(error)
+            problem = str(error)
         except Exception:  # rule 4
             log.exception("job=%s/%s", *name)
-            trouble = "see above"
-        if not trouble:
-            tended.troubles = 0
-            return again
-        tended.troubles += 1
-        pause: float = min(FIRST_PAUSE * 2 ** min(tended.troubles - 1, 10), LONGEST_PAUSE)
-        log.warning("job=%s/%s again in %.0f s: %s", *name, pause, trouble)
-        return pause
+            problem = "see above"
+        if not problem:
+            tracked.failures = 0
+            return requeue
+        tracked.failures += 1
+        delay: float = min(FIRST_RETRY_DELAY_S * 2 ** min(tracked.failures - 1, 10), MAX_RETRY_DELAY_S)
+        log.warning("job=%s/%s retry in %.0f s: %s", *name, delay, problem)
+        return delay
 
-    async def _reconcile(self, name: Name, tended: TrackedJob) -> float | None:
+    async def _reconcile(self, name: Name, tracked: TrackedJob) -> float | None:
         try:
             item = await self._call(self._cluster.get, jobs_path(*name))
         except NotFound:
             return None
         pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
-        tended.nodes = frozenset(filter(None, map(node_of, pods)))
-        tended.meet(item["metadata"]["uid"])
-        telemetry, unreachable = tended.heard
-        job = seen_job(
-            item, telemetry=telemetry, refused=tended.refused, ignored=tended.ignored, unreachable=unreachable
+        tracked.nodes = frozenset(filter(None, map(node_of, pods)))
+        tracked.reset_for(item["metadata"]["uid"])
+        telemetry, unreachable = tracked.telemetry
+        job = job_record(
+            item, telemetry=telemetry, refused=tracked.refused, ignored=tracked.ignored, unreachable=unreachable
         )
-        decision = decide(job, seen_pods(pods, job.owner, self._silences()), time.time())
-        item = await self._call(self._deeds.write_status, item, decision.status)
+        decision = decide(job, pod_records(pods, job.owner, self._unreachable_nodes()), time.time())
+        item = await self._call(self._actions.write_status, item, decision.status)
         now = time.monotonic()
-        due = now - tended.furnished >= FURNISH
-        furnish = due or any(isinstance(action, CreatePod) for action in decision.actions)
+        due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
+        create = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            ignored = await self._call(self._deeds.carry_out, item, job.owner, decision, furnish=furnish)
-            tended.furnished, tended.refused = now if furnish else tended.furnished, ""
-            tended.ignored = _ignored(ignored) or tended.ignored
+            ignored = await self._call(self._actions.execute, item, job.owner, decision, create=create)
+            tracked.ensured_at, tracked.refused = now if create else tracked.ensured_at, ""
+            tracked.ignored = _ignored_text(ignored) or tracked.ignored
         except CreationRefused as error:
-            tended.refused = str(error)
-        if (tended.refused, tended.ignored) != (job.refused, job.ignored):
-            tended.woken.set()  # for the status to say so
-        self._speak(tended, job.owner, decision, pods)
-        over = decision.spec is None or "completionTime" in decision.status
-        calm = TELEMETRY if tended.talk is not None else RESYNC if over else FURNISH
-        return min(decision.again or calm, calm)
+            tracked.refused = str(error)
+        if (tracked.refused, tracked.ignored) != (job.refused, job.ignored):
+            tracked.woken.set()  # to update the status
+        self._poll(tracked, job.owner, decision, pods)
+        finished = decision.spec is None or "completionTime" in decision.status
+        resync = FINISHED_RESYNC_S if finished else ACTIVE_RESYNC_S
+        longest = POLL_INTERVAL_S if tracked.poller is not None else resync
+        return min(decision.requeue_after or longest, longest)
 
-    def _speak(self, tended: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
-        """Speak to the job, if it runs and its secret is of our making."""
+    def _poll(self, tracked: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
+        """Poll the job's API if it runs and the operator has its secret."""
         spec = decision.spec
         if self._api is None or spec is None or spec.secret_name or decision.status["phase"] != "Running":
-            tended.hush()
+            tracked.stop_polling()
             return
-        if tended.talk is None:
-            token = self._deeds.token(owner)
-            tended.talk = JobPoller(self._api, self._talkers, owner, token, tended.woken.set)
+        if tracked.poller is None:
+            token = self._actions.token(owner)
+            tracked.poller = JobPoller(self._api, self._poll_threads, owner, token, tracked.woken.set)
         addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
         size = next((action.nodes for action in decision.actions if isinstance(action, ResizeJob)), None)
-        tended.talk.go_on(addresses, size, time.monotonic())
+        tracked.poller.poll(addresses, size, time.monotonic())
 
-    async def _call(self, function: Callable[P, T], *words: P.args, **options: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *words, **options))
+    async def _call(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **options))
 
 
-def _ignored(fields: Sequence[str]) -> str:
+def _ignored_text(fields: Sequence[str]) -> str:
     if not fields:
         return ""
-    return f"the cluster does not know these fields of the template, and drops them: {', '.join(fields)}; {_SPELLING}"
+    return f"the cluster drops unknown template fields: {', '.join(fields)}; {_SPELLING}"
 
 
-_SPELLING = "correct their spelling or their place, in a new job"
+_SPELLING = "correct their spelling or position in a new job"
 
 
 def run_operator(
     namespace: str | None = None, *, home: str = HOME, health: str | None = None, api: JobApi | None = None
 ) -> None:
-    """Look after the ElasticJobs of a namespace, or of all, until SIGTERM.
+    """Run the operator for one namespace or all, until SIGTERM.
 
-    `home` is the namespace of the operator's own key, `health` the HOST:PORT where `GET /healthz` is answered,
-    `api` that of the jobs; without, they are not spoken to.
+    `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.  Without `api`, running
+    jobs are not polled.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):
@@ -228,16 +231,16 @@ def run_operator(
     cluster = Cluster()
     operator = Operator(cluster, operator_key(cluster, home), api)
     if namespace is not None:
-        _defined(cluster, namespace)
+        _check_definition(cluster, namespace)
     asyncio.run(_watch(cluster, operator, namespace, health))
 
 
-def _defined(cluster: Cluster, namespace: str) -> None:
-    """Only who sees all of a cluster notices when the definition comes."""
+def _check_definition(cluster: Cluster, namespace: str) -> None:
+    """An operator of one namespace is not notified when the definition is installed."""
     try:
         cluster.get(jobs_path(namespace), limit="1")
     except NotFound as error:
-        raise RipstopError("this cluster knows no ElasticJobs; `ripstop kube install` defines them") from error
+        raise RipstopError("this cluster has no ElasticJob definition; `ripstop kube install` creates it") from error
 
 
 async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, health: str | None) -> None:
@@ -253,23 +256,23 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
         operator.job_changed((namespace, labels[JOB]))
 
     async def on_node(type: str | None, body: Json, **_: Any) -> None:
-        operator.node_changed(body, gone=type == "DELETED")
+        operator.node_changed(body, deleted=type == "DELETED")
 
-    log.info("operator watches namespace=%s", namespace or "*")
+    log.info("watching namespace=%s", namespace or "*")
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     kopf.on.login(registry=registry)(on_login)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(on_job)
     kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
     kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
     settings.watching.label_selectors["", "v1", "pods"] = JOB
-    settings.networking.request_timeout = READ
-    settings.posting.enabled = False  # we tell our own events
-    settings.scanning.disabled = namespace is not None  # it would want to see all namespaces
+    settings.networking.request_timeout = READ_TIMEOUT_S
+    settings.posting.enabled = False  # the operator creates its own events
+    settings.scanning.disabled = namespace is not None  # scanning needs access to all namespaces
     await kopf.operator(
         registry=registry,
         settings=settings,
         standalone=True,
-        identity="ripstop",  # kopf would ask for our user's name, and in a pod that may have none
+        identity="ripstop",  # by default kopf uses the user name, and a pod may have none
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace is not None else [],
         liveness_endpoint=f"http://{health}/healthz" if health else None,

@@ -1,9 +1,8 @@
 """A job without an operator: a headless service, and a StatefulSet or an indexed Job whose pods are its nodes.  Pure.
 
-A pod's number is its slot, as with the operator, and the pod of number 0 is where the nodes meet.  A StatefulSet
-starts its containers again whatever they ended with, so an agent whose job is over has to linger there; it is not asked
-whether it lives, for then it answers no more.  A Job ends with its pods: an end of the training job, or a wrong word,
-fails it, and a pod that is lost is replaced.
+A pod's index is its slot, and pod 0 hosts the coordinator.  A StatefulSet restarts its containers after any exit,
+so an agent must linger after the end of its job; it has no liveness probe, because a lingering agent does not
+respond.  A Job ends with its pods: a failed training job or invalid input fails it, and a lost pod is replaced.
 """
 
 from collections.abc import Mapping
@@ -14,12 +13,12 @@ from ripstop.kubernetes.manifests import PROBES, make_node
 from ripstop.kubernetes.spec import PORT, Json, Spec
 
 KINDS = ("statefulset", "job")
-INSTANCE = "app.kubernetes.io/instance"  # not the label by which the operator knows its pods
-LOSSES = 1000  # pods that a Job may lose
+INSTANCE = "app.kubernetes.io/instance"  # not the label that the operator uses
+MAX_LOST_PODS = 1000  # of a Job
 
 
 def objects(kind: str, metadata: Mapping[str, str], spec: Spec, token: str) -> list[dict[str, Any]]:
-    """All that there is to apply.  A secret is among them unless the spec names one."""
+    """All objects to apply; with a secret unless the spec names one."""
     name = metadata["name"]
     found = [_service(metadata)]
     if not spec.secret_name:
@@ -61,16 +60,16 @@ def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
 def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
     template = _template(name, spec)
     template["spec"] |= {"restartPolicy": "Never", "subdomain": name}
-    over = {"containerName": template["spec"]["containers"][0]["name"], "operator": "In", "values": [1, 2]}
+    final = {"containerName": template["spec"]["containers"][0]["name"], "operator": "In", "values": [1, 2]}
     return {
         "completionMode": "Indexed",
         "completions": spec.pods,
         "parallelism": spec.pods,
-        "backoffLimit": LOSSES,
+        "backoffLimit": MAX_LOST_PODS,
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": over, "onPodConditions": []},  # before 1.29 it has to be there
+                {"action": "FailJob", "onExitCodes": final, "onPodConditions": []},  # required before 1.29
             ]
         },
         "template": template,

@@ -1,25 +1,25 @@
-"""From the cluster's objects to what `reconcile` decides about.  Pure.
+"""Converts Kubernetes objects to the records that `reconcile` works on.  Pure.
 
-Rules: (1) the job's pods are those it owns, by uid: one that only bears its labels, or is left of an earlier job of its
-name, is not.  (2) The trainer is the first container; when it has ended, the pod's part in the job is over,
-whatever runs beside it.  (3) Silent is a node whose kubelet is not heard from; one that says that it is not ready does
-answer.
+Rules: (1) The pods of a job are those it owns by uid.  Pods that only carry its labels, or belong to an earlier job
+of the same name, do not count.  (2) The trainer is the first container.  When it exits, the pod has left the job,
+even if other containers still run.  (3) A node is unreachable if its kubelet does not report.  A node that reports
+"not ready" is reachable.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.reconcile import MOST_TEXT, ElasticJob, Pod, seconds
+from ripstop.kubernetes.reconcile import MAX_MESSAGE_CHARS, seconds
+from ripstop.kubernetes.records import ElasticJob, Pod
 from ripstop.kubernetes.spec import Json
 
-NOTHING: Json = {}
+EMPTY: Json = {}
 
 
-def seen_job(
-    item: Json, *, telemetry: Json = NOTHING, refused: str = "", ignored: str = "", unreachable: str = ""
+def job_record(
+    item: Json, *, telemetry: Json = EMPTY, refused: str = "", ignored: str = "", unreachable: str = ""
 ) -> ElasticJob:
-    """The job of an ElasticJob; all but `item` is the operator's own knowledge."""
+    """The record of an ElasticJob.  The other arguments are the operator's own state."""
     metadata = item["metadata"]
     return ElasticJob(
         owner=Owner(metadata["name"], metadata["namespace"], metadata["uid"]),
@@ -35,31 +35,31 @@ def seen_job(
     )
 
 
-def seen_pods(items: Iterable[Json], owner: Owner, silent: Mapping[str, float]) -> list[Pod]:
-    """The pods among `items` that are the job's (rule 1); `silent` says since when a node does not answer."""
-    return [_pod(item, silent) for item in items if owned(item, owner.uid) and _slot(item) is not None]
+def pod_records(items: Iterable[Json], owner: Owner, unreachable: Mapping[str, float]) -> list[Pod]:
+    """The records of the job's pods (rule 1).  `unreachable` maps nodes to the time of their last contact."""
+    return [_pod(item, unreachable) for item in items if owned(item, owner.uid) and _slot(item) is not None]
 
 
 def owned(item: Json, uid: str) -> bool:
-    """Does it belong to the job of this uid?"""
+    """Whether the job with this uid owns the object."""
     references = item["metadata"].get("ownerReferences") or ()
     return any(reference["uid"] == uid for reference in references)
 
 
 def coordinator_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
-    """Where the coordinator may be: in the pod of slot 0, or, when it is elected, in any pod that runs."""
+    """Possible addresses of the coordinator: the pod of slot 0, or any running pod if it is elected."""
     ours = {slot: item for item in items if owned(item, owner.uid) and (slot := _slot(item)) is not None}
     states = [ours[slot].get("status") or {} for slot in sorted(ours) if elected or slot == 0]
     return [str(state["podIP"]) for state in states if state.get("podIP") and state.get("phase") == "Running"]
 
 
 def node_of(item: Json) -> str:
-    """Where a pod runs; empty when it has no place yet."""
+    """The node of a pod; empty if it is not scheduled yet."""
     return str((item.get("spec") or {}).get("nodeName") or "")
 
 
-def silent_since(item: Json) -> float | None:
-    """Since when a node does not answer (rule 3)."""
+def unreachable_since(item: Json) -> float | None:
+    """When an unreachable node was last in contact; None if it is reachable (rule 3)."""
     ready = _condition(item, "Ready")
     if ready is None or ready.get("status") != "Unknown":
         return None
@@ -67,10 +67,10 @@ def silent_since(item: Json) -> float | None:
     return seconds(since) if since else None
 
 
-def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
+def _pod(item: Json, unreachable: Mapping[str, float]) -> Pod:
     metadata, status = item["metadata"], item.get("status") or {}
     slot = _slot(item)
-    assert slot is not None, "a pod without a slot is none of ours"
+    assert slot is not None, "checked by pod_records"
     trainer = _trainer(item)
     end: Json = trainer.get("terminated") or {}
     waiting = _waiting(status)
@@ -83,18 +83,18 @@ def _pod(item: Json, silent: Mapping[str, float]) -> Pod:
         uid=metadata["uid"],
         phase=phase,
         created=seconds(metadata["creationTimestamp"]),
-        ready=not over and _truth(item, "Ready"),
+        ready=not over and _is_true(item, "Ready"),
         deleting="deletionTimestamp" in metadata,
         exit_code=end.get("exitCode"),
         finished=seconds(end["finishedAt"]) if end.get("finishedAt") else None,
         message=end.get("message") or "",
-        reason=status.get("reason") or _telling(end.get("reason") or before.get("reason") or ""),
+        reason=status.get("reason") or _specific_reason(end.get("reason") or before.get("reason") or ""),
         waiting=waiting.get("reason") or "",
-        detail=(status.get("message") or waiting.get("message") or before.get("message") or "")[:MOST_TEXT],
-        unschedulable=_why_not(item, "PodScheduled", "Unschedulable"),
-        disrupted=_why(item, "DisruptionTarget"),
-        silent=None if over else silent.get(node_of(item)),
-        accompanied=over and status.get("phase") not in ("Succeeded", "Failed"),
+        detail=(status.get("message") or waiting.get("message") or before.get("message") or "")[:MAX_MESSAGE_CHARS],
+        unschedulable=_false_text(item, "PodScheduled", "Unschedulable"),
+        disrupted=_true_text(item, "DisruptionTarget"),
+        unreachable_since=None if over else unreachable.get(node_of(item)),
+        has_sidecars=over and status.get("phase") not in ("Succeeded", "Failed"),
     )
 
 
@@ -104,7 +104,7 @@ def _slot(item: Json) -> int | None:
 
 
 def _trainer(item: Json) -> Json:
-    """The state of the first container of the template."""
+    """The state of the first container."""
     containers: Sequence[Json] = (item.get("spec") or {}).get("containers") or ()
     statuses: Sequence[Json] = (item.get("status") or {}).get("containerStatuses") or ()
     name = containers[0]["name"] if containers else ""
@@ -112,13 +112,13 @@ def _trainer(item: Json) -> Json:
 
 
 def _phase(phase: str, end: Json) -> str:
-    if end and phase in ("Pending", "Running"):  # something runs on beside the trainer (rule 2)
+    if end and phase in ("Pending", "Running"):  # rule 2
         return "Succeeded" if end.get("exitCode") == 0 else "Failed"
     return phase
 
 
 def _waiting(status: Json) -> Json:
-    """Why a container does not start; those that come first, first."""
+    """Why a container does not start; init containers first."""
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind) or ():
             waiting: Json = (container.get("state") or {}).get("waiting") or {}
@@ -128,17 +128,17 @@ def _waiting(status: Json) -> Json:
 
 
 def _failed_init(status: Json) -> Json:
-    """The end of an init container that failed, so that the trainer was never started."""
+    """The state of a failed init container; the trainer was not started."""
     for container in status.get("initContainerStatuses") or ():
         end: Json = (container.get("state") or {}).get("terminated") or {}
         if end.get("exitCode"):
-            said = f": {end['message']}" if end.get("message") else ""
-            return {**end, "message": f"init container {container['name']} exited with code {end['exitCode']}{said}"}
+            detail = f": {end['message']}" if end.get("message") else ""
+            return {**end, "message": f"init container {container['name']} exited with code {end['exitCode']}{detail}"}
     return {}
 
 
-def _telling(reason: str) -> str:
-    """A container's own reason, when it says more than its exit code."""
+def _specific_reason(reason: str) -> str:
+    """A container's reason if it adds to the exit code."""
     return "" if reason in ("Error", "Completed") else reason
 
 
@@ -147,26 +147,22 @@ def _condition(item: Json, kind: str) -> Json | None:
     return next((condition for condition in conditions if condition["type"] == kind), None)
 
 
-def _truth(item: Json, kind: str) -> bool:
+def _is_true(item: Json, kind: str) -> bool:
     condition = _condition(item, kind)
     return condition is not None and condition["status"] == "True"
 
 
-def _why(item: Json, kind: str) -> str:
-    """The words of a condition that is true."""
+def _true_text(item: Json, kind: str) -> str:
+    """The text of a condition that is true."""
     condition = _condition(item, kind)
     if condition is None or condition["status"] != "True":
         return ""
-    return _words(condition)
+    return ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
 
 
-def _why_not(item: Json, kind: str, reason: str) -> str:
-    """The words of a condition that is false for this reason."""
+def _false_text(item: Json, kind: str, reason: str) -> str:
+    """The text of a condition that is false for this reason."""
     condition = _condition(item, kind)
     if condition is None or condition["status"] != "False" or condition.get("reason") != reason:
         return ""
     return str(condition.get("message") or reason)
-
-
-def _words(condition: Mapping[str, Any]) -> str:
-    return ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))

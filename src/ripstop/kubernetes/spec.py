@@ -1,8 +1,8 @@
-"""What an ElasticJob says: its fields, once, for the schema, for the operator and for the documentation.  Pure.
+"""The fields of an ElasticJob, once for the schema, the operator and the documentation.  Pure.
 
-`FIELDS` is the table of plain fields; `read` makes a `Spec` of an object, or says what is wrong with it.  A schema
-catches most mistakes when an object is written; what concerns two fields at once, an older cluster lets through, so
-that `read` finds everything again.
+`FIELDS` is the table of plain fields.  `read` parses a `Spec` or lists the problems.  The schema catches most
+errors when an object is written.  Old clusters do not check rules between two fields, so `read` checks everything
+again.
 """
 
 import re
@@ -12,15 +12,15 @@ from typing import Any
 from msgspec import Struct
 
 GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
-MOST_REPLICAS = 10_000
-LONGEST_NAME = 52  # a pod's name is the job's, a dash and up to ten digits, and a host name has 63 characters at most
+MAX_REPLICAS = 10_000
+MAX_NAME_CHARS = 52  # a pod name adds a dash and up to ten digits, and a host name has at most 63 characters
 PORT, PROBE_PORT = 29400, 29490
 
 Json = Mapping[str, Any]
 
 
 class Field(Struct, frozen=True):
-    """A plain field of the spec.  `fixed`: it cannot change while the job exists."""
+    """A plain field of the spec.  `fixed`: immutable while the job exists."""
 
     name: str
     type: type
@@ -33,40 +33,40 @@ class Field(Struct, frozen=True):
 
 
 FIELDS = (
-    Field("minReplicas", int, 1, "Nodes that the job needs to train.", 1, MOST_REPLICAS, fixed=True),
-    Field("maxReplicas", int, None, "Nodes that it can use.", 1, MOST_REPLICAS, fixed=True),
-    Field("replicas", int, None, "Nodes that it should have now; `kubectl scale` sets it.  maxReplicas if not given.",
-          1, MOST_REPLICAS),
-    Field("spares", int, 0, "Pods beyond these that wait, warm, to take the place of one that is lost.", 0, 1000),
+    Field("minReplicas", int, 1, "Minimum number of nodes.", 1, MAX_REPLICAS, fixed=True),
+    Field("maxReplicas", int, None, "Maximum number of nodes.", 1, MAX_REPLICAS, fixed=True),
+    Field("replicas", int, None, "Number of nodes; set by `kubectl scale`.  Default: maxReplicas.",
+          1, MAX_REPLICAS),
+    Field("spares", int, 0, "Additional pods that wait, warmed up, to replace a lost one.", 0, 1000),
     Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
-    Field("maxRestarts", int, 3, "Failures of workers that are healed.", 0, 1_000_000, fixed=True),
-    Field("restartWindow", str, "", "Count only failures of so long: `1h`.  Empty: of the whole run.", fixed=True),
-    Field("shutdownTimeout", int, 30, "Seconds workers have to stop by themselves.", 0, 86_400, fixed=True),
-    Field("secretName", str, "", "A Secret with the key `token`.  Empty: one is made.", fixed=True),
-    Field("suspend", bool, False, "No pods while true; the job goes on from its checkpoint afterwards."),
-    Field("activeDeadlineSeconds", int, None, "The job fails when it has run for so long.", 1, 2**31 - 1),
-    Field("ttlSecondsAfterFinished", int, None, "The job is deleted so long after its end.", 0, 2**31 - 1),
-    Field("disruptionBudget", bool, False, "Have a PodDisruptionBudget keep minReplicas pods.", fixed=True),
+    Field("maxRestarts", int, 3, "Restarts after worker failures.", 0, 1_000_000, fixed=True),
+    Field("restartWindow", str, "", "Window in which restarts are counted: `1h`.  Empty: the whole run.", fixed=True),
+    Field("shutdownTimeout", int, 30, "Seconds between SIGTERM and SIGKILL for workers.", 0, 86_400, fixed=True),
+    Field("secretName", str, "", "A Secret with the key `token`.  Empty: the operator creates one.", fixed=True),
+    Field("suspend", bool, False, "If true, all pods are deleted; afterwards the job continues from its checkpoint."),
+    Field("activeDeadlineSeconds", int, None, "The job fails after this running time.", 1, 2**31 - 1),
+    Field("ttlSecondsAfterFinished", int, None, "The job is deleted this long after its end.", 0, 2**31 - 1),
+    Field("disruptionBudget", bool, False, "Create a PodDisruptionBudget for minReplicas pods.", fixed=True),
 )  # fmt: skip
 
 
 class SpecProblem(Struct, frozen=True):
-    """Something in an object that cannot be: where, and the rule, the value and the remedy."""
+    """An invalid field: its path, and the rule, value and remedy."""
 
     where: str
     text: str
 
 
 class Rendezvous(Struct, frozen=True):
-    """Where the nodes meet: at the pod of slot 0, or wherever etcd elects."""
+    """Where the coordinator runs: in the pod of slot 0, or on the node that etcd elects."""
 
     backend: str = "embedded"
     endpoints: tuple[str, ...] = ()
-    conf: str = ""  # more of --rdzv-conf
+    conf: str = ""  # additional --rdzv-conf
 
 
 class Spec(Struct, frozen=True):
-    """An ElasticJob's spec, with its defaults."""
+    """A valid spec with its defaults."""
 
     min_replicas: int
     max_replicas: int
@@ -86,22 +86,22 @@ class Spec(Struct, frozen=True):
 
     @property
     def pods(self) -> int:
-        """How many there should be."""
+        """The number of pods."""
         return 0 if self.suspend else self.replicas + self.spares
 
     @property
     def target(self) -> int | None:
-        """How many of them are to train; None: it cannot be told to the job, whose secret is somebody else's."""
+        """The number of nodes that train; None if the operator does not have the job's secret."""
         return None if self.secret_name else self.replicas
 
 
 def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
-    """The spec, or all that is wrong with it."""
+    """The spec, or all its problems."""
     problems: list[SpecProblem] = []
     values = {field.name: _value(field, spec, problems) for field in FIELDS}
     known = {*values, "template", "rendezvous"}
     unknown = sorted(spec.keys() - known)
-    problems += [SpecProblem(f"spec.{key}", "is no field; remove it, or correct its spelling") for key in unknown]
+    problems += [SpecProblem(f"spec.{key}", "is not a field; remove it, or correct its spelling") for key in unknown]
     rendezvous = _rendezvous(spec.get("rendezvous") or {}, problems)
     template = spec.get("template")
     problems += _template_problems(template)
@@ -114,7 +114,7 @@ def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
     problems = _size_problems(least, values["replicas"], most)
     if problems:
         return problems
-    assert isinstance(template, Mapping), "a template that is none is a problem"
+    assert isinstance(template, Mapping), "checked above"
     return Spec(
         min_replicas=least,
         max_replicas=most,
@@ -135,10 +135,10 @@ def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
 
 
 def changed(before: Json, after: Json) -> list[SpecProblem]:
-    """The fields that were changed and must not be, while the job exists."""
+    """The immutable fields that were changed."""
     fixed = {field.name: field.default for field in FIELDS if field.fixed} | {"rendezvous": None, "template": None}
     return [
-        SpecProblem(f"spec.{name}", "cannot be changed while the job exists; delete the job and create it anew")
+        SpecProblem(f"spec.{name}", "cannot be changed while the job exists; delete the job and create a new one")
         for name, default in fixed.items()
         if before.get(name, default) != after.get(name, default)
     ]
@@ -149,7 +149,7 @@ def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
     where = f"spec.{field.name}"
     if value is None:
         if field.name == "maxReplicas":
-            problems.append(SpecProblem(where, "is needed: how many nodes may the job use?"))
+            problems.append(SpecProblem(where, "is required: the maximum number of nodes"))
         return None
     if field.type is str and type(value) is int:
         value = str(value)  # nprocPerNode: 8
@@ -167,14 +167,12 @@ def _article(kind: type) -> str:
 
 def _name_problems(name: str) -> list[SpecProblem]:
     where = "metadata.name"
-    if len(name) > LONGEST_NAME:
+    if len(name) > MAX_NAME_CHARS:
         return [
-            SpecProblem(where, f"has {len(name)} characters, and its pods' host names allow {LONGEST_NAME}; shorten it")
+            SpecProblem(where, f"has {len(name)} characters; its pods' host names allow {MAX_NAME_CHARS}; shorten it")
         ]
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        return [
-            SpecProblem(where, f"names a service: a-z first, then a-z, 0-9 and dashes, not {name!r}; choose another")
-        ]
+        return [SpecProblem(where, f"must be a service name: a-z first, then a-z, 0-9 and dashes, not {name!r}")]
     return []
 
 
@@ -189,20 +187,18 @@ def _size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
 def _rendezvous(value: Any, problems: list[SpecProblem]) -> Rendezvous:
     where = "spec.rendezvous"
     if not isinstance(value, Mapping) or value.keys() - {"backend", "endpoints", "conf"}:
-        problems.append(SpecProblem(where, "has the fields backend, endpoints and conf only"))
+        problems.append(SpecProblem(where, "has only the fields backend, endpoints and conf"))
         return Rendezvous()
     backend, endpoints = value.get("backend", "embedded"), tuple(value.get("endpoints") or ())
     if backend not in ("embedded", "etcd"):
         problems.append(SpecProblem(f"{where}.backend", f"is embedded or etcd, not {backend!r}"))
     if (backend == "etcd") != bool(endpoints):
-        problems.append(
-            SpecProblem(f"{where}.endpoints", "are etcd's, and needed with it: give them, or choose embedded")
-        )
+        problems.append(SpecProblem(f"{where}.endpoints", "are required with etcd, and only with etcd"))
     return Rendezvous(backend, endpoints, value.get("conf") or "")
 
 
 def _template_problems(template: Any) -> list[SpecProblem]:
     containers = template.get("spec", {}).get("containers") if isinstance(template, Mapping) else None
     if not containers:
-        return [SpecProblem("spec.template.spec.containers", "needs a container: the one that runs `ripstop run`")]
+        return [SpecProblem("spec.template.spec.containers", "needs a container that runs `ripstop run`")]
     return []

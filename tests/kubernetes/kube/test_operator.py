@@ -94,7 +94,7 @@ def test_a_lost_pod_is_replaced_in_its_slot_and_the_others_stay(place: Place) ->
     eventually(lambda: "Killed" in place.events())
 
 
-def test_a_pod_that_somebody_deletes_is_replaced_told_and_counted(place: Place) -> None:
+def test_a_pod_that_somebody_deletes_is_replaced_sent_and_counted(place: Place) -> None:
     place.submit()
     before = place.there("train-0", "train-1")
     place.start("train-0", "train-1")

@@ -5,7 +5,7 @@ from tests.kubernetes.kube.lab import TALKATIVE, Operators, Place, eventually, n
 needs_a_cluster()
 
 
-def test_a_job_with_spares_is_told_how_many_train_and_again_when_that_changes(
+def test_a_job_with_spares_is_sent_how_many_train_and_again_when_that_changes(
     place: Place, operators: Operators
 ) -> None:
     operators.start(place.name)

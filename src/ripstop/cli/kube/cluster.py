@@ -15,7 +15,7 @@ from typing import Any
 from ripstop.cli.options.flags import Given
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.client import Cluster, Conflict, NotFound, core_path, jobs_path
-from ripstop.kubernetes.crd import knows_rules
+from ripstop.kubernetes.crd import supports_rules
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT
 from ripstop.kubernetes.pod_streams import PodStreams
 from ripstop.kubernetes.spec import KIND, PLURAL
@@ -298,7 +298,7 @@ def how_ripstop_is_called(pod: Json) -> list[str]:
 def install(given: Given, image: str, home: str, timeout: float) -> int:
     """Create what is not there, make the rest as it should be, and wait until the operator runs."""
     server = cluster(given)
-    for item in deploy.objects(image, home, rules=knows_rules(server.get("/version"))):
+    for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
             server.create(_path(item), item)
