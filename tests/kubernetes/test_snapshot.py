@@ -22,7 +22,7 @@ def a_pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, An
     }  # fmt: skip
 
 
-def snapshot(status: dict[str, Any] | None = None, unreachable: dict[str, float] | None = None, **metadata: Any) -> Pod:
+def pod_of(status: dict[str, Any] | None = None, unreachable: dict[str, float] | None = None, **metadata: Any) -> Pod:
     (pod,) = pod_records([a_pod(status, **metadata)], OWNER, unreachable or {})
     return pod
 
@@ -56,32 +56,32 @@ def test_a_pod_whose_slot_was_taken_from_it_is_left_alone() -> None:
 
 
 def test_a_pod_that_has_just_been_made() -> None:
-    assert snapshot() == Pod("train-1", 1, "p-1", "Pending", NOW)
+    assert pod_of() == Pod("train-1", 1, "p-1", "Pending", NOW)
 
 
 def test_a_pod_that_runs_and_is_ready() -> None:
-    pod = snapshot({"phase": "Running", **condition("Ready", "True")})
+    pod = pod_of({"phase": "Running", **condition("Ready", "True")})
     assert (pod.phase, pod.ready, pod.over) == ("Running", True, False)
 
 
 def test_the_end_of_the_trainer_is_the_pods_also_while_something_runs_beside_it() -> None:
     end = {"exitCode": 1, "finishedAt": BEGIN, "message": "alas", "reason": "Error"}
     statuses = [container("beside", running={}), container("trainer", terminated=end)]
-    pod = snapshot({"phase": "Running", "containerStatuses": statuses, **condition("Ready", "True")})
+    pod = pod_of({"phase": "Running", "containerStatuses": statuses, **condition("Ready", "True")})
     assert (pod.phase, pod.ready, pod.exit_code, pod.finished, pod.message) == ("Failed", False, 1, NOW, "alas")
     assert pod.reason == ""
     assert (pod.has_sidecars, pod.empty) == (True, False)
-    alone = snapshot({"phase": "Failed", "containerStatuses": [statuses[1]]})
+    alone = pod_of({"phase": "Failed", "containerStatuses": [statuses[1]]})
     assert (alone.has_sidecars, alone.empty) == (False, True)
 
 
 def test_what_ends_beside_the_trainer_is_not_the_pods_end() -> None:
     statuses = [container("beside", terminated={"exitCode": 1}), container("trainer", running={})]
-    assert not snapshot({"phase": "Running", "containerStatuses": statuses}).over
+    assert not pod_of({"phase": "Running", "containerStatuses": statuses}).over
 
 
 def test_an_eviction_has_its_reason_and_its_words() -> None:
-    pod = snapshot({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."})
+    pod = pod_of({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."})
     assert (pod.over, pod.reason, pod.detail) == (True, "Evicted", "The node was low on resource: memory.")
     assert not pod.empty, "its containers may still be ending"
 
@@ -89,13 +89,13 @@ def test_an_eviction_has_its_reason_and_its_words() -> None:
 def test_a_container_that_reached_its_memory_limit_says_so() -> None:
     end = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": BEGIN}
     assert (
-        snapshot({"phase": "Failed", "containerStatuses": [container("trainer", terminated=end)]}).reason == "OOMKilled"
+        pod_of({"phase": "Failed", "containerStatuses": [container("trainer", terminated=end)]}).reason == "OOMKilled"
     )
 
 
 def test_an_image_that_cannot_be_pulled_is_a_reason_to_wait() -> None:
     wait = {"reason": "ImagePullBackOff", "message": "no such image"}
-    pod = snapshot({"phase": "Pending", "containerStatuses": [container("trainer", waiting=wait)]})
+    pod = pod_of({"phase": "Pending", "containerStatuses": [container("trainer", waiting=wait)]})
     assert (pod.waiting, pod.detail) == ("ImagePullBackOff", "no such image")
 
 
@@ -107,10 +107,10 @@ def test_a_pod_whose_init_container_failed_says_so() -> None:
         "initContainerStatuses": [container("fetch", terminated=end)],
         "containerStatuses": [later],
     }
-    pod = snapshot(status)
+    pod = pod_of(status)
     assert (pod.over, pod.exit_code) == (True, None)
     assert pod.detail == "init container fetch exited with code 1: no data"
-    assert snapshot(
+    assert pod_of(
         {**status, "initContainerStatuses": [container("a", terminated=end | {"reason": "StartError"})]}
     ).reason
 
@@ -122,29 +122,27 @@ def test_an_image_of_an_init_container_counts_too() -> None:
         "initContainerStatuses": [container("first", waiting=wait)],
         "containerStatuses": [container("trainer", waiting=later)],
     }
-    assert snapshot(status).waiting == "ErrImagePull"
+    assert pod_of(status).waiting == "ErrImagePull"
 
 
 def test_a_container_that_is_just_being_made_waits_for_nothing() -> None:
-    assert (
-        snapshot({"containerStatuses": [container("trainer", waiting={"reason": "ContainerCreating"})]}).waiting == ""
-    )
+    assert pod_of({"containerStatuses": [container("trainer", waiting={"reason": "ContainerCreating"})]}).waiting == ""
 
 
 def test_a_pod_that_fits_nowhere() -> None:
     status = condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes")
-    assert snapshot(status).unschedulable == "0/3 nodes"
+    assert pod_of(status).unschedulable == "0/3 nodes"
 
 
 def test_a_pod_that_the_cluster_takes_away() -> None:
     status = condition("DisruptionTarget", "True", reason="PreemptionByScheduler", message="for a better one")
-    assert snapshot(status).disrupted == "PreemptionByScheduler: for a better one"
+    assert pod_of(status).disrupted == "PreemptionByScheduler: for a better one"
 
 
 def test_a_pod_on_a_unreachable_node_is_unreachable_unless_it_is_over() -> None:
-    assert snapshot({"phase": "Running"}, unreachable={"n1": NOW}).unreachable_since == NOW
-    assert snapshot({"phase": "Failed"}, unreachable={"n1": NOW}).unreachable_since is None
-    assert snapshot({"phase": "Running"}, unreachable={"n2": NOW}).unreachable_since is None
+    assert pod_of({"phase": "Running"}, unreachable={"n1": NOW}).unreachable_since == NOW
+    assert pod_of({"phase": "Failed"}, unreachable={"n1": NOW}).unreachable_since is None
+    assert pod_of({"phase": "Running"}, unreachable={"n2": NOW}).unreachable_since is None
 
 
 def test_a_node_is_unreachable_when_its_kubelet_is_not_heard() -> None:
