@@ -15,7 +15,7 @@ import pytest
 
 from ripstop.model.operator_commands import StopJob
 from ripstop.model.round import Address, Outcome
-from ripstop.protocol.codec import MAX_FRAME, decode, encode
+from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
 from ripstop.protocol.messages import (
     Assign,
     Challenge,
@@ -530,7 +530,7 @@ def test_garbage_is_cut_off_and_the_job_goes_on(harness: Any, data: bytes, monke
 FRAMES = {
     "no JSON": "hello",
     "wrong JSON": '{"v":1,"type":"Hello"}',
-    "a huge frame": "x" * (MAX_FRAME + 1000),
+    "a huge frame": "x" * (MAX_FRAME_BYTES + 1000),
     "a deep one": "[" * 100_000,
     "a binary frame": b"\x80\x04\x95",
 }
@@ -624,7 +624,7 @@ def test_a_peer_that_does_not_read_is_cut_off(harness: Any) -> None:
             await shake(ws)
             await coordinator.until(lambda c: len(c.attached) == 1)
             (session,) = coordinator.attached
-            large = StandBy(1, "x" * (MAX_FRAME - 1000))
+            large = StandBy(1, "x" * (MAX_FRAME_BYTES - 1000))
             for _ in range(1000):
                 if coordinator.forgotten:
                     break

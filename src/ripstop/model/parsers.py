@@ -11,7 +11,7 @@ from pathlib import Path
 from ripstop.model.config import (
     ETCD_PORT,
     ETCD_PREFIX,
-    MOST_NODES,
+    MAX_NODES,
     Etcd,
     HealthLimits,
     OutputStreams,
@@ -103,7 +103,7 @@ def nodes(name: str, text: str) -> tuple[int, int]:
     if len(parts) > 2:
         raise UsageError(f"{name}={text}: neither a number nor a range; write {name}=4 or {name}=2:4")
     fewest, most = (
-        whole(name, part, least=1, most=MOST_NODES, remedy=f"write {name}=4 or {name}=2:4")
+        whole(name, part, least=1, most=MAX_NODES, remedy=f"write {name}=4 or {name}=2:4")
         for part in (parts[0], parts[-1])
     )
     if fewest > most:

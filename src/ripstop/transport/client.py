@@ -24,7 +24,7 @@ from yarl import URL
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import MAX_FRAME, VersionMismatch, decode, encode
+from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import (
     FROM_COORDINATOR,
     Challenge,
@@ -195,7 +195,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
-                max_msg_size=MAX_FRAME + 1,
+                max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={PREAUTH_HEADER: encode(self._hello(challenge=""))},
             )

@@ -7,8 +7,8 @@ from typing import Any
 
 from ripstop.cli.job_client import ABOUT_JOBS, COMMON, Target, find, get, lines, read_command
 from ripstop.cli.options.flags import Flag
+from ripstop.model.event_text import log_line
 from ripstop.model.events import from_json
-from ripstop.model.events import words as in_words
 from ripstop.model.parsers import whole
 from ripstop.model.text import one_line
 
@@ -60,7 +60,7 @@ def render(event: dict[str, Any]) -> str:
     """The event in words; of a kind that has none here, its fields.  Empty where another event's words say it."""
     entry = from_json(json.dumps(event))
     if entry is not None:
-        text = in_words(entry.event)
+        text = log_line(entry.event)
     else:
         known = ("number", "v", "seq", "at", "node", "kind")
         text = " ".join([event["kind"], *(f"{name}={value}" for name, value in event.items() if name not in known)])

@@ -15,7 +15,7 @@ from ripstop.cli.options.output import event_handler, logs
 from ripstop.cli.options.program import entry, preload, start
 from ripstop.cli.options.rendezvous import RendezvousOptions, meeting, ranking
 from ripstop.cli.options.timers import timer_pipe
-from ripstop.model.config import API_PORT, LEAVING, MOST_SLOTS, Backend, Binding, Etcd, Numa, RunConfig, Tls
+from ripstop.model.config import API_PORT, LEAVING, MAX_SLOTS, Backend, Binding, Etcd, Numa, RunConfig, Tls
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import (
     address,
@@ -334,7 +334,7 @@ def _slots(given: Given, environ: Mapping[str, str]) -> int:
     if text not in ("auto", "gpu", "cpu"):
         if text == "xpu":
             raise UsageError(f"{name}=xpu: ripstop cannot count XPUs in this version; give their number")
-        return whole(name, text, least=1, most=MOST_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+        return whole(name, text, least=1, most=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
     from ripstop.cli.options.devices import cpus, gpus
 
     found = 0 if text == "cpu" else gpus(environ)

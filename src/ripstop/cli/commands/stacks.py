@@ -7,7 +7,7 @@ from ripstop.cli.job_client import ABOUT_JOBS, find, get, read_command, show_jso
 from ripstop.diagnostics.flight_recorder import in_words, position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.parsers import whole
-from ripstop.model.text import named
+from ripstop.model.text import rank_list
 
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]
@@ -47,6 +47,6 @@ def render(answer: dict[str, Any]) -> list[str]:
             unrecorded.setdefault(str(stack["recorder"]), []).append(int(stack["rank"]))
     if len(recorded) > 1 and (words := in_words(recorded)):
         found.append(f"flight recorder: {words}")
-    found += [f"flight recorder of {named(ranks)}: {why}" for why, ranks in unrecorded.items()]
+    found += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
     found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
     return found

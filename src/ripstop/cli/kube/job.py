@@ -15,7 +15,7 @@ from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.cli.options.job import MOST_RESTARTS
 from ripstop.kubernetes import plain, spec
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
-from ripstop.model.config import MOST_SLOTS
+from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import ETCD_CONF, IDLE_CONF, RDZV_CONF, duration, nodes, pairs, whole
 
@@ -129,10 +129,10 @@ def _whole(given: Given, flag: str, least: int, most: int, default: int = 0) -> 
 
 def _workers(given: Given) -> str:
     if "--nproc-per-node" not in given:
-        return str(_whole(given, "--gpus", 1, MOST_SLOTS, default=1))
+        return str(_whole(given, "--gpus", 1, MAX_SLOTS, default=1))
     text = given.text("--nproc-per-node", "")
     if text not in ("auto", "gpu", "cpu"):
-        whole("--nproc-per-node", text, least=1, most=MOST_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+        whole("--nproc-per-node", text, least=1, most=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
     return text
 
 
@@ -191,7 +191,7 @@ def _kept(given: Given) -> list[str]:
 def _resources(given: Given) -> Mapping[str, Any]:
     limits: dict[str, Any] = {}
     if "--gpus" in given:
-        limits["nvidia.com/gpu"] = _whole(given, "--gpus", 1, MOST_SLOTS)
+        limits["nvidia.com/gpu"] = _whole(given, "--gpus", 1, MAX_SLOTS)
     for flag, resource in (("--cpus", "cpu"), ("--memory", "memory")):
         if flag in given:
             limits[resource] = _quantity(given, flag)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from ripstop.cli.options.flags import Given
-from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MOST_NODES, Backend
+from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import address, host, port, rank_by, truth, whole, word
 from ripstop.model.round import Address, RankBy
@@ -105,7 +105,7 @@ def _number(name: str, node_rank: int | None, environ: Mapping[str, str], machin
         return node_rank
     for variable in NUMBERS:
         if environ.get(variable):
-            return whole(variable, environ[variable], least=0, most=MOST_NODES - 1)
+            return whole(variable, environ[variable], least=0, most=MAX_NODES - 1)
     if ordinal := re.search(r"-([0-9]{1,9})$", machine.partition(".")[0]):
         notes.append(f"{name} rank_by=slot: this node's number is {int(ordinal[1])}, as {machine} says")
         return int(ordinal[1])
