@@ -224,7 +224,7 @@ def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_aga
         agent.says("coordinator lost")
     job.steps(2, after=job.happenings()[-1]["t"])
     again = job.ripstop(*words)
-    again.says("goes on: all 2 nodes are back")
+    again.says("continues: all 2 nodes have rejoined")
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
     assert {h["pid"] for h in job.happenings(event="start")} == pids, "somebody was restarted"

@@ -230,7 +230,7 @@ class WebSocketLink:
         except VersionMismatch as error:
             raise self._no(str(error)) from error
         exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce)
-        if not secret.same(answer.proof, exchange.by_coordinator(self._token)):
+        if not secret.proofs_match(answer.proof, exchange.coordinator_proof(self._token)):
             raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < answer.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
@@ -239,7 +239,7 @@ class WebSocketLink:
 
     def _hello(self, challenge: str) -> Hello:
         exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16))
-        return Hello(self._run_id, self._node, exchange.answer, exchange.by_agent(self._token))
+        return Hello(self._run_id, self._node, exchange.agent_nonce, exchange.agent_proof(self._token))
 
     def _unless_rejected(self, answer: A | Rejected) -> A:
         if isinstance(answer, Rejected):

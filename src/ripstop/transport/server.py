@@ -271,7 +271,7 @@ class Server:
             raise RequestRefused(
                 401, "this job is steered with its token; send Authorization: Bearer and `ripstop token`'s"
             )
-        if not secret.same(shown.strip(), secret.api_token(self._token, self._run_id)):
+        if not secret.proofs_match(shown.strip(), secret.api_token(self._token, self._run_id)):
             self._complain(host, "a wrong token for the API", kind="token")
             raise RequestRefused(401, "the token is not this job's; set its RIPSTOP_TOKEN, and give its id with --job")
 
@@ -377,7 +377,7 @@ class Server:
             self._complain_of(host, hello, rejected)
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
+        await ws.send_str(encode(Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())))
         return hello.node
 
     def _complain_of(self, host: str, hello: Hello, rejected: Rejected) -> None:
@@ -387,7 +387,7 @@ class Server:
         if not all(text and is_valid_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
             return Rejected(f"a run id, a node id and a nonce are text of 1 to {MAX_NAME} characters, these are not")
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        proven = secret.same(hello.proof, exchange.by_agent(self._token))
+        proven = secret.proofs_match(hello.proof, exchange.agent_proof(self._token))
         if hello.run_id != self._run_id:
             # A stranger is not told what this job is called.
             name = f"job {self._run_id!r}" if proven and self._token else "another job"
