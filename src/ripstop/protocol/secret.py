@@ -46,9 +46,7 @@ def proofs_match(proof: str, expected: str) -> bool:
 
 def _mac(token: str, *texts: str) -> str:
     parts = [_bytes(text) for text in texts]
-    framed = b"".join(
-        len(part).to_bytes(8, "big") + part for part in parts
-    )  # texts cannot be shifted into each other
+    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # texts cannot be shifted into each other
     return hmac.new(_bytes(token), b"ripstop" + framed, hashlib.sha256).hexdigest()
 
 
