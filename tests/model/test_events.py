@@ -92,7 +92,7 @@ def test_an_unknown_field_of_a_newer_version_is_ignored() -> None:
     assert from_json(to_json(entry).replace('"v":1', '"v":2,"zone":{"x":[1]}')) == entry
 
 
-def test_a_line_is_ascii_and_begins_with_the_envelope() -> None:
+def test_a_line_is_ascii_and_begins_with_the_header() -> None:
     entry = EventRecord(1, 2.5, "a", NodeJoined("a", "hôte", 4))
     assert to_json(entry) == (
         '{"v":1,"seq":1,"at":2.5,"node":"a","kind":"node_joined","name":"a","host":"h\\u00f4te","slots":4}'

@@ -371,14 +371,14 @@ Sink = Callable[[EventRecord], None]
 # as text --------------------------------------------------------------------------------------------------------------
 
 
-class _Envelope(Struct, frozen=True):
+class _Header(Struct, frozen=True):
     v: Int64
     seq: Int64
     at: Annotated[float, Meta(lt=2.0**63)]
     node: str
 
 
-_decode_envelope = msgspec.json.Decoder(_Envelope).decode
+_decode_header = msgspec.json.Decoder(_Header).decode
 
 
 @cache
@@ -393,12 +393,12 @@ def kind(event: Event) -> str:
 
 def to_json(record: EventRecord) -> str:
     """One line, without its end.  Long texts are truncated."""
-    envelope = ascii_json(_Envelope(VERSION, record.seq, record.at, record.node))
+    header = ascii_json(_Header(VERSION, record.seq, record.at, record.node))
     body = ascii_json(record.event)
     if len(body) > MAX_TEXT:
         texts = {name: value for name, value in asdict(record.event).items() if isinstance(value, str)}
         body = ascii_json(replace(record.event, **{name: truncate(text, MAX_TEXT) for name, text in texts.items()}))
-    return f"{envelope[:-1]},{body[1:]}"
+    return f"{header[:-1]},{body[1:]}"
 
 
 def to_dict(record: EventRecord) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def from_json(line: str) -> EventRecord | None:
         return None
     try:
         data = line.encode()
-        envelope = _decode_envelope(data)
-        return EventRecord(envelope.seq, envelope.at, envelope.node, _event_decoder().decode(data))
+        header = _decode_header(data)
+        return EventRecord(header.seq, header.at, header.node, _event_decoder().decode(data))
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return None
