@@ -123,8 +123,8 @@ def test_a_file_truncated_by_a_crash_is_still_readable_and_writable(tmp_path: Pa
     os.truncate(path, path.stat().st_size - 10)
     write_events(path, "three")
     with path.open() as file:
-        found = [record.event.text for line in file if (record := from_json(line))]
-    assert found == ["one", "three"]
+        found = [record.event for line in file if (record := from_json(line))]
+    assert found == [AgentMessage("one"), AgentMessage("three")]
 
 
 def test_a_full_disk_loses_events_only(tmp_path: Path, caplog: Any) -> None:
