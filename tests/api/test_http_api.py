@@ -173,7 +173,7 @@ def test_status_members_and_ranks_tell_the_same(harness: Any) -> None:
         assert (await caller.get("/members"))[1] == {"members": status["nodes"]}
         asking = asyncio.create_task(caller.get("/ranks"))
         ask = await agents[0].heard(Query)
-        assert ask.question == "workers"
+        assert ask.name == "workers"
         links[0].send(Reply(ask.number, json.dumps({"round": 1, "pids": [4711]})))
         links[1].send(Reply((await agents[1].heard(Query)).number, error="no workers run on this node now"))
         _, answer = await asking
@@ -201,7 +201,7 @@ def test_status_asks_the_one_node_that_knows_the_goodput_and_does_without_its_an
         asking = asyncio.create_task(caller.get("/status"))
         await agents[0].until(lambda agent: len(asks(agent)) == 2)
         ask = asks(agents[0])[-1]
-        assert (ask.question, json.loads(ask.argument)) == ("step", {"rank": 0})
+        assert (ask.name, json.loads(ask.argument)) == ("step", {"rank": 0})
         links[0].send(Reply(ask.number, json.dumps({"round": 1, "step": 12, "at": now + 1e6})))
         assert (await asking)[1]["goodput"] == 1.0
         assert asks(agents[1]) == []

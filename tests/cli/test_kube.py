@@ -183,7 +183,7 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         ("render train.py", "no image is named, and a pod needs one; write --image=REGISTRY/NAME:TAG"),
         (f"render {IMAGE}", "nothing to run; name the script after the flags"),
         (f"render {IMAGE} --nnodes=4:2 t.py", "--nnodes=4:2: the minimum (4) is above the maximum (2)"),
-        (f"render {IMAGE} --nnodes=2:4 --replicas=5 t.py", "--replicas=5: above the most that makes sense (4)"),
+        (f"render {IMAGE} --nnodes=2:4 --replicas=5 t.py", "--replicas=5: above the maximum (4)"),
         (f"render {IMAGE} --nproc-per-node=some t.py", "--nproc-per-node=some: not a whole number"),
         (f"render {IMAGE} --gpus=foo t.py", "--gpus=foo: not a whole number"),
         (f"render {IMAGE} --gpus=0 t.py", "--gpus=0: "),

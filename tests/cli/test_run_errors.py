@@ -73,7 +73,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--rdzv-conf=quarantine_failures=-1 train.py",
-            "--rdzv-conf quarantine_failures=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+            "--rdzv-conf quarantine_failures=-1: below the minimum (0); give a number from 0 to 1000000",
         ),
         ("--standalone=1 train.py", "--standalone=1: --standalone takes no value; write --standalone alone"),
         ("--restart=1 train.py", "--restart=1: could be --restart-window or --restart-backoff; write more of it"),
@@ -84,7 +84,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--nproc-per-node=0 train.py",
-            "--nproc-per-node=0: below the least that makes sense (1); give a number above 0, or auto, gpu or cpu",
+            "--nproc-per-node=0: below the minimum (1); give a number above 0, or auto, gpu or cpu",
         ),
         (
             "--nproc-per-node=two train.py",
@@ -102,7 +102,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("--nnodes=a train.py", "--nnodes=a: not a whole number; write --nnodes=4 or --nnodes=2:4"),
         (
             "--nnodes=0 train.py",
-            "--nnodes=0: below the least that makes sense (1); write --nnodes=4 or --nnodes=2:4",
+            "--nnodes=0: below the minimum (1); write --nnodes=4 or --nnodes=2:4",
         ),
         (
             "--nnodes=2 train.py",
@@ -128,25 +128,25 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--nnodes=2 --node-rank=2 --master-addr=a train.py",
-            "--node-rank=2: above the most that makes sense (1); the ranks of 2 nodes are 0 to 1",
+            "--node-rank=2: above the maximum (1); the ranks of 2 nodes are 0 to 1",
         ),
         (
             "--node-rank=1 train.py",
-            "--node-rank=1: above the most that makes sense (0); a single node's is 0",
+            "--node-rank=1: above the maximum (0); a single node's is 0",
         ),
         ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; leave out one of the two"),
         (
             "--rdzv-backend=etcd train.py",
             "--rdzv-backend=etcd: no etcd is named; write --rdzv-endpoint=HOST:2379, several of them parted by commas",
         ),
-        (f"{ETCD}:0 train.py", "--rdzv-endpoint=e0:0: etcd does not listen at port 0; write HOST:2379"),
+        (f"{ETCD}:0 train.py", "--rdzv-endpoint=e0:0: etcd cannot listen on port 0; write HOST:2379"),
         (
             f"{ETCD},https://e1 --rdzv-conf=protocol=http train.py",
             "--rdzv-endpoint=e0,https://e1: certificates and all endpoints must agree; write protocol=https, or http",
         ),
         (
             f"{ETCD} --rdzv-conf=protocol=grpc train.py",
-            "--rdzv-conf protocol=grpc: etcd speaks http or https; write one of the two",
+            "--rdzv-conf protocol=grpc: etcd uses http or https; write one of the two",
         ),
         (
             f"{ETCD} --rdzv-conf=cacert=nosuchfile train.py",
@@ -166,11 +166,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             f"{ETCD} --rdzv-conf=cert=empty train.py",
-            "--rdzv-conf: cert is of no use without key; give both, or none",
+            "--rdzv-conf: cert needs key; give both, or neither",
         ),
         (
             f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
-            "--rdzv-conf: ssl_cert is there under two names; keep one of the two",
+            "--rdzv-conf: ssl_cert is given under two names; keep one of the two",
         ),
         (
             "--rdzv-backend=zeus train.py",
@@ -180,7 +180,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
             f"{C10D}:99999 train.py",
-            "--rdzv-endpoint port=99999: above the most that makes sense (65535); give a port from 0 to 65535",
+            "--rdzv-endpoint port=99999: above the maximum (65535); give a port from 0 to 65535",
         ),
         (f"{C10D}:http train.py", "--rdzv-endpoint port=http: not a whole number; give a port from 0 to 65535"),
         (
@@ -193,15 +193,15 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--master-port=0 train.py",
-            "--master-port=0: below the least that makes sense (1); give a port from 1 to 65535",
+            "--master-port=0: below the minimum (1); give a port from 1 to 65535",
         ),
         (
             "--max-restarts=-1 train.py",
-            "--max-restarts=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+            "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000",
         ),
         (
             "--max-restarts -1 train.py",
-            "--max-restarts=-1: below the least that makes sense (0); give a number from 0 to 1000000",
+            "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000",
         ),
         (
             "--restart-window=soon train.py",
@@ -229,15 +229,15 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--rdzv-conf=lease=1,lease=2 train.py",
-            "--rdzv-conf=lease=1,lease=2: lease is there twice; keep one of the two",
+            "--rdzv-conf=lease=1,lease=2: lease is given twice; keep one of the two",
         ),
         (
             "--rdzv-conf=lease=1,keep_alive_interval=2 train.py",
-            "--rdzv-conf: lease=1 and keep_alive_interval=2 set the same wait; keep lease",
+            "--rdzv-conf: lease=1 and keep_alive_interval=2 set the same timeout; keep lease",
         ),
         (
             f"{C10D} --nnodes=1:4 --rdzv-conf=target=9 train.py",
-            "--rdzv-conf target=9: above the most that makes sense (4); --nnodes allows 1 to 4",
+            "--rdzv-conf target=9: above the maximum (4); --nnodes allows 1 to 4",
         ),
         (
             "--rdzv-conf=is_host=maybe train.py",
@@ -245,7 +245,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             f"{C10D} --rdzv-conf=rank_by=rack train.py",
-            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+            "--rdzv-conf rank_by=rack: ranks cannot be sorted by this; write one of join, address, slot, label",
         ),
         (
             f"{C10D} --rdzv-conf=rank_by=label train.py",
@@ -275,19 +275,19 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("--log-dir=file train.py", "--log-dir=file: is there and no directory; name another"),
         (
             "-r 4 train.py",
-            "--redirects=4: '4' is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+            "--redirects=4: '4' is not a choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
             "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2",
         ),
         (
             "-t 0:1, train.py",
-            "--tee=0:1,: '' is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+            "--tee=0:1,: '' is not a choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
             "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2",
         ),
         ("-r 0:1,0:2 train.py", "--redirects=0:1,0:2: names local rank 0 twice; keep one of the two"),
-        ("-r 1:1 train.py", "--redirects=1:1: names local rank 1; this node's are 0 to 0: leave it out"),
+        ("-r 1:1 train.py", "--redirects=1:1: names local rank 1; this node has 0 to 0; leave it out"),
         (
             "--nproc-per-node=2 --local-ranks-filter=0,2 train.py",
-            "--local-ranks-filter=2: above the most that makes sense (1); this node's local ranks are 0 to 1; "
+            "--local-ranks-filter=2: above the maximum (1); this node's local ranks are 0 to 1; "
             "write them like --local-ranks-filter=0,1",
         ),
         (
@@ -297,7 +297,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "-t3 --duplicate-stdout-filters=a, train.py",
-            "--duplicate-stdout-filters=a,: an empty word is in every line; leave it out, and write ,, for a comma",
+            "--duplicate-stdout-filters=a,: every line contains an empty text; leave it out, or write ,, for a comma",
         ),
         (
             "--numa-binding=near train.py",
@@ -314,7 +314,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--signals-to-handle=SIGTERM,SIGKILL train.py",
-            "--signals-to-handle=SIGTERM,SIGKILL: SIGKILL is no request to go that a process could hear; leave it out",
+            "--signals-to-handle=SIGTERM,SIGKILL: SIGKILL cannot ask a process to stop; leave it out",
         ),
     ],
 )
@@ -406,7 +406,7 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
         (
             {"RIPSTOP_ETCD_USER": "u"},
             f"{ETCD} train.py",
-            "RIPSTOP_ETCD_USER is set and RIPSTOP_ETCD_PASSWORD is not; set both, or none",
+            "RIPSTOP_ETCD_USER is set and RIPSTOP_ETCD_PASSWORD is not; set both, or neither",
         ),
         (
             TIMERS | {"TORCHELASTIC_TIMER_FILE": "file"},
@@ -441,7 +441,7 @@ def test_a_mistake_in_a_variable_is_named_by_the_variable(
         ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: there is no such flag; --help lists them"),
         (
             "--rdzv-endpoint=h --rdzv-conf=rank_by=rack",
-            "--rdzv-conf rank_by=rack: ranks cannot go by that; write one of join, address, slot, label",
+            "--rdzv-conf rank_by=rack: ranks cannot be sorted by this; write one of join, address, slot, label",
         ),
         (
             "--rdzv-endpoint=h --rdzv-conf=is_host=1",

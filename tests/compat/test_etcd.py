@@ -410,7 +410,7 @@ def test_handlers_of_the_first_etcd_rendezvous_meet(server: EtcdServer, prefix: 
 
 @pytest.mark.parametrize(
     ("config", "word"),
-    [({"protocol": "ftp"}, "etcd speaks http or https"), ({"read_timeout": "0"}, "read_timeout=0"),
+    [({"protocol": "ftp"}, "etcd uses http or https"), ({"read_timeout": "0"}, "read_timeout=0"),
      ({"ca_cert": "/no/such/file"}, "cannot be read")],
 )  # fmt: skip
 def test_parameters_that_cannot_be_right_are_a_value_error(config: dict[str, str], word: str) -> None:

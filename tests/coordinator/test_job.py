@@ -28,6 +28,7 @@ from ripstop.coordinator.liveness import LATE, RECONNECT
 from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
+from ripstop.model.event_text import log_line
 from ripstop.model.events import (
     BudgetCharged,
     HangDiagnosed,
@@ -40,14 +41,13 @@ from ripstop.model.events import (
     RoundEnded,
     ScaleRequested,
     UnhealthyNodeRetained,
-    words,
 )
 from ripstop.model.events import Event as Happening
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
 from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob, rejection_reason
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
 from ripstop.model.status import NodeState, Phase
-from ripstop.protocol.codec import MAX_FRAME, fit
+from ripstop.protocol.codec import MAX_FRAME_BYTES, fit
 from ripstop.protocol.limits import bounded
 from ripstop.protocol.messages import (
     Assign,
@@ -994,18 +994,18 @@ def test_a_node_under_another_nodes_name_is_refused() -> None:
 def test_a_static_job_wants_a_rank_of_its_own_from_every_node() -> None:
     job = new_job(2, 2, fixed=True)
     assert "has None" in refusal(hear(job, "a", Join(node("a"), 2, 2), 0.0))
-    assert "has 2" in refusal(hear(job, "a", Join(node("a", wish=2), 2, 2), 0.0))
-    assert hear(job, "a", Join(node("a", wish=1), 2, 2), 0.0) == []
-    assert "--node-rank=1 is taken by node a" in refusal(hear(job, "b", Join(node("b", wish=1), 2, 2), 0.1))
+    assert "has 2" in refusal(hear(job, "a", Join(node("a", requested_rank=2), 2, 2), 0.0))
+    assert hear(job, "a", Join(node("a", requested_rank=1), 2, 2), 0.0) == []
+    assert "--node-rank=1 is taken by node a" in refusal(hear(job, "b", Join(node("b", requested_rank=1), 2, 2), 0.1))
 
 
 def test_a_static_jobs_ranks_are_the_wishes_and_a_replacement_brings_the_same_one() -> None:
     job = new_job(2, 2, fixed=True)
-    hear(job, "a", Join(node("a", wish=1), 2, 2, ready=Ready(1, 0)), 0.0)
-    assert assigned(hear(job, "b", Join(node("b", wish=0), 2, 2, ready=Ready(2, 0)), 0.1)) == {"b": 0, "a": 1}
+    hear(job, "a", Join(node("a", requested_rank=1), 2, 2, ready=Ready(1, 0)), 0.0)
+    assert assigned(hear(job, "b", Join(node("b", requested_rank=0), 2, 2, ready=Ready(2, 0)), 0.1)) == {"b": 0, "a": 1}
     hear(job, "b", Ready(3, 1), 0.2)
     on(job, NodeDisconnected("a"), 1.0)
-    hear(job, "c", Join(node("c", wish=1), 2, 2, ready=Ready(4, 0)), 1.1)
+    hear(job, "c", Join(node("c", requested_rank=1), 2, 2, ready=Ready(4, 0)), 1.1)
     assert assigned(on(job, Tick(), 1.0 + RECONNECT)) == {"b": 0, "c": 1}
 
 
@@ -1056,15 +1056,15 @@ def test_who_has_a_lost_nodes_number_gets_its_rank_whoever_else_comes() -> None:
 def test_a_wish_that_is_denied_is_said_once() -> None:
     job = new_job(2, 3)
     for name in "ab":
-        job.on(NodeMessage(name, Join(node(name, wish=1), 2, 3, ready=Ready(port(name), 0))), 0.0)
+        job.on(NodeMessage(name, Join(node(name, requested_rank=1), 2, 3, ready=Ready(port(name), 0))), 0.0)
 
     def denials(commands: list[JobCommand]) -> list[RankRequestDenied]:
         return [c.event for c in commands if isinstance(c, RecordEvent) and isinstance(c.event, RankRequestDenied)]
 
     (denial,) = denials(job.on(Tick(), 2.0))
     assert denial == RankRequestDenied(1, "b", 1, 0, "node a wished for it too, and comes first")
-    assert words(denial) == (
-        "round=1 node=b has node rank 0, not the 1 it wished for: node a wished for it too, and comes first"
+    assert log_line(denial) == (
+        "round=1 node=b has node rank 0, not the requested 1: node a wished for it too, and comes first"
     )
     offer_anew(job, "b", 2.1)
     again = job.on(RestartRound("again"), 3.0)
@@ -1431,7 +1431,7 @@ def test_whatever_a_node_says_everybody_can_be_told_what_comes_of_it(message: Fr
     commands += on(job, StopJob("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FAREWELL)
     sent = [command.message for command in commands if isinstance(command, Send)]
     assert sent
-    assert all(len(fit(message)) <= MAX_FRAME for message in sent)
+    assert all(len(fit(message)) <= MAX_FRAME_BYTES for message in sent)
 
 
 def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:

@@ -15,13 +15,13 @@ def node(
     name: str,
     slots: int = 1,
     role: str = "default",
-    wish: int | None = None,
+    requested_rank: int | None = None,
     *,
     host: str = "",
     number: int | None = None,
     label: str = "",
 ) -> Node:
-    return Node(name, host or f"host-{name}", slots, role, wish, number, label)
+    return Node(name, host or f"host-{name}", slots, role, requested_rank, number, label)
 
 
 def names(*candidates: Candidate, by: RankBy = RankBy.JOIN) -> list[str]:
@@ -45,7 +45,7 @@ def gatherings(draw: st.DrawFn) -> list[Candidate]:
                 f"n{i}",
                 slots=draw(st.integers(1, 8)),
                 role=draw(st.sampled_from(["trainer", "reader"])),
-                wish=draw(st.none() | st.integers(-2, 12)),
+                requested_rank=draw(st.none() | st.integers(-2, 12)),
                 host=draw(st.sampled_from(["10.0.0.9", "10.0.0.10", "fd00::7", "fe80::1%eth0", "gpu-9", "", "1.2"])),
                 number=draw(st.none() | st.integers(-1, 20)),
                 label=draw(st.text(max_size=3) | st.sampled_from(["rack9", "rack10", "9" * 5000])),
@@ -90,10 +90,10 @@ def test_every_wish_is_granted_or_denied_with_a_reason(gathering: list[Candidate
     told = {name: (wish, rank) for name, wish, rank, why in denied(gathering, seated) if why}
     for rank, who in enumerate(seated):
         keeps = (who, rank) in gathering
-        if who.wish is None or rank == who.wish or keeps:
+        if who.requested_rank is None or rank == who.requested_rank or keeps:
             assert who.id not in told
         else:
-            assert told[who.id] == (who.wish, rank)
+            assert told[who.id] == (who.requested_rank, rank)
 
 
 @given(gatherings(), ANY_WAY)
@@ -102,17 +102,17 @@ def test_a_newcomer_that_wishes_for_a_rank_loses_it_only_to_somebody_with_a_clai
 ) -> None:
     seated, before = order(gathering, by), {n.id: rank for n, rank in gathering}
     for newcomer, rank in gathering:
-        wish = newcomer.wish
+        wish = newcomer.requested_rank
         if rank is None and wish is not None and 0 <= wish < len(seated) and seated[wish] != newcomer:
             winner = seated[wish]
-            assert before[winner.id] is not None or winner.wish == wish
+            assert before[winner.id] is not None or winner.requested_rank == wish
 
 
 @given(gatherings(), ANY_WAY)
 def test_survivors_without_a_seat_come_before_newcomers_without_a_wish(gathering: list[Candidate], by: RankBy) -> None:
     seated = [n.id for n in order(gathering, by)]
-    homeless = [n.id for n, rank in gathering if rank is not None and rank >= len(seated) and n.wish is None]
-    plain = [n.id for n, rank in gathering if rank is None and n.wish is None]
+    homeless = [n.id for n, rank in gathering if rank is not None and rank >= len(seated) and n.requested_rank is None]
+    plain = [n.id for n, rank in gathering if rank is None and n.requested_rank is None]
     for survivor in homeless:
         for newcomer in plain:
             assert seated.index(survivor) < seated.index(newcomer)
@@ -153,15 +153,23 @@ def test_newcomers_are_seated_in_the_order_given() -> None:
 
 
 def test_first_ranks_follow_the_wishes() -> None:
-    assert names((node("x", wish=2), None), (node("y", wish=0), None), (node("z"), None)) == ["y", "z", "x"]
+    assert names((node("x", requested_rank=2), None), (node("y", requested_rank=0), None), (node("z"), None)) == [
+        "y",
+        "z",
+        "x",
+    ]
 
 
 def test_a_wish_does_not_unseat_a_survivor() -> None:
-    assert names((node("a"), 0), (node("x", wish=0), None)) == ["a", "x"]
+    assert names((node("a"), 0), (node("x", requested_rank=0), None)) == ["a", "x"]
 
 
 def test_a_wish_that_no_round_can_grant_is_no_wish() -> None:
-    assert names((node("x", wish=-1), None), (node("y", wish=7), None), (node("z"), None)) == ["x", "y", "z"]
+    assert names((node("x", requested_rank=-1), None), (node("y", requested_rank=7), None), (node("z"), None)) == [
+        "x",
+        "y",
+        "z",
+    ]
 
 
 def test_by_address_neighbours_in_the_network_are_neighbours_in_rank() -> None:
@@ -196,16 +204,16 @@ def test_newcomers_are_sorted_and_survivors_are_not() -> None:
 
 
 def test_a_wish_goes_before_the_order() -> None:
-    assert newcomers(node("a", label="r1"), node("b", label="r2", wish=0), by=RankBy.LABEL) == ["b", "a"]
+    assert newcomers(node("a", label="r1"), node("b", label="r2", requested_rank=0), by=RankBy.LABEL) == ["b", "a"]
 
 
 def test_a_denied_wish_names_who_has_the_rank_and_why() -> None:
     candidates = [
-        (node("kept", wish=1), 0),
-        (node("late", wish=0), None),
-        (node("first", wish=2), None),
-        (node("second", wish=2), None),
-        (node("far", wish=9), None),
+        (node("kept", requested_rank=1), 0),
+        (node("late", requested_rank=0), None),
+        (node("first", requested_rank=2), None),
+        (node("second", requested_rank=2), None),
+        (node("far", requested_rank=9), None),
     ]
     assert list(denied(candidates, order(candidates))) == [
         ("late", 0, 1, "node kept has that and keeps it"),

@@ -31,7 +31,7 @@ from ripstop.diagnostics.evidence import (
 )
 from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
-from ripstop.model.text import clean, cut, cut_middle
+from ripstop.model.text import clean, truncate_bytes, truncate_middle
 
 PLACE = Place(3, 1, 2, 4, 8, 4, 4, 8, Address("localhost", 29500), 2)
 NOW = 1_800_000_000.0
@@ -310,8 +310,8 @@ def test_half_a_traceback_is_none(text: str) -> None:
 def test_any_text_can_be_cleaned_and_cut(text: str) -> None:
     cleaned = clean(text)
     assert not set(cleaned) & set("\x00\x07\x1b\r\x7f\x9b")
-    assert len(cut(cleaned, 10).encode()) <= 10
-    assert len(cut_middle(cleaned, 40).encode()) <= 40
+    assert len(truncate_bytes(cleaned, 10).encode()) <= 10
+    assert len(truncate_middle(cleaned, 40).encode()) <= 40
     last_lines(cleaned)
     last_exception(cleaned)
 
@@ -361,7 +361,7 @@ def test_only_a_kill_is_put_down_to_memory(tmp_path: Path) -> None:
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
-from ripstop.model.text import clean, cut, cut_middle
+from ripstop.model.text import clean, truncate_bytes, truncate_middle
 from ripstop.model.round import Address, Place
 from ripstop.diagnostics.evidence import gather, read_memory
 

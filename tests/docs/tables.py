@@ -7,9 +7,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any, get_args
-
-from msgspec.structs import fields
+from typing import Any, get_args, get_type_hints
 
 from ripstop.model import events
 from ripstop.model.events import RoundEndCause
@@ -27,16 +25,18 @@ def of_events(*, agents: bool) -> str:
     source = inspect.getsource(events)
     border = source.index("# an agent's")
     rows = [
-        (f"`{events._KINDS[cls]}`", ", ".join(map(_field, fields(cls))), inspect.cleandoc(cls.__doc__ or ""))
+        (f"`{cls.__struct_config__.tag}`", _fields(cls), inspect.cleandoc(cls.__doc__ or ""))
         for cls in get_args(events.Event)
         if (source.index(f"class {cls.__name__}(") > border) == agents
     ]
     return _table(("kind", "fields", "meaning"), rows)
 
 
-def _field(field: Any) -> str:
-    kind = TYPES.get(field.type)
-    return f"`{field.name}` {kind or 'list of ' + TYPES[get_args(field.type)[0]]}"
+def _fields(cls: type[Any]) -> str:
+    return ", ".join(
+        f"`{name}` {TYPES.get(hint) or 'list of ' + TYPES[get_args(hint)[0]]}"
+        for name, hint in get_type_hints(cls).items()
+    )
 
 
 def of_metrics() -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from ripstop.cli.commands.completion import commands_flags
 from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.model.parsers import ETCD_CONF, IDLE_CONF, RDZV_CONF
+from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF
 from tests.docs import crd_reference
 from tests.docs.state_diagram import PAGE, redrawn
 
@@ -160,7 +160,7 @@ def test_the_page_on_rendezvous_has_every_key_that_is_understood() -> None:
     settings = (DOCS / "rendezvous.md").read_text(encoding="utf-8").split("## Settings")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", settings, re.MULTILINE)
     named = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == sorted(RDZV_CONF | IDLE_CONF | ETCD_CONF.keys())
+    assert sorted(named) == sorted(RDZV_CONF | IGNORED_CONF | ETCD_CONF.keys())
 
 
 def test_the_page_on_run_has_every_flag() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.model.events import parse
 from ripstop.protocol.secret import api_token
 from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
@@ -158,7 +157,7 @@ def test_a_coordinator_by_itself_writes_down_what_happens(job: Job) -> None:
 
     def story() -> bool | None:
         with file.open() as lines:
-            kinds = {record["kind"] for line in lines if (record := parse(line))}
+            kinds = {json.loads(line)["kind"] for line in lines}
         return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
 
     wait_until(lambda: file.exists() or None)

@@ -1,25 +1,26 @@
-"""Entries as lines, files and journals."""
+"""Event records as JSON lines, in files and in the journal."""
 
+import json
 import os
 import resource
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import fields
 
 from ripstop.model import events
 from ripstop.model.events import (
     AgentMessage,
     EventRecord,
     NodeJoined,
+    NodeUnhealthy,
     RoundEnded,
     WorkersStarted,
     from_json,
     kind,
-    parse,
+    to_dict,
     to_json,
 )
 from ripstop.telemetry.event_file import EventFile
@@ -38,12 +39,13 @@ def values(expected: Any) -> st.SearchStrategy[Any]:
 
 def every_event() -> st.SearchStrategy[Any]:
     return st.one_of(
-        st.builds(cls, **{field.name: values(field.type) for field in fields(cls)}) for cls in get_args(events.Event)
+        st.builds(cls, **{name: values(hint) for name, hint in get_type_hints(cls).items()})
+        for cls in get_args(events.Event)
     )
 
 
 @given(every_event(), st.integers(1, 2**40), st.floats(0, 2e9), st.text(max_size=50))
-def test_every_event_comes_back_from_its_line(event: Any, seq: int, at: float, node: str) -> None:
+def test_every_event_survives_encoding_and_decoding(event: Any, seq: int, at: float, node: str) -> None:
     entry = EventRecord(seq, at, node, event)
     line = to_json(entry)
     assert "\n" not in line
@@ -51,64 +53,81 @@ def test_every_event_comes_back_from_its_line(event: Any, seq: int, at: float, n
 
 
 @given(st.text())
-def test_a_line_that_is_no_entry_is_passed_over(text: str) -> None:
+def test_a_line_that_is_not_an_event_record_is_none(text: str) -> None:
     assert from_json(text) is None
 
 
-def test_a_field_of_another_type_is_no_entry() -> None:
+def test_a_line_with_a_field_of_another_type_is_none() -> None:
     line = to_json(EventRecord(1, 2.0, "a", NodeJoined("a", "h", 4)))
     assert from_json(line.replace('"slots":4', '"slots":"4"')) is None
 
 
 @pytest.mark.parametrize("slots", [str(1 << 63), str(10**400), "NaN", "1e400"])
-def test_a_number_that_is_too_large_is_no_entry(slots: str) -> None:
+def test_a_line_with_a_number_out_of_range_is_none(slots: str) -> None:
     line = to_json(EventRecord(1, 2.0, "a", NodeJoined("a", "h", 4)))
     assert from_json(line.replace('"slots":4', f'"slots":{slots}')) is None
     for field in ('"at":2.0', '"seq":1'):
-        assert parse(line.replace(field, f"{field.rpartition(':')[0]}:{slots}")) is None
+        assert from_json(line.replace(field, f"{field.rpartition(':')[0]}:{slots}")) is None
 
 
-def test_half_a_pair_of_surrogates_is_no_entry_and_is_never_written() -> None:
+def test_lone_surrogates_are_never_written_and_a_line_with_one_is_none() -> None:
     entry = EventRecord(1, 2.0, "a", NodeJoined("a", "h\ud800", 4))
     found = from_json(to_json(entry))
     assert found is not None and found.event == NodeJoined("a", "h?", 4)
     assert from_json(to_json(entry).replace('"h?"', '"h\\ud800"')) is None
-    assert parse(to_json(entry).replace('"node":"a"', '"node":"\\udfff"')) is None
+    assert from_json(to_json(entry).replace('"node":"a"', '"node":"\\udfff"')) is None
 
 
-def test_a_kind_that_is_not_known_here_is_still_read() -> None:
-    record = parse('{"v":1,"seq":1,"at":2.0,"node":"","kind":"from_the_future","x":[1]}')
-    assert record is not None and record["x"] == [1]
+def test_lone_surrogates_in_a_list_are_replaced() -> None:
+    found = from_json(to_json(EventRecord(1, 2.0, "a", NodeUnhealthy("a", ("disk \udcff",)))))
+    assert found is not None and found.event == NodeUnhealthy("a", ("disk ?",))
 
 
-def test_kinds_are_written_in_snake_case() -> None:
+def test_an_unknown_kind_is_none() -> None:
+    assert from_json('{"v":1,"seq":1,"at":2.0,"node":"","kind":"from_the_future","x":[1]}') is None
+
+
+def test_an_unknown_field_of_a_newer_version_is_ignored() -> None:
+    entry = EventRecord(1, 2.0, "a", NodeJoined("a", "h", 4))
+    assert from_json(to_json(entry).replace('"v":1', '"v":2,"zone":{"x":[1]}')) == entry
+
+
+def test_a_line_is_ascii_and_begins_with_the_header() -> None:
+    entry = EventRecord(1, 2.5, "a", NodeJoined("a", "hôte", 4))
+    assert to_json(entry) == (
+        '{"v":1,"seq":1,"at":2.5,"node":"a","kind":"node_joined","name":"a","host":"h\\u00f4te","slots":4}'
+    )
+    assert to_dict(entry) == json.loads(to_json(entry))
+
+
+def test_kinds_are_in_snake_case() -> None:
     assert kind(RoundEnded(1, "operator", "x", 0.0)) == "round_ended"
 
 
-def test_long_texts_are_cut() -> None:
+def test_long_texts_are_truncated() -> None:
     entry = from_json(to_json(EventRecord(1, 2.0, "a", AgentMessage("x" * 5000))))
     assert entry is not None and isinstance(entry.event, AgentMessage)
     assert len(entry.event.text) == events.MAX_TEXT and entry.event.text.endswith("…")
 
 
-def written(path: Path, *said: str) -> None:
+def write_events(path: Path, *texts: str) -> None:
     file = EventFile(path)
-    for i, text in enumerate(said, 1):
+    for i, text in enumerate(texts, 1):
         file.add(EventRecord(i, 1.0, "a", AgentMessage(text)))
     file.close()
 
 
-def test_a_file_torn_by_a_crash_is_still_read_and_written(tmp_path: Path) -> None:
+def test_a_file_truncated_by_a_crash_is_still_readable_and_writable(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    written(path, "one", "two")
+    write_events(path, "one", "two")
     os.truncate(path, path.stat().st_size - 10)
-    written(path, "three")
+    write_events(path, "three")
     with path.open() as file:
-        said = [record["text"] for line in file if (record := parse(line))]
-    assert said == ["one", "three"]
+        found = [record.event for line in file if (record := from_json(line))]
+    assert found == [AgentMessage("one"), AgentMessage("three")]
 
 
-def test_a_full_disk_loses_events_and_nothing_else(tmp_path: Path, caplog: Any) -> None:
+def test_a_full_disk_loses_events_only(tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "events.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = EventFile(path)
@@ -120,11 +139,11 @@ def test_a_full_disk_loses_events_and_nothing_else(tmp_path: Path, caplog: Any) 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with path.open() as lines:
-        assert [record["seq"] for line in lines if (record := parse(line))] == [1]
+        assert [record.seq for line in lines if (record := from_json(line))] == [1]
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
 
 
-def test_a_journal_takes_what_is_told_again_once() -> None:
+def test_a_journal_ignores_repeated_records() -> None:
     seen: list[EventRecord] = []
     journal = Journal([seen.append])
     entries = [EventRecord(i, 1.0, "a", AgentMessage(str(i))) for i in (1, 2)]
@@ -134,7 +153,7 @@ def test_a_journal_takes_what_is_told_again_once() -> None:
     assert [number for number, _ in journal.since(1)] == [2, 3]
 
 
-def test_a_journal_keeps_the_latest() -> None:
+def test_a_journal_keeps_the_latest_records() -> None:
     journal = Journal()
     for _ in range(KEPT + 5):
         journal.record(AgentMessage("x"), 1.0)
@@ -142,7 +161,7 @@ def test_a_journal_keeps_the_latest() -> None:
     assert journal.since(KEPT + 4)[0][0] == KEPT + 5
 
 
-def test_a_journal_keeps_so_many_bytes_however_long_its_entries_are() -> None:
+def test_a_journal_is_bounded_in_bytes() -> None:
     journal = Journal()
     pids = tuple(range(100_000))
     for number in range(100):

@@ -165,7 +165,9 @@ class Rules:
                 store=store,
                 restarts=job.restarts.used,
             )
-            demand(not self.world.fixed or node.wish == rank, f"{name} has rank {rank} in a static job: {node}")
+            demand(
+                not self.world.fixed or node.requested_rank == rank, f"{name} has rank {rank} in a static job: {node}"
+            )
             demand(place == right, f"{name} has a wrong place: {place}, right is {right}")
         self._check_fitness(job)
         demand(store.host == nodes[0].host, f"the store {store} is not on rank 0's host")

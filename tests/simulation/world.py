@@ -41,7 +41,7 @@ _NOISE = re.compile(  # in a transcript
     r"\b(?:message|place|node|why|text|report)=|, (?:pid|exitcode|signal|oom|log_tail|error_file|logs|traceback)=[^,)]*"
     r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|m(?:in|ax)_nodes=\d+)"
     r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
-    r"|, (?:wish|number|label|rank_by)=[^,)]*"
+    r"|, (?:requested_rank|number|label|rank_by)=[^,)]*"
 )
 AT_REST = object()
 
@@ -417,7 +417,7 @@ class World:
         random = self.random
         if len(self.nodes) > 14 or (self.has_own and not own and self.job is None):
             return
-        taken = {n.machine.node.wish for n in self.nodes.values() if n.alive}
+        taken = {n.machine.node.requested_rank for n in self.nodes.values() if n.alive}
         wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else self._wish()
         if self.fixed and wish is None:
             return

@@ -209,7 +209,7 @@ class Driver:
                 raise QueryFailed(
                     f"a node is busy that has {QUESTIONS} questions to answer, as this one; ask again later"
                 )
-            answer = Reply(ask.number, await queries.reply(ask.question, ask.argument, self._asked_about()))
+            answer = Reply(ask.number, await queries.reply(ask.name, ask.argument, self._asked_about()))
         except QueryFailed as why:
             answer = Reply(ask.number, error=str(why)[:LONGEST])
         finally:

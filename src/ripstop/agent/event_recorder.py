@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ripstop.model.events import Event, EventRecord, Sink, to_json, words
+from ripstop.model.event_text import log_line
+from ripstop.model.events import Event, EventRecord, Sink, to_json
 from ripstop.protocol.messages import Events
 
 log = logging.getLogger("ripstop.agent")
@@ -30,7 +31,7 @@ class EventRecorder:
 
     def record(self, event: Event, level: int = logging.INFO) -> None:
         """This has just happened."""
-        if text := words(event):
+        if text := log_line(event):
             log.log(level, "%s", text)
         self._seq += 1
         entry = EventRecord(self._seq, time.time(), self._node, event)

@@ -9,6 +9,7 @@ import json
 
 from ripstop.diagnostics.failure_report import how, root_cause
 from ripstop.model.failure import Failure, JobReport
+from ripstop.model.text import truncate
 
 MOST = 4096
 LEFT = "left"
@@ -44,7 +45,4 @@ def _detail(culprit: Failure) -> str:
 
 
 def _cut(word: dict[str, str | int], longest: int) -> dict[str, str | int]:
-    return {
-        key: f"{value[:longest]}…" if isinstance(value, str) and len(value) > longest else value
-        for key, value in word.items()
-    }
+    return {key: truncate(value, longest) if isinstance(value, str) else value for key, value in word.items()}

@@ -23,7 +23,7 @@ from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import Flag, Given, read_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.parsers import TLS_CONF, address, pairs, secret, tls, word
+from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.run_directory import run_directories
 from ripstop.transport.keepalive import tune
@@ -124,12 +124,12 @@ def find(given: Given, environ: Mapping[str, str] | None = None) -> Target:
 
 def _at_endpoint(given: Given, environ: Mapping[str, str]) -> Target:
     where = address("--endpoint", given.text("--endpoint", ""), default_port=COORDINATOR_PORT)
-    run_id = word("--job", given.text("--job", "none"))
-    conf = pairs("--rdzv-conf", given.text("--rdzv-conf", ""))
+    run_id = identifier("--job", given.text("--job", "none"))
+    conf = key_values("--rdzv-conf", given.text("--rdzv-conf", ""))
     if other := conf.keys() - TLS_CONF:
         raise UsageError(f"--rdzv-conf {min(other)}: is not asked for here; there are {', '.join(sorted(TLS_CONF))}")
     certificates, _ = tls("--rdzv-conf", conf)
-    token, _ = secret(environ)
+    token, _ = job_secret(environ)
     return Target(run_id, None, where, _derived(token, run_id), _context(certificates))
 
 

@@ -22,7 +22,7 @@ from ripstop.compat.numa import AffinityMode, NumaOptions
 from ripstop.compat.utils import macros
 from ripstop.model.config import MASTER_PORT
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import truth
+from ripstop.model.parsers import boolean
 
 __all__ = [
     "config_from_args",
@@ -61,7 +61,7 @@ class _SwitchFromEnvironment(argparse.Action):
 
     def __init__(self, dest: str, **kwargs: Any) -> None:
         try:
-            default = truth(name := f"PET_{dest.upper()}", os.environ.get(name) or "0")
+            default = boolean(name := f"PET_{dest.upper()}", os.environ.get(name) or "0")
         except UsageError as error:
             raise ValueError(str(error)) from None
         super().__init__(dest=dest, const=True, nargs=0, default=default, **kwargs)

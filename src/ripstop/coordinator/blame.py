@@ -19,7 +19,7 @@ from ripstop.diagnostics.failure_report import how, looks_like_victim, order, ro
 from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
 from ripstop.model.events import BudgetCharged, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure
-from ripstop.protocol.limits import cut
+from ripstop.protocol.limits import truncate_reason
 
 BLAME = 0.5  # seconds a victim's failure waits for its cause, when it would end the job
 INSPECTION = 5.0  # seconds for all nodes to tell where the workers of a hanging round are
@@ -153,7 +153,7 @@ class FailurePolicy:
         hangs = hangs_among(self._failures, self._round)
         odd = tuple(sorted(odd_ones(hangs)))
         verdict, why, charged = self._charge(restarts, Cause.INFRASTRUCTURE, now, young=young)
-        notes = (HangDiagnosed(self._round, odd, cut(in_words(hangs))), charged)
+        notes = (HangDiagnosed(self._round, odd, truncate_reason(in_words(hangs))), charged)
         if not verdict.allowed:
             return FailJob(notes, why)
         culprit = RootCause(odd[0], f"rank {odd[0]} hung") if len(odd) == 1 else None
@@ -183,7 +183,7 @@ class FailurePolicy:
     def _words(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return cut(in_words(hangs_among(self._failures, self._round)))
+            return truncate_reason(in_words(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     # time -------------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ from ripstop.model.operator_commands import (
 )
 from ripstop.model.round import Node, Outcome, Place, RankBy
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
-from ripstop.protocol.limits import bounded, cut
+from ripstop.protocol.limits import bounded, truncate_reason
 from ripstop.protocol.messages import (
     Assign,
     Closed,
@@ -466,7 +466,7 @@ class Job:
 
     def _gather(self, cause: RoundEndCause, why: str, now: float, delay: float = 0.0) -> None:
         """The live round is over; the next forms when it can, but not before the delay."""
-        why = cut(why)
+        why = truncate_reason(why)
         self._notes.append(observe.RoundEnded(self.round, cause, why, delay))
         self._enter(Phase.GATHERING, now)
         self._why = why
@@ -637,7 +637,7 @@ class Job:
     def _close(self, outcome: Outcome, why: str, now: float) -> list[JobCommand]:
         if self.phase in (Phase.CLOSING, Phase.CLOSED):
             return []
-        self._why = why = cut(why)
+        self._why = why = truncate_reason(why)
         self._inquest.adjourn()
         self.report = JobReport(self.settings.run_id, outcome, why, self.round, self.restarts.used)
         self._enter(Phase.CLOSING, now)

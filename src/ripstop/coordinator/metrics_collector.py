@@ -18,16 +18,13 @@ from ripstop.coordinator.service import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample
-from ripstop.protocol.codec import reader
+from ripstop.protocol.codec import decode_record
 from ripstop.telemetry.metrics import Totals
 
 HASTE = 0.5  # seconds for the node that tells the goodput: a status is wanted, whatever it is
 PATIENCE = 1.0  # seconds for one node
 WHOLE = 3.0  # and for all of them
 FRESH = 1.0  # seconds
-
-_read = reader(NodeSample)
-_read_step = reader(StepSample)
 
 
 class MetricsCollector:
@@ -52,7 +49,7 @@ class MetricsCollector:
             node, rank = teller
             with suppress(QueryFailed, ProtocolError):
                 asked = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), patience=HASTE)
-                seen = _read_step(await asked)
+                seen = decode_record(await asked, StepSample)
                 found.progress(seen.round, node, rank, seen.step, seen.at)
         return found.spent(time.time()).ratio
 
@@ -75,7 +72,7 @@ class MetricsCollector:
         async def ask(node: str) -> NodeSample:
             text = await self._coordinator.ask(node, "sample", patience=PATIENCE)
             try:
-                return _read(text)  # as it comes: all of a large job at once would take long
+                return decode_record(text, NodeSample)  # as it comes: all of a large job at once would take long
             except ProtocolError as error:
                 raise QueryFailed(f"node {node} cannot be understood: {error}") from error
 

@@ -39,8 +39,12 @@ def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Nod
     homeless = [node for _, node in sorted(survivors, key=lambda survivor: survivor[0])]
     waiting: list[Node] = []
     for node in [*homeless, *sorted(newcomers, key=_KEYS[by])]:
-        if node.wish is not None and 0 <= node.wish < len(seats) and seats[node.wish] is None:
-            seats[node.wish] = node
+        if (
+            node.requested_rank is not None
+            and 0 <= node.requested_rank < len(seats)
+            and seats[node.requested_rank] is None
+        ):
+            seats[node.requested_rank] = node
         else:
             waiting.append(node)
     rest = iter(waiting)
@@ -60,15 +64,15 @@ def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[t
     """
     before = {node.id: rank for node, rank in candidates}
     for rank, node in enumerate(nodes):
-        if node.wish is None or rank in (node.wish, before[node.id]):
+        if node.requested_rank is None or rank in (node.requested_rank, before[node.id]):
             continue
-        if not 0 <= node.wish < len(nodes):
+        if not 0 <= node.requested_rank < len(nodes):
             why = f"the ranks of {len(nodes)} nodes are 0 to {len(nodes) - 1}"
-        elif before[(holder := nodes[node.wish]).id] == node.wish:
+        elif before[(holder := nodes[node.requested_rank]).id] == node.requested_rank:
             why = f"node {holder.id} has that and keeps it"
         else:
             why = f"node {holder.id} wished for it too, and comes first"
-        yield node.id, node.wish, rank, why
+        yield node.id, node.requested_rank, rank, why
 
 
 # what newcomers are sorted by -----------------------------------------------------------------------------------------

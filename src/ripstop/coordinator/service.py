@@ -31,11 +31,12 @@ from ripstop.coordinator.job_io import (
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model import events as observe
 from ripstop.model.errors import ProtocolError, QueryFailed
+from ripstop.model.event_text import log_line
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus
-from ripstop.protocol.limits import bounded_entry
+from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
 from ripstop.telemetry.journal import Journal
 from ripstop.telemetry.metrics import Totals
@@ -158,7 +159,7 @@ class Coordinator:
     def record(self, event: observe.Event) -> None:
         """Have something noted in the job's journal, and said in the log."""
         self.journal.record(event, time.time())
-        if text := observe.words(event):
+        if text := log_line(event):
             log.info("%s", text)
 
     async def ask(self, node: str, question: str, argument: str = "", patience: float = PATIENCE) -> str:
@@ -258,7 +259,7 @@ class Coordinator:
         for line in lines:
             entry = observe.from_json(line)
             if entry is not None and entry.node == node:  # it speaks for itself only
-                self.journal.take(bounded_entry(entry))
+                self.journal.take(bounded_record(entry))
                 self._note_progress(node, entry.event)
 
     def _note_progress(self, node: str, event: observe.Event) -> None:

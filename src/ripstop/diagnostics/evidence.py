@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
-from ripstop.model.text import amount, clean, cut, cut_middle
+from ripstop.model.text import clean, format_bytes, truncate_bytes, truncate_middle
 from ripstop.system.linux import is_full
 
 _MESSAGE = 2048
@@ -87,8 +87,8 @@ def gather(
         message, traceback = last_exception(tail)
     oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not condemned else ""
     if condemned:
-        message = cut(f"{condemned.why}; it said: {message}" if message else condemned.why, _MESSAGE)
-        traceback = traceback or cut_middle(clean(condemned.stack), _TRACEBACK)
+        message = truncate_bytes(f"{condemned.why}; it said: {message}" if message else condemned.why, _MESSAGE)
+        traceback = traceback or truncate_middle(clean(condemned.stack), _TRACEBACK)
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
@@ -115,7 +115,7 @@ def not_started(place: Place, local_rank: int, *, host: str, at: float, why: str
         round=place.round,
         host=host,
         at=at,
-        message=cut(clean(f"could not be started: {why}"), _MESSAGE),
+        message=truncate_bytes(clean(f"could not be started: {why}"), _MESSAGE),
         logs=clean(str(logs)),
     )
 
@@ -184,18 +184,18 @@ def parse_error_file(data: bytes, size: int) -> ErrorFile:
     try:
         top = json.loads(text)
     except (ValueError, RecursionError):
-        flaw = f"is too long ({amount(size)})" if size > len(data) else "is not JSON, or was cut off"
-        return ErrorFile(cut(f"the error file {flaw}; it begins: {clean(text[:500])}", _MESSAGE))
+        flaw = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
+        return ErrorFile(truncate_bytes(f"the error file {flaw}; it begins: {clean(text[:500])}", _MESSAGE))
     if not isinstance(top, dict) or "message" not in top:
-        return ErrorFile(cut(f"the error file has no message; it begins: {clean(text[:500])}", _MESSAGE))
+        return ErrorFile(truncate_bytes(f"the error file has no message; it begins: {clean(text[:500])}", _MESSAGE))
     inner, extra = top["message"], top
     while isinstance(inner, dict):
         extra = inner["extraInfo"] if isinstance(inner.get("extraInfo"), dict) else extra
         inner = inner.get("message", "")
     traceback = extra.get("py_callstack")
     return ErrorFile(
-        message=cut(clean(inner if isinstance(inner, str) else json.dumps(inner)), _MESSAGE),
-        traceback=cut_middle(clean(traceback.rstrip()), _TRACEBACK) if isinstance(traceback, str) else "",
+        message=truncate_bytes(clean(inner if isinstance(inner, str) else json.dumps(inner)), _MESSAGE),
+        traceback=truncate_middle(clean(traceback.rstrip()), _TRACEBACK) if isinstance(traceback, str) else "",
         at=_timestamp(extra.get("timestamp")),
     )
 
@@ -233,7 +233,7 @@ def _read_end(path: Path) -> str:
 def last_lines(text: str) -> tuple[str, ...]:
     """The last lines that are not empty."""
     lines = [line.rstrip() for line in text.split("\n")]
-    return tuple(cut(line, _TAIL_WIDTH) for line in [line for line in lines if line][-_TAIL_LINES:])
+    return tuple(truncate_bytes(line, _TAIL_WIDTH) for line in [line for line in lines if line][-_TAIL_LINES:])
 
 
 def last_exception(text: str) -> tuple[str, str]:
@@ -249,7 +249,9 @@ def last_exception(text: str) -> tuple[str, str]:
     block = [line[len(prefix) :] for line in takewhile(lambda line: line.startswith(prefix.rstrip()), lines[start:])]
     for index, line in enumerate(block[1:], start=1):
         if re.match(_EXCEPTION, line):
-            return cut(line, _MESSAGE), cut_middle("\n".join(block[: index + _REMARKS]).rstrip(), _TRACEBACK)
+            return truncate_bytes(line, _MESSAGE), truncate_middle(
+                "\n".join(block[: index + _REMARKS]).rstrip(), _TRACEBACK
+            )
     return "", ""
 
 
@@ -302,7 +304,7 @@ def oom_verdict(before: Memory, after: Memory) -> str:
     if after.machine:
         return "killed by the kernel's OOM killer (the machine ran out of memory)"
     facts = [
-        f"{name} {amount(value)}"
+        f"{name} {format_bytes(value)}"
         for name, value in (("cgroup limit", after.limit), ("peak", after.peak))
         if value is not None and value < 1 << 60  # v1 writes "no limit" as a very large number
     ]

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
+from ripstop.model.text import truncate
 
 # compiled at their first use: most jobs never need them
 _COLLECTIVE = (
@@ -136,7 +137,7 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
         yield ""
         yield f"other failures ({len(others)}), most likely because of it:"
         for failure in others[:_OTHERS]:
-            yield _shortened(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
+            yield truncate(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
         if len(others) > _OTHERS:
             yield f"  … and {len(others) - _OTHERS} more"
 
@@ -210,10 +211,6 @@ def _wrapped(text: str, width: int) -> list[str]:
     from textwrap import wrap
 
     return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _count(number: int, noun: str) -> str:

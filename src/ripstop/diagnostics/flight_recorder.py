@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ripstop.model.failure import MOST_STANDINGS, CollectiveProgress
-from ripstop.model.text import clean, named
+from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
+from ripstop.model.text import clean, rank_list
 
 SHOWN = 20  # entries, for people
 _TOLD = 3  # groups, and kinds of ranks in each, in one sentence
@@ -164,7 +164,7 @@ def standings(recording: Recording) -> tuple[CollectiveProgress, ...]:
     used = {standing.group for _, standing in found}
     found += [(-1, CollectiveProgress(group, label)) for group, label in recording.groups.items() if group not in used]
     found.sort(key=lambda one: (one[1].label != "", not one[1].pending, -one[0]))
-    return tuple(standing for _, standing in found[:MOST_STANDINGS])
+    return tuple(standing for _, standing in found[:MAX_STANDINGS])
 
 
 def _pending(operations: Sequence[Collective]) -> int:
@@ -232,7 +232,7 @@ def in_words(ranks: Ranks) -> str:
         for one in found:
             if one.p2p and one.pending:
                 messages.setdefault(_what(one.op, 0, one.label), []).append(rank)
-    said += [f"{named(those)} {_are(those)} in {what}" for what, those in messages.items()]
+    said += [f"{rank_list(those)} {_are(those)} in {what}" for what, those in messages.items()]
     more = [f"{len(said) - _TOLD} more groups"] if len(said) > _TOLD else []
     return "; ".join(said[:_TOLD] + more)
 
@@ -259,18 +259,18 @@ def _sentence(group: _Stuck) -> str:
     kinds, some = group.kinds(), next(iter(group.inside.values()))
     if len(kinds) > 1:
         where = f" of group {some.label}" if some.label else ""
-        told = [f"{named(those)} {_are(those)} in {kind}" for kind, those in kinds.items()]
+        told = [f"{rank_list(those)} {_are(those)} in {kind}" for kind, those in kinds.items()]
         return f"#{group.number}{where} is not the same for all: {_listed(told)}{_absent(group)}"
     inside = sorted(group.inside)
     nobody = ", and nobody is missing" if not group.behind and not group.left else ""
-    return f"{named(inside)} {_are(inside)} in {_what(some.op, group.number, some.label)}{_absent(group)}{nobody}"
+    return f"{rank_list(inside)} {_are(inside)} in {_what(some.op, group.number, some.label)}{_absent(group)}{nobody}"
 
 
 def _absent(group: _Stuck) -> str:
     lasts: dict[str, list[int]] = {}
     for rank, one in sorted(group.behind.items()):
         lasts.setdefault(_what(one.op, one.entered, "") if one.entered else "none", []).append(rank)
-    told = [f"{named(those)} (last: {last})" for last, those in lasts.items()]
+    told = [f"{rank_list(those)} (last: {last})" for last, those in lasts.items()]
     return f", not entered by {_listed(told)}" if told else ""
 
 

@@ -25,7 +25,7 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
-from ripstop.model.text import clean, cut_middle
+from ripstop.model.text import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.own_directory import make_own_directory
@@ -275,7 +275,7 @@ class HangMonitor:
             at=at - stuck.seconds,
             pid=found.pid,
             message=_message(here, stuck, found),
-            traceback=cut_middle(clean(found.stack), STACK),
+            traceback=truncate_middle(clean(found.stack), STACK),
             logs=clean(str(self._subject.logs.directory(rank))),
             hang=Hang(
                 round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file, standings

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
-from ripstop.model.text import named
+from ripstop.model.text import rank_list
 
 MOST_FRAMES = 200
 # compiled at their first use: most jobs never need them
@@ -125,7 +125,7 @@ def _group(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
     one = len(ranks) == 1
     verb = ("waits" if one else "wait") if waits else ("is" if one else "are")
     doing = f"{verb} in {call} ({where})" if where else f"{'does' if one else 'do'} not show where"
-    return f"{named(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
+    return f"{rank_list(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
 
 
 # what tools print -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from msgspec import Struct
 from ripstop.diagnostics.evidence import signal_name
 from ripstop.diagnostics.timers import Request, Timers, read_request
 from ripstop.model.errors import UsageError
-from ripstop.model.text import clean, cut
+from ripstop.model.text import clean, truncate_bytes
 
 log = logging.getLogger("ripstop.workers")
 
@@ -84,7 +84,7 @@ class Pipe:
     def _complain(self, why: str) -> None:
         if not self._complained:
             self._complained = True
-            log.warning("%s: what is no timer request is passed over: %s", self._path, cut(clean(why), 200))
+            log.warning("%s: what is no timer request is passed over: %s", self._path, truncate_bytes(clean(why), 200))
 
 
 def examine(name: str, path: Path) -> None:
@@ -130,7 +130,7 @@ def reason(missed: Sequence[Missed]) -> tuple[str, int]:
 
     That is the first that one of them names; 0 is none.
     """
-    timers = [f"{cut(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in missed[:_SHOWN]]
+    timers = [f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in missed[:_SHOWN]]
     more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
     what = f"{'timer' if len(missed) == 1 else 'timers'} expired: {', '.join(timers)}{more}"
     signum = next((timer.signal for timer in missed if timer.signal), 0)

@@ -258,7 +258,7 @@ class EtcdLink:
     def _is_over(self, entry: KeyValue) -> None:
         signature, _, text = entry.value.partition("\n")
         try:
-            if not secret.same(signature, secret.sign(self._token, self._settings.run_id, text)):
+            if not secret.proofs_match(signature, secret.sign(self._token, self._settings.run_id, text)):
                 raise ProtocolError("it does not prove the job's secret")
             closed = decode(text, (Closed,))
         except ProtocolError as error:

@@ -1,1 +1,1 @@
-"""The vocabulary of a job: configuration, nodes and rounds, events, failures, status.  Pure data; no IO."""
+"""The data types of a job (configuration, nodes, rounds, events, failures, status), and the parsers of settings."""

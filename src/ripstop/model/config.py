@@ -1,8 +1,7 @@
-"""The one configuration, frozen.
+"""The configuration of a run.
 
-Flags, environment variables and API calls become a `RunConfig`; nobody reads settings anywhere else.  How a value is
-written is in `spelling.py`; which flags there are and how they go together, in `cli/commands/run.py` and
-`cli/options/rendezvous.py`.
+Flags, environment variables and API calls become one frozen `RunConfig`; no other code reads settings.  `parsers.py`
+parses the values; `cli/commands/run.py` and `cli/options/` define the flags.
 """
 
 from enum import Enum, IntFlag
@@ -18,8 +17,8 @@ API_PORT = 29480
 ETCD_PORT = 2379
 ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500
-MOST_NODES = 100_000
-MOST_SLOTS = 4_096
+MAX_NODES = 100_000
+MAX_SLOTS = 4_096
 
 
 class Script(Struct, frozen=True):
@@ -53,14 +52,14 @@ Entrypoint = Script | Module | Executable | Function
 
 
 class StartMethod(Enum):
-    """How workers come to life."""
+    """How workers are started."""
 
-    ZYGOTE = "zygote"  # forked from a process that has imported what they need
-    EXEC = "exec"  # a new interpreter each
+    ZYGOTE = "zygote"  # forked from a process that has imported their modules
+    EXEC = "exec"  # a new interpreter for each worker
 
 
 class OutputStreams(IntFlag):
-    """Which of a worker's output streams; the numbers are torchrun's."""
+    """A choice of a worker's output streams; the numbers are torchrun's."""
 
     NONE = 0
     OUT = 1
@@ -69,7 +68,7 @@ class OutputStreams(IntFlag):
 
 
 class StreamMap(Struct, frozen=True):
-    """A choice of streams for every local rank, with exceptions."""
+    """A choice of streams for all local ranks, with exceptions."""
 
     default: OutputStreams = OutputStreams.NONE
     by_rank: tuple[tuple[int, OutputStreams], ...] = ()
@@ -81,25 +80,25 @@ class StreamMap(Struct, frozen=True):
 class Logs(Struct, frozen=True):
     """Where workers' output goes.  `directory` None: a new one below the system's temporary directory.
 
-    A line on its way to the console that holds one of a stream's `*_filters` also goes to a file of such lines.
+    A console line that contains one of the stream's `*_filters` is also written to a file of such lines.
     """
 
     directory: Path | None = None
     redirects: StreamMap = field(default_factory=StreamMap)
     tee: StreamMap = field(default_factory=StreamMap)
-    shown: frozenset[int] | None = None  # local ranks whose output the console gets; None: all
+    shown: frozenset[int] | None = None  # local ranks whose output goes to the console; None: all
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
-    prefix: str = "[${role_name}${local_rank}]:"  # of each line that is teed
-    specs: str = ""  # the plugin that says where output goes; "": none
-    kept: bool = True  # False: the files are gone with the job, however it ends
+    prefix: str = "[${role_name}${local_rank}]:"  # of each line on the console
+    specs: str = ""  # the plugin that chooses the files; "": none
+    kept: bool = True  # False: the files are removed at the end of the job
 
 
 class Budget(Struct, frozen=True):
-    """How many failures are healed: `max_restarts` in any `window` seconds (0: in the whole run).
+    """The restart budget: `max_restarts` failures in any `window` seconds (0: in the whole run).
 
-    `backoff` is the longest pause before a restart when rounds keep dying young; 0 restarts at once, always.  Hangs are
-    counted apart: `max_infra_restarts` of them in any `infra_window` seconds.
+    `backoff` is the longest pause before a restart when rounds fail soon after their start; 0: no pause.  Hangs have
+    their own budget: `max_infra_restarts` in any `infra_window` seconds.
     """
 
     max_restarts: int = 0
@@ -110,20 +109,19 @@ class Budget(Struct, frozen=True):
 
 
 class Timing(Struct, frozen=True):
-    """Seconds the rendezvous waits, for what."""
+    """Timeouts in seconds."""
 
-    last_call: float = 30.0  # for more nodes before the first round, once the minimum is ready
-    join: float = 600.0  # for the minimum, and at first for the coordinator
-    lease: float = 3.0  # for a word from a silent peer
-    coordinator: float = 600.0  # for a coordinator that has gone away
-    shutdown: float = 30.0  # for workers to stop by themselves after SIGTERM
+    last_call: float = 30.0  # wait for more nodes before the first round, once the minimum is ready
+    join: float = 600.0  # wait for the minimum of nodes, and for the first connection to the coordinator
+    lease: float = 3.0  # without a message from a peer, after which it is lost
+    coordinator: float = 600.0  # wait for a lost coordinator to return
+    shutdown: float = 30.0  # between SIGTERM and SIGKILL for workers
 
 
 class HealthLimits(Struct, frozen=True):
-    """When this node is good enough for the job; looked at before it joins, and then every `interval` seconds.
+    """When this node is healthy.  It is checked before it joins, and then every `interval` seconds.
 
-    `command` is the user's own check, which may take as long as `interval`; none when empty.  0 bytes of disk, 0
-    seconds of clock: that check is off.
+    `command` is the user's own check, with `interval` as its timeout; empty: none.  A limit of 0 disables its check.
     """
 
     command: tuple[str, ...] = ()
@@ -133,7 +131,7 @@ class HealthLimits(Struct, frozen=True):
 
 
 class QuarantineLimits(Struct, frozen=True):
-    """A node at fault `failures` times in `window` seconds is out of the job for `cooldown`; 0 failures: never."""
+    """A node that caused `failures` failures in `window` seconds is quarantined for `cooldown`; 0 failures: never."""
 
     failures: int = 3
     window: float = 600.0
@@ -141,9 +139,9 @@ class QuarantineLimits(Struct, frozen=True):
 
 
 class Tls(Struct, frozen=True):
-    """PEM files.  `cert` and `key` go together: what this node shows; `ca` signs the others' (None: the system's do).
+    """PEM files.  `cert` and `key` are this node's own; `ca` verifies its peers (None: the system's authorities).
 
-    A coordinator with a `ca` wants every agent to show a certificate of it.
+    A coordinator with a `ca` requires every agent to have a certificate that it signed.
     """
 
     cert: Path | None = None
@@ -152,33 +150,33 @@ class Tls(Struct, frozen=True):
 
 
 class Tracing(Redacted, frozen=True):
-    """Where the job's spans are sent to (OTLP over HTTP, as JSON), and what they say that they are of.
+    """Where the job's spans are sent (OTLP over HTTP, as JSON), and their resource attributes.
 
-    `parent` is the trace, and in it the span, that the job is a part of: ids in hexadecimal digits.
+    `parent` is the trace id and the span id of which the job is a part, in hexadecimal digits.
     """
 
     url: str
     headers: tuple[tuple[str, str], ...] = ()
     resource: tuple[tuple[str, str], ...] = ()
-    ca: Path | None = None  # signs the collector's certificate; None: the system's authorities do
+    ca: Path | None = None  # verifies the collector; None: the system's authorities
     parent: tuple[str, str] | None = None
 
 
 class Backend(Enum):
-    """Where the coordinator is."""
+    """Where the coordinator runs."""
 
-    LOCAL = "local"  # in this process and for this node alone
-    COORDINATOR = "c10d"  # at the endpoint, in whichever agent could bind it
+    LOCAL = "local"  # in this process, for this node only
+    COORDINATOR = "c10d"  # in the agent that could bind the endpoint
     STATIC = "static"  # the same, with ranks and node count fixed by the user
-    ETCD = "etcd"  # in whichever agent etcd has elected
-    HANDLER = "handler"  # nowhere: nodes meet through a handler of another package
+    ETCD = "etcd"  # in the agent that etcd elected
+    HANDLER = "handler"  # nowhere: another package's rendezvous handler is used
 
 
 class Etcd(Redacted, frozen=True):
     """How to reach the etcd that elects the coordinator; a job's keys are below `PREFIX/RUN_ID/`.
 
-    `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that asks for them.
-    `port` is where this node listens if it is elected; 0: any that is free.
+    `ca` None: the system's authorities.  `cert` and `key` are this client's own, for an etcd that requires them.
+    `port` is where this node listens if it is elected; 0: any free port.
     """
 
     endpoints: tuple[Address, ...]
@@ -193,78 +191,78 @@ class Etcd(Redacted, frozen=True):
 
 
 class Handler(Struct, frozen=True):
-    """A rendezvous handler of torch's kind, by the name of its entry point, with what it is given."""
+    """A torch rendezvous handler: the name of its entry point, and its parameters."""
 
     name: str
     endpoint: str = ""
     conf: tuple[tuple[str, str], ...] = ()
 
 
-LEAVING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the signals that mean it, unless others are named
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # stop the agent by default
 
 
 class Numa(Enum):
-    """Which processors a worker is bound to; all are near the GPU that has the worker's local rank for its number."""
+    """Which CPUs a worker is bound to, near the GPU whose index is the worker's local rank."""
 
     NODE = "node"  # all of the GPU's NUMA node
     SOCKET = "socket"  # all of the GPU's socket
-    EXCLUSIVE = "exclusive"  # a share of the node's cores that no other GPU's worker has
+    EXCLUSIVE = "exclusive"  # cores of the GPU's node that no other worker has
     CORE_COMPLEX = "core-complex"  # cores of the node that share a last-level cache
 
 
 class Binding(Struct, frozen=True):
-    """Where one worker runs: on these processors, with memory from this NUMA node first (None: wherever it is)."""
+    """CPUs of one worker, and its preferred NUMA node for memory (None: any)."""
 
     cpus: tuple[int, ...]
     memory: int | None = None
 
 
 class RunConfig(Redacted, frozen=True):
-    """All of `ripstop run`."""
+    """Configuration of `ripstop run`."""
 
     entry: Entrypoint
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
-    target: int | None = None  # nodes to have at first; None: as many as there may be
+    target: int | None = None  # initial number of nodes; None: the maximum
     slots: int = 1
     role: str = "default"
     backend: Backend = Backend.LOCAL
     endpoint: Address | None = None
     etcd: Etcd | None = None
     handler: Handler | None = None
-    is_host: bool | None = None  # None: whoever can bind the endpoint
+    is_host: bool | None = None  # None: the agent that can bind the endpoint
     local_addr: str | None = None
     node_rank: int | None = None
     rank_by: RankBy = RankBy.JOIN
     node_number: int | None = None  # with rank_by=slot
     node_label: str = ""  # with rank_by=label
-    store_port: int = 0  # 0: a new free port every round
+    store_port: int = 0  # 0: a free port, new for every round
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     health: HealthLimits = field(default_factory=HealthLimits)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
-    hang_timeout: float = 0.0  # seconds without progress after which a worker is taken to hang; 0: never
+    hang_timeout: float = 0.0  # seconds without progress after which a worker hangs; 0: never
     start: StartMethod = StartMethod.ZYGOTE
-    preload: tuple[str, ...] | None = None  # None: what the script imports
+    preload: tuple[str, ...] | None = None  # None: the modules that the script imports
     logs: Logs = field(default_factory=Logs)
-    bindings: tuple[Binding, ...] = ()  # one for each local rank, or none at all
-    virtual_local_rank: bool = False  # every worker is local rank 0, and its GPU is the only one that it sees
-    signals: tuple[str, ...] = LEAVING
-    event_handler: str = ""  # of torch's kind; "": none
-    timer_pipe: Path | None = None  # on which workers set timers; None: they cannot
+    bindings: tuple[Binding, ...] = ()  # one for each local rank, or empty
+    virtual_local_rank: bool = False  # every worker is local rank 0 and sees only its own GPU
+    signals: tuple[str, ...] = STOP_SIGNALS
+    event_handler: str = ""  # a torch event handler; "": none
+    timer_pipe: Path | None = None  # on which workers set timers; None: no timers
     tracing: Tracing | None = None  # None: no spans
     token: str = ""
     tls: Tls | None = None
-    api: Address | None = None  # where a job on one node is steered over the network; None: nowhere
-    probe_port: int | None = None  # where probes are answered; None: nowhere
-    termination_log: Path | None = None  # the file for this agent's last word
-    linger: bool = False  # stay when the job is over, until a signal comes
-    notes: tuple[str, ...] = ()  # said once at the start: what was assumed, what has no effect
+    api: Address | None = None  # address of the HTTP API of a job on one node; None: no network API
+    probe_port: int | None = None  # port of the health probes; None: no probes
+    termination_log: Path | None = None  # file for this agent's termination message
+    linger: bool = False  # stay after the end of the job, until a signal
+    notes: tuple[str, ...] = ()  # logged once at the start: assumptions, flags without effect
 
 
 class CoordinatorConfig(Redacted, frozen=True):
-    """All of `ripstop coordinator`: a coordinator of its own, without workers."""
+    """Configuration of `ripstop coordinator`: a coordinator without workers."""
 
     run_id: str
     endpoint: Address
@@ -275,7 +273,7 @@ class CoordinatorConfig(Redacted, frozen=True):
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
-    log_dir: Path | None = None  # for the job's events; None: they are not written
+    log_dir: Path | None = None  # for the job's event file; None: no file
     tracing: Tracing | None = None
     token: str = ""
     tls: Tls | None = None

@@ -1,17 +1,17 @@
-"""Everything ripstop raises on purpose.
+"""All exceptions that ripstop raises on purpose.
 
-    RipstopError                 a word to the user; never a traceback
-    ├── UsageError               a flag, variable or file that cannot be right        exit 2
-    ├── ProtocolError            a peer sent what no version of us sends
-    ├── StartError               a worker process could not be started                exit 1
-    └── NoAnswer                 a node could not answer an operator's question
+    RipstopError                 a message for the user, without a traceback
+    ├── UsageError               a wrong flag, variable or file                       exit 2
+    ├── ProtocolError            a peer sent an invalid message
+    ├── StartError               workers could not be started                         exit 1
+    └── QueryFailed              a node could not answer an operator's query
 
 A message has three parts: the rule, the value seen, the remedy.
 """
 
 
 class RipstopError(Exception):
-    """Base of all deliberate errors; `exit_code` is what the process ends with."""
+    """Base of all deliberate errors; `exit_code` is the exit code of the process."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class UsageError(RipstopError):
 
 
 class ProtocolError(RipstopError):
-    """A message that breaks the protocol."""
+    """A message violates the protocol."""
 
 
 class StartError(RipstopError):
@@ -31,4 +31,4 @@ class StartError(RipstopError):
 
 
 class QueryFailed(RipstopError):
-    """What an operator asked of a node cannot be had."""
+    """A node could not answer an operator's query."""

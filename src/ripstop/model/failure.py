@@ -1,37 +1,37 @@
-"""One worker's failure, and the report of a job's end.
+"""One worker's failure, and the report at the end of a job.
 
-Data only, small enough to travel: texts are cut where they are gathered (see `diagnostics/evidence.py`).
+Data only.  `diagnostics/evidence.py` truncates the texts, so that a failure fits into a message.
 """
 
 from msgspec import Struct
 
+from ripstop.model.bounds import Int64, Items
 from ripstop.model.round import Outcome
 
-MOST_STANDINGS = 8  # of one rank: no more are sent, and no more are heard
+MAX_STANDINGS = 8  # process groups of one rank that are sent and kept
 
 
-class CollectiveProgress(Struct, frozen=True):
-    """How far a worker is in one process group, by torch's flight recorder; `diagnostics/flight_recorder.py` says
-    what it means.
+class CollectiveProgress(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's position in one process group, from torch's flight recorder (`diagnostics/flight_recorder.py`).
 
-    `entered` is the number of the latest operation it has entered, `pending` that of the oldest it has not left; 0:
-    none.  `op` and `size` are of the pending one, else of the latest.
+    `entered` is the number of the latest operation that the worker entered, `pending` of the oldest that it has not
+    completed; 0 means none.  `op` and `size` describe the pending operation, or else the latest.
     """
 
     group: str
     label: str
-    entered: int = 0
-    pending: int = 0
+    entered: Int64 = 0
+    pending: Int64 = 0
     op: str = ""
     size: str = ""
     p2p: bool = False
 
 
-class Hang(Struct, frozen=True):
-    """Where a worker was when its round made no progress; `diagnostics/stacks.py` says what it means.
+class Hang(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker was when its round made no progress (`diagnostics/stacks.py` compares workers).
 
-    `sign` is how it showed that this worker hangs; empty for one that was looked at because others do.  `state` is the
-    kernel's letter for the process, `file` what has all that was found.  `standings` None: it did not tell.
+    `sign` is the symptom of the hang; empty for a worker that was inspected because others hang.  `state` is the
+    kernel's process state letter.  `file` has all that was found.  `standings` is None if the worker did not reply.
     """
 
     seconds: float
@@ -41,40 +41,40 @@ class Hang(Struct, frozen=True):
     waits: bool
     state: str
     file: str = ""
-    standings: tuple[CollectiveProgress, ...] | None = None
+    standings: Items[CollectiveProgress] | None = None
 
 
-class Failure(Struct, frozen=True):
-    """Why one worker is dead, or is to be stopped because its round hangs.
+class Failure(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why one worker exited, or why it hangs.
 
-    `at` is wall-clock time, of the exception where the worker wrote an error file, else of the exit.  Exactly one of
-    `exitcode` and `signal` is set, except for a worker that could not be started at all, or hangs: then neither is.
-    A hang's `at` is the last sign of progress, and its `traceback` the stack.
+    `at` is the wall-clock time of the exception if the worker wrote an error file, or else of the exit.  Exactly one of
+    `exitcode` and `signal` is set; neither is for a worker that hangs or could not be started.  For a hang, `at` is the
+    time of the last progress and `traceback` is the stack.
     """
 
-    rank: int
-    local_rank: int
-    round: int
+    rank: Int64
+    local_rank: Int64
+    round: Int64
     host: str
     at: float
-    pid: int | None = None
-    exitcode: int | None = None
+    pid: Int64 | None = None
+    exitcode: Int64 | None = None
     signal: str | None = None
     message: str = ""
     traceback: str = ""
     oom: str = ""
-    log_tail: tuple[str, ...] = ()
+    log_tail: Items[str] = ()
     error_file: str = ""
     logs: str = ""
     hang: Hang | None = None
 
 
-class JobReport(Struct, frozen=True):
-    """The end of a job: how, why, and the failures of its last round, the culprit first."""
+class JobReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """How and why a job ended, and the failures of its last round, the root cause first."""
 
     run_id: str
     outcome: Outcome
     why: str
-    rounds: int
-    restarts: int
-    failures: tuple[Failure, ...] = ()
+    rounds: Int64
+    restarts: Int64
+    failures: Items[Failure] = ()

@@ -1,7 +1,7 @@
-"""What operators may want of a job, and why they cannot have it.  Pure.
+"""Operator commands, and when a job rejects them.  Pure.
 
-Whoever takes a wish asks `objection` first: the API, to refuse it with words, and the coordinator's machine, which is
-the one to grant it.
+Both the API and the coordinator's state machine check `rejection_reason`: the API to reply with the reason, the state
+machine because the job may have changed since.
 """
 
 from msgspec import Struct
@@ -10,26 +10,26 @@ from ripstop.model.status import JobStatus, NodeState, Phase
 
 
 class RestartRound(Struct, frozen=True):
-    """A new round, of whoever is there; nobody is charged."""
+    """Form a new round of the nodes that are ready.  Nothing is charged to the budget."""
 
     why: str
 
 
 class DrainNode(Struct, frozen=True):
-    """This node leaves the job, as if it had been told to stop."""
+    """Stop the node's workers; the node leaves the job."""
 
     node: str
     why: str
 
 
 class ScaleJob(Struct, frozen=True):
-    """The job uses so many nodes, if it can."""
+    """Set the target number of nodes."""
 
     nodes: int
 
 
 class StopJob(Struct, frozen=True):
-    """The job ends."""
+    """End the job."""
 
     why: str
 
@@ -37,8 +37,8 @@ class StopJob(Struct, frozen=True):
 OperatorCommand = RestartRound | DrainNode | ScaleJob | StopJob
 
 
-def describe(wish: OperatorCommand) -> str:
-    match wish:
+def describe(command: OperatorCommand) -> str:
+    match command:
         case RestartRound():
             return "restart"
         case DrainNode(node):
@@ -49,26 +49,26 @@ def describe(wish: OperatorCommand) -> str:
             return "stop"
 
 
-def rejection_reason(wish: OperatorCommand, job: JobStatus) -> str:
-    """Why the job will not; empty when it will."""
-    match wish:
+def rejection_reason(command: OperatorCommand, job: JobStatus) -> str:
+    """Why the job rejects the command; empty if it accepts it."""
+    match command:
         case RestartRound() if job.phase is not Phase.RUNNING:
-            return f"the job is {job.phase}, and only a running one can be restarted; wait, `status` says more"
+            return f"the job is {job.phase}, and only a running job can be restarted; wait, and see `status`"
         case DrainNode(node) if not is_member(node, job):
             return f"no node {node} is part of the job; `status` lists them"
         case ScaleJob(nodes) if not job.min_nodes <= nodes <= job.max_nodes:
             span = f"{job.min_nodes} to {job.max_nodes} nodes"
             return f"the job runs on {span}, not on {nodes}; choose one of these, or start it with other --nnodes"
     if job.phase in (Phase.CLOSING, Phase.CLOSED):
-        return f"the job is {job.phase} ({job.why}), and cannot be steered any more; start it again"
-    return _objection_to_drain(wish.node, job) if isinstance(wish, DrainNode) else ""
+        return f"the job is {job.phase} ({job.why}) and accepts no more commands; start it again"
+    return _reason_against_drain(command.node, job) if isinstance(command, DrainNode) else ""
 
 
 def is_member(node: str, job: JobStatus) -> bool:
     return any(member.name == node for member in job.nodes)
 
 
-def _objection_to_drain(node: str, job: JobStatus) -> str:
+def _reason_against_drain(node: str, job: JobStatus) -> str:
     staying = sum(member.state is not NodeState.LEAVING and member.name != node for member in job.nodes)
     if staying >= job.min_nodes:
         return ""

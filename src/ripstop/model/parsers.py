@@ -1,17 +1,18 @@
-"""How values are written: one reader for every form (`4`, `1:4`, `host:port`, `90s`, `0:1,1:2`, `k=v`).
+"""Parse the values of flags, variables and `--rdzv-conf`: `4`, `1:4`, `host:port`, `90s`, `0:1,1:2`, `k=v`.
 
-A reader takes the name under which the user wrote the value, so that its error is about what the user sees.  What the
-values are for is in `config.py`.
+A parser takes the flag's or variable's name for its error messages.  `config.py` describes the settings.
 """
 
 import errno
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from ripstop.model.config import (
     ETCD_PORT,
     ETCD_PREFIX,
-    MOST_NODES,
+    MAX_NODES,
     Etcd,
     HealthLimits,
     OutputStreams,
@@ -23,64 +24,61 @@ from ripstop.model.config import (
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
 
-TYPE_CHECKING = False  # not from `typing`, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import BinaryIO
-
-LONGEST_NAME = 200
-MAX_FILE = 1 << 20  # bytes of a file that is read whole: a secret, certificates, a job file
-BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-NOT_REQUESTS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+MAX_NAME_LENGTH = 200
+MAX_FILE_BYTES = 1 << 20  # of a secret, a certificate or a job file
+SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+NOT_STOP_SIGNALS = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 TLS_CONF = frozenset({"tls_cert", "tls_key", "tls_ca"})
 HEALTH_CONF = frozenset({"min_disk", "max_clock_skew"})
 QUARANTINE_CONF = frozenset({"quarantine_failures", "quarantine_window", "quarantine_cooldown"})
-BEAT_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
-RDZV_CONF = TLS_CONF | BEAT_CONF | HEALTH_CONF | QUARANTINE_CONF | {
+KEEP_ALIVE_CONF = frozenset({"keep_alive_interval", "keep_alive_max_attempt"})  # torch's; their product is the lease
+RDZV_CONF = TLS_CONF | KEEP_ALIVE_CONF | HEALTH_CONF | QUARANTINE_CONF | {
     "join_timeout", "timeout", "last_call_timeout", "lease", "coordinator_timeout", "is_host", "rank_by",
     "target",
 }  # fmt: skip
-IDLE_CONF = frozenset(  # torch's, no effect here; `rank` is --node-rank, which torch puts there itself
+IGNORED_CONF = frozenset(  # torch's keys without effect here; `rank` is --node-rank, which torch adds itself
     {"close_timeout", "read_timeout", "heartbeat_timeout", "use_libuv", "store_type", "rank"}
 )
 
 
-def whole(name: str, text: str, *, least: int, most: int, remedy: str = "") -> int:
-    """A whole number between `least` and `most`."""
-    wanted = remedy or f"give a number from {least} to {most}"
+def integer(name: str, text: str, *, minimum: int, maximum: int, remedy: str = "") -> int:
+    remedy = remedy or f"give a number from {minimum} to {maximum}"
     digits = text.strip().removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
-        raise UsageError(f"{name}={text}: not a whole number; {wanted}")
-    if not least <= (number := int(text)) <= most:
-        side = "below the least" if number < least else "above the most"
-        raise UsageError(f"{name}={text}: {side} that makes sense ({least if number < least else most}); {wanted}")
+        raise UsageError(f"{name}={text}: not a whole number; {remedy}")
+    number = int(text)
+    if number < minimum:
+        raise UsageError(f"{name}={text}: below the minimum ({minimum}); {remedy}")
+    if number > maximum:
+        raise UsageError(f"{name}={text}: above the maximum ({maximum}); {remedy}")
     return number
 
 
-def port(name: str, text: str, *, least: int = 1) -> int:
-    return whole(name, text, least=least, most=65535, remedy=f"give a port from {least} to 65535")
+def port(name: str, text: str, *, minimum: int = 1) -> int:
+    return integer(name, text, minimum=minimum, maximum=65535, remedy=f"give a port from {minimum} to 65535")
 
 
 def duration(name: str, text: str, *, positive: bool = False) -> float:
-    """Seconds, written as a number with or without a unit: `90`, `0.5`, `90s`, `10m`, `1h`."""
+    """Seconds, from a number with or without a unit: `90`, `0.5`, `90s`, `10m`, `1h`."""
     digits = text.strip().rstrip("smhd")
     unit = text.strip()[len(digits) :] or "s"
     try:
-        seconds = float(digits) * UNITS[unit]
+        seconds = float(digits) * TIME_UNITS[unit]
     except (ValueError, KeyError):
         raise UsageError(f"{name}={text}: not a time; give seconds, or a number with a unit: 90s, 10m, 1h") from None
     if not 0 <= seconds < float("inf") or (positive and seconds == 0):
-        least = "above 0" if positive else "0 or more"
-        raise UsageError(f"{name}={text}: a time is {least} and finite; give seconds, or 90s, 10m, 1h")
+        bound = "above 0" if positive else "0 or more"
+        raise UsageError(f"{name}={text}: a time is {bound} and finite; give seconds, or 90s, 10m, 1h")
     return seconds
 
 
-def size(name: str, text: str) -> int:
-    """Bytes, written as a number with or without a unit of 1024: `512M`, `1G`, `1GiB`."""
+def byte_size(name: str, text: str) -> int:
+    """Bytes, from a number with or without a unit: `512M`, `1G`, `1GiB`."""
     digits = text.strip().rstrip("KMGTiB")
     unit = text.strip()[len(digits) :].removesuffix("B").removesuffix("i")
     try:
-        number = float(digits) * BYTES[unit]
+        number = float(digits) * SIZE_UNITS[unit]
     except (ValueError, KeyError):
         raise UsageError(f"{name}={text}: not a size; give bytes, or a number with a unit: 512M, 1G") from None
     if not 0 <= number < 1 << 63:
@@ -88,7 +86,7 @@ def size(name: str, text: str) -> int:
     return int(number)
 
 
-def truth(name: str, text: str) -> bool:
+def boolean(name: str, text: str) -> bool:
     match text.strip().lower():
         case "1" | "true" | "t" | "yes" | "y":
             return True
@@ -97,24 +95,24 @@ def truth(name: str, text: str) -> bool:
     raise UsageError(f"{name}={text}: neither true nor false; write {name}=1 or {name}=0")
 
 
-def nodes(name: str, text: str) -> tuple[int, int]:
+def node_range(name: str, text: str) -> tuple[int, int]:
     """`N` or `MIN:MAX`."""
     parts = text.split(":")
     if len(parts) > 2:
         raise UsageError(f"{name}={text}: neither a number nor a range; write {name}=4 or {name}=2:4")
-    fewest, most = (
-        whole(name, part, least=1, most=MOST_NODES, remedy=f"write {name}=4 or {name}=2:4")
+    minimum, maximum = (
+        integer(name, part, minimum=1, maximum=MAX_NODES, remedy=f"write {name}=4 or {name}=2:4")
         for part in (parts[0], parts[-1])
     )
-    if fewest > most:
+    if minimum > maximum:
         raise UsageError(
-            f"{name}={text}: the minimum ({fewest}) is above the maximum ({most}); write {name}={most}:{fewest}"
+            f"{name}={text}: the minimum ({minimum}) is above the maximum ({maximum}); write {name}={maximum}:{minimum}"
         )
-    return fewest, most
+    return minimum, maximum
 
 
 def host(name: str, text: str) -> str:
-    """A host name or address; brackets around an IPv6 address are taken off."""
+    """A host name or address; brackets around an IPv6 address are removed."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not bare or not all(c.isalnum() or c in "._:-%" for c in bare):
         raise UsageError(f"{name}={text}: not a host name or address; write it like node0, 10.0.0.7 or [fd00::7]")
@@ -130,7 +128,7 @@ def address(name: str, text: str, *, default_port: int) -> Address:
         where, _, number = text.rpartition(":") if ":" in text else (text, "", "")
         if ":" in text and not number:
             raise UsageError(f"{name}={text}: no port after the colon; write {name}={where}:{default_port}")
-    return Address(host(name, where), port(f"{name} port", number, least=0) if number else default_port)
+    return Address(host(name, where), port(f"{name} port", number, minimum=0) if number else default_port)
 
 
 def streams(name: str, text: str, slots: int) -> StreamMap:
@@ -142,13 +140,13 @@ def streams(name: str, text: str, slots: int) -> StreamMap:
         rank, _, choice = part.partition(":")
         if not (rank.isascii() and rank.isdigit() and len(rank) < 20) or choice not in ("0", "1", "2", "3"):
             raise UsageError(
-                f"{name}={text}: {part!r} is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+                f"{name}={text}: {part!r} is not a choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
                 "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2"
             )
         if int(rank) in by_rank:
             raise UsageError(f"{name}={text}: names local rank {rank} twice; keep one of the two")
         if int(rank) >= slots:
-            raise UsageError(f"{name}={text}: names local rank {rank}; this node's are 0 to {slots - 1}: leave it out")
+            raise UsageError(f"{name}={text}: names local rank {rank}; this node has 0 to {slots - 1}; leave it out")
         by_rank[int(rank)] = OutputStreams(int(choice))
     return StreamMap(OutputStreams.NONE, tuple(sorted(by_rank.items())))
 
@@ -156,139 +154,137 @@ def streams(name: str, text: str, slots: int) -> StreamMap:
 def local_ranks(name: str, text: str, slots: int) -> frozenset[int]:
     """`0,2`: some of this node's workers."""
     remedy = f"this node's local ranks are 0 to {slots - 1}; write them like {name}=0,1"
-    return frozenset(whole(name, part, least=0, most=slots - 1, remedy=remedy) for part in text.split(","))
+    return frozenset(integer(name, part, minimum=0, maximum=slots - 1, remedy=remedy) for part in text.split(","))
 
 
-def words(name: str, text: str) -> tuple[str, ...]:
-    """`apple,orange`; a comma inside a word is written twice."""
+def comma_separated(name: str, text: str) -> tuple[str, ...]:
+    """`apple,orange`; a comma inside a text is written twice."""
     found = tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
     if not all(found):
-        raise UsageError(f"{name}={text}: an empty word is in every line; leave it out, and write ,, for a comma")
+        raise UsageError(f"{name}={text}: every line contains an empty text; leave it out, or write ,, for a comma")
     return found
 
 
 def signals(name: str, text: str) -> tuple[str, ...]:
-    """`SIGTERM,SIGUSR1`: signals that ask a process to go."""
+    """`SIGTERM,SIGUSR1`: signals that ask a process to stop."""
     from signal import Signals
 
     names = tuple(part.strip() for part in text.split(","))
     for signal in names:
         if signal not in Signals.__members__:
             raise UsageError(f"{name}={text}: there is no signal {signal!r}; write names like SIGTERM,SIGUSR1")
-        if signal in NOT_REQUESTS:
-            raise UsageError(f"{name}={text}: {signal} is no request to go that a process could hear; leave it out")
+        if signal in NOT_STOP_SIGNALS:
+            raise UsageError(f"{name}={text}: {signal} cannot ask a process to stop; leave it out")
     return tuple(dict.fromkeys(names))
 
 
-def word(name: str, text: str) -> str:
-    """A name that is printed, put into variables and made a directory of."""
-    if not text or len(text) > LONGEST_NAME:
-        raise UsageError(f"{name}={text[:40]}: has {len(text)} characters; choose a name of 1 to {LONGEST_NAME}")
+def identifier(name: str, text: str) -> str:
+    """A name that can be part of log lines, variables and paths."""
+    if not text or len(text) > MAX_NAME_LENGTH:
+        raise UsageError(f"{name}={text[:40]}: has {len(text)} characters; choose a name of 1 to {MAX_NAME_LENGTH}")
     if text.startswith(".") or not all(c.isprintable() and not c.isspace() and c not in "/[]:" for c in text):
         raise UsageError(f"{name}={text}: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _")
     return text
 
 
-def pairs(name: str, text: str) -> dict[str, str]:
-    """`key=value,key=value`; nothing written is no pair."""
+def key_values(name: str, text: str) -> dict[str, str]:
+    """`key=value,key=value`; may be empty."""
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if not key or not value:
             raise UsageError(f"{name}={text}: {part!r} is not key=value; write {name}=join_timeout=600,lease=3")
         if key in found:
-            raise UsageError(f"{name}={text}: {key} is there twice; keep one of the two")
+            raise UsageError(f"{name}={text}: {key} is given twice; keep one of the two")
         found[key] = value
     return found
 
 
 def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
-    """The waits that `--rdzv-conf` sets, and what there is to say about what sets nothing.
+    """The timeouts that `--rdzv-conf` sets, and notes about keys without effect.
 
-    As with torch, a key that nobody knows is no error, and `join_timeout` stands before `timeout`.
+    As with torch, an unknown key is not an error, and `join_timeout` overrides `timeout`.
     """
-    for beat in sorted(BEAT_CONF):
-        if "lease" in conf and beat in conf:
-            raise UsageError(f"{name}: lease={conf['lease']} and {beat}={conf[beat]} set the same wait; keep lease")
+    for key in sorted(KEEP_ALIVE_CONF & conf.keys()):
+        if "lease" in conf:
+            raise UsageError(f"{name}: lease={conf['lease']} and {key}={conf[key]} set the same timeout; keep lease")
 
-    def seconds(key: str, default: float, *, positive: bool = True) -> float:
-        return duration(f"{name} {key}", conf[key], positive=positive) if key in conf else default
-
+    seconds = partial(_seconds, name, conf)
     default = Timing()
     lease = seconds("lease", default.lease)
-    if BEAT_CONF & conf.keys():
-        attempts = whole(f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), least=1, most=1000)
+    if KEEP_ALIVE_CONF & conf.keys():
+        attempts = integer(
+            f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), minimum=1, maximum=1000
+        )
         lease = seconds("keep_alive_interval", 5.0) * attempts
-    waits = Timing(
+    timeouts = Timing(
         last_call=seconds("last_call_timeout", default.last_call, positive=False),
         join=seconds("join_timeout", seconds("timeout", default.join)),
         lease=lease,
         coordinator=seconds("coordinator_timeout", default.coordinator),
         shutdown=shutdown,
     )
-    return waits, [note for key in conf if (note := _about_idle(name, key, conf))]
+    return timeouts, [note for key in conf if (note := _note_if_ignored(name, key, conf))]
 
 
-def _about_idle(name: str, key: str, conf: Mapping[str, str]) -> str:
-    """Why a key has no effect, if so."""
+def _seconds(name: str, conf: Mapping[str, str], key: str, default: float, *, positive: bool = True) -> float:
+    return duration(f"{name} {key}", conf[key], positive=positive) if key in conf else default
+
+
+def _note_if_ignored(name: str, key: str, conf: Mapping[str, str]) -> str:
+    """Why a key has no effect; empty if it has one."""
     if key == "timeout" and conf.get("join_timeout", conf[key]) != conf[key]:
         return f"{name} timeout={conf[key]} has no effect beside join_timeout={conf['join_timeout']}"
     if key == "store_type" and conf[key].lower() == "tcp":
         return ""  # torch's default
-    if key in IDLE_CONF:
-        return f"{name} {key} has no effect: ripstop has no use for it"
+    if key in IGNORED_CONF:
+        return f"{name} {key} has no effect: ripstop does not use it"
     if key in ETCD_CONF:
         return f"{name} {key} has no effect without --rdzv-backend=etcd"
     if key in RDZV_CONF:
         return ""
-    from difflib import get_close_matches  # few make mistakes
+    from difflib import get_close_matches  # imported only here: rarely needed
 
     near = get_close_matches(key, sorted(RDZV_CONF | ETCD_CONF.keys()), n=1)
     return f"{name}: there is no {key}, so it has no effect" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def health_limits(name: str, conf: Mapping[str, str]) -> HealthLimits:
-    """What `--rdzv-conf` says of a good node; the user's own check is added by who reads the flags."""
+    """The node health limits in `--rdzv-conf`, without the user's own command."""
     default = HealthLimits()
     disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
     return HealthLimits(
-        min_disk=default.min_disk if disk is None else size(f"{name} min_disk", disk),
+        min_disk=default.min_disk if disk is None else byte_size(f"{name} min_disk", disk),
         max_skew=default.max_skew if skew is None else duration(f"{name} max_clock_skew", skew),
     )
 
 
 def quarantine(name: str, conf: Mapping[str, str]) -> QuarantineLimits:
-    """What `--rdzv-conf` says of nodes whose failures repeat."""
     default = QuarantineLimits()
-
-    def seconds(key: str, otherwise: float) -> float:
-        return duration(f"{name} {key}", conf[key], positive=True) if key in conf else otherwise
-
     failures = conf.get("quarantine_failures", str(default.failures))
     return QuarantineLimits(
-        failures=whole(f"{name} quarantine_failures", failures, least=0, most=1_000_000),
-        window=seconds("quarantine_window", default.window),
-        cooldown=seconds("quarantine_cooldown", default.cooldown),
+        failures=integer(f"{name} quarantine_failures", failures, minimum=0, maximum=1_000_000),
+        window=_seconds(name, conf, "quarantine_window", default.window),
+        cooldown=_seconds(name, conf, "quarantine_cooldown", default.cooldown),
     )
 
 
 def target(name: str, conf: Mapping[str, str], min_nodes: int, max_nodes: int) -> int | None:
-    """How many nodes the job has at first, as `--rdzv-conf` says; None: as many as there may be."""
+    """The initial number of nodes in `--rdzv-conf`; None: the maximum."""
     if "target" not in conf:
         return None
     remedy = f"--nnodes allows {min_nodes} to {max_nodes}"
-    return whole(f"{name} target", conf["target"], least=min_nodes, most=max_nodes, remedy=remedy)
+    return integer(f"{name} target", conf["target"], minimum=min_nodes, maximum=max_nodes, remedy=remedy)
 
 
 def rank_by(name: str, conf: Mapping[str, str]) -> RankBy:
-    """What `--rdzv-conf` says that ranks go by."""
     text = conf.get("rank_by", RankBy.JOIN.value)
-    if text not in (known := [way.value for way in RankBy]):
-        raise UsageError(f"{name} rank_by={text}: ranks cannot go by that; write one of {', '.join(known)}")
+    if text not in (known := [key.value for key in RankBy]):
+        raise UsageError(f"{name} rank_by={text}: ranks cannot be sorted by this; write one of {', '.join(known)}")
     return RankBy(text)
 
 
-ETCD_CONF = {  # torch's two etcd backends call the same things by different names
+ETCD_CONF = {  # torch's two etcd backends have different names for the same settings
     "cacert": "ca",
     "ca_cert": "ca",
     "cert": "cert",
@@ -304,90 +300,90 @@ ETCD_CONF = {  # torch's two etcd backends call the same things by different nam
 def etcd(
     name: str, text: str, conf_name: str, conf: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[Etcd, dict[str, str]]:
-    """`HOST[:PORT],…` with what `--rdzv-conf` and the environment say of etcd, and the rest of `--rdzv-conf`."""
-    said: dict[str, str] = {}
-    for key, meaning in ETCD_CONF.items():
+    """`HOST[:PORT],…` with the etcd settings in `--rdzv-conf` and the environment, and the rest of `--rdzv-conf`."""
+    settings: dict[str, str] = {}
+    for key, setting in ETCD_CONF.items():
         if key in conf:
-            if meaning in said:
-                raise UsageError(f"{conf_name}: {key} is there under two names; keep one of the two")
-            said[meaning] = conf[key]
-    tls = _etcd_tls(name, text, conf_name, said)
+            if setting in settings:
+                raise UsageError(f"{conf_name}: {key} is given under two names; keep one of the two")
+            settings[setting] = conf[key]
+    tls = _etcd_tls(name, text, conf_name, settings)
     bare = [part.strip().removeprefix("http://").removeprefix("https://").rstrip("/") for part in text.split(",")]
     found = Etcd(
         endpoints=tuple(dict.fromkeys(address(name, part, default_port=ETCD_PORT) for part in bare)),
-        prefix="/" + said.get("prefix", ETCD_PREFIX).strip("/"),
+        prefix="/" + settings.get("prefix", ETCD_PREFIX).strip("/"),
         tls=tls,
-        ca=_pem_if_said(conf_name, "ca", said),
-        cert=_pem_if_said(conf_name, "cert", said),
-        key=_pem_if_said(conf_name, "key", said),
+        ca=_optional_pem_file(conf_name, "ca", settings),
+        cert=_optional_pem_file(conf_name, "cert", settings),
+        key=_optional_pem_file(conf_name, "key", settings),
         user=environ.get("RIPSTOP_ETCD_USER", ""),
         password=environ.get("RIPSTOP_ETCD_PASSWORD", ""),
-        port=port(f"{conf_name} coordinator_port", said.get("port", "0"), least=0),
+        port=port(f"{conf_name} coordinator_port", settings.get("port", "0"), minimum=0),
     )
     if not all(endpoint.port for endpoint in found.endpoints):
-        raise UsageError(f"{name}={text}: etcd does not listen at port 0; write HOST:{ETCD_PORT}")
+        raise UsageError(f"{name}={text}: etcd cannot listen on port 0; write HOST:{ETCD_PORT}")
     if bool(found.user) != bool(found.password):
         there, missing = ("USER", "PASSWORD") if found.user else ("PASSWORD", "USER")
-        raise UsageError(f"RIPSTOP_ETCD_{there} is set and RIPSTOP_ETCD_{missing} is not; set both, or none")
+        raise UsageError(f"RIPSTOP_ETCD_{there} is set and RIPSTOP_ETCD_{missing} is not; set both, or neither")
     return found, {key: value for key, value in conf.items() if key not in ETCD_CONF}
 
 
-def _etcd_tls(name: str, text: str, conf_name: str, said: Mapping[str, str]) -> bool:
-    protocol = said.get("protocol", "").lower()
+def _etcd_tls(name: str, text: str, conf_name: str, settings: Mapping[str, str]) -> bool:
+    protocol = settings.get("protocol", "").lower()
     if protocol not in ("", "http", "https"):
-        raise UsageError(f"{conf_name} protocol={protocol}: etcd speaks http or https; write one of the two")
+        raise UsageError(f"{conf_name} protocol={protocol}: etcd uses http or https; write one of the two")
     schemes = {part.strip().partition("://")[0] for part in text.split(",") if "://" in part} | ({protocol} - {""})
-    files = {"ca", "cert", "key"} & said.keys()
+    files = {"ca", "cert", "key"} & settings.keys()
     if len(schemes) > 1 or not schemes <= {"http", "https"} or (files and "http" in schemes):
         raise UsageError(f"{name}={text}: certificates and all endpoints must agree; write protocol=https, or http")
-    if ("cert" in said) != ("key" in said):
-        there, missing = ("cert", "key") if "cert" in said else ("key", "cert")
-        raise UsageError(f"{conf_name}: {there} is of no use without {missing}; give both, or none")
+    if ("cert" in settings) != ("key" in settings):
+        there, missing = ("cert", "key") if "cert" in settings else ("key", "cert")
+        raise UsageError(f"{conf_name}: {there} needs {missing}; give both, or neither")
     return bool(files) or "https" in schemes
 
 
-def _pem_if_said(name: str, key: str, said: Mapping[str, str]) -> Path | None:
-    return pem_file(f"{name} {key}", said[key]) if key in said else None
+def _optional_pem_file(name: str, key: str, settings: Mapping[str, str]) -> Path | None:
+    return pem_file(f"{name} {key}", settings[key]) if key in settings else None
 
 
-def whole_file(path: str | Path) -> bytes:
-    """What is in a file that the user names; `OSError` also for one that has no end, or none in sight."""
+def read_file(path: str | Path) -> bytes:
+    """The contents of a file that the user names.  A file that is too large raises `OSError`."""
     with Path(path).open("rb") as file:
-        return whole_content(file)
+        return read_bounded(file)
 
 
-def whole_content(file: "BinaryIO") -> bytes:
-    data = file.read(MAX_FILE + 1)
-    if len(data) > MAX_FILE:
-        raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE >> 20} MiB")
+def read_bounded(file: BinaryIO) -> bytes:
+    data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
     return data
 
 
 def pem_file(name: str, text: str) -> Path:
-    """A file of certificates or a key that can be read."""
+    """A readable file with certificates or a key."""
     try:
-        whole_file(text)
+        read_file(text)
     except OSError as error:
         raise UsageError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
     return Path(text)
 
 
 def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
-    """The certificates that `--rdzv-conf` names, and what there is to say about where they lie."""
+    """The certificates that `--rdzv-conf` names, and notes about their file modes."""
     if not TLS_CONF & conf.keys():
         return None, []
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if one in conf and other not in conf:
             raise UsageError(f"{name} {one}={conf[one]}: a certificate and its key go together; add {other}=FILE")
-    ca, cert, key = (_pem_if_said(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
+    ca, cert, key = (_optional_pem_file(name, setting, conf) for setting in ("tls_ca", "tls_cert", "tls_key"))
     notes = []
     if key is not None and key.stat().st_mode & 0o004:
         notes.append(f"{name} tls_key={key}: everyone can read it; chmod 600 {key}")
     return Tls(cert, key, ca), notes
 
 
-def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The job's secret, "" when there is none, and what there is to say about where it lies."""
+def job_secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The job's secret (empty: none), and notes about its file mode."""
     if "RIPSTOP_TOKEN" in environ and "RIPSTOP_TOKEN_FILE" in environ:
         raise UsageError("RIPSTOP_TOKEN and RIPSTOP_TOKEN_FILE are both set; a job has one secret: unset one of them")
     if "RIPSTOP_TOKEN" in environ:
@@ -398,7 +394,7 @@ def secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:
         return "", []
     path = Path(environ["RIPSTOP_TOKEN_FILE"])
     try:
-        token, mode = whole_file(path).decode().strip(), path.stat().st_mode
+        token, mode = read_file(path).decode().strip(), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"RIPSTOP_TOKEN_FILE={path}: cannot be read: {why}; name a text file you may read") from None

@@ -1,66 +1,68 @@
-"""The words both sides of the house share: who a node is, and its place in a round.
+"""A node, and its place in a round.  Pure data.
 
-Pure data.  A `Place` is all that one node needs to know of a round, so the size of what the coordinator sends to a
-node does not grow with the job.
+A `Place` has all that one node needs for a round.  It does not list the members, so that its size does not grow with
+the job.
 """
 
 from enum import StrEnum
 
 from msgspec import Struct
 
+from ripstop.model.bounds import Int64
 
-class Address(Struct, frozen=True):
-    """Where something listens."""
+
+class Address(Struct, frozen=True, forbid_unknown_fields=True):
+    """Host and port of a listening socket."""
 
     host: str
-    port: int
+    port: Int64
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Node(Struct, frozen=True):
-    """One agent of a job; `id` is new for every agent process, `wish` is the group rank it would like.
+class Node(Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent of a job.  Every agent process has a new `id`.
 
-    `number` is what its cluster counts it as, `label` what its user calls the place where it stands: only set where
-    ranks go by them (`RankBy`).
+    `requested_rank` is the group rank that the user requests (`--node-rank`).  `number` and `label` are set only if
+    ranks are sorted by them (`RankBy`): the node's number in its cluster, and the user's label for its location.
     """
 
     id: str
     host: str
-    slots: int
+    slots: Int64
     role: str = "default"
-    wish: int | None = None
-    number: int | None = None
+    requested_rank: Int64 | None = None
+    number: Int64 | None = None
     label: str = ""
 
 
 class RankBy(StrEnum):
-    """What the nodes that have no rank yet are sorted by."""
+    """Sort key for nodes that have no rank yet."""
 
-    JOIN = "join"  # who was ready first
+    JOIN = "join"  # the order in which they became ready
     ADDRESS = "address"
     SLOT = "slot"  # the node's number in its cluster
     LABEL = "label"
 
 
-class Place(Struct, frozen=True):
-    """What one node is in one round.
+class Place(Struct, frozen=True, forbid_unknown_fields=True):
+    """One node's part in one round.
 
     Its workers have the ranks `first_rank` … `first_rank + slots - 1`, and within their role the ranks from
-    `role_first_rank` on.  `restarts` counts the failures healed so far in the whole job.
+    `role_first_rank` on.  `restarts` counts the job's restarts so far.
     """
 
-    round: int
-    group_rank: int
-    group_size: int
-    first_rank: int
-    world_size: int
-    slots: int
-    role_first_rank: int
-    role_size: int
+    round: Int64
+    group_rank: Int64
+    group_size: Int64
+    first_rank: Int64
+    world_size: Int64
+    slots: Int64
+    role_first_rank: Int64
+    role_size: Int64
     store: Address
-    restarts: int
+    restarts: Int64
 
 
 class Outcome(StrEnum):

@@ -1,4 +1,4 @@
-"""What a job is at this moment, for people and programs to read.  Pure data."""
+"""The status of a job, for operators and programs.  Pure data."""
 
 from enum import StrEnum
 
@@ -6,34 +6,34 @@ from msgspec import Struct
 
 
 class Phase(StrEnum):
-    """Where the job is."""
+    """Phase of a job."""
 
-    GATHERING = "gathering"  # no live round: one forms as soon as it can
-    RECOVERING = "recovering"  # agents tell of a round this coordinator does not know
+    GATHERING = "gathering"  # no live round; one is formed as soon as possible
+    RECOVERING = "recovering"  # a new coordinator waits for the nodes of a round that it found
     RUNNING = "running"
-    CLOSING = "closing"  # it has failed; the evidence is coming in
+    CLOSING = "closing"  # it has failed or is ending; agents stop their workers and send evidence
     CLOSED = "closed"
 
 
 class NodeState(StrEnum):
-    """What a node does."""
+    """State of a node."""
 
     RUNNING = "running"  # it has a place in the round
     DONE = "done"  # its workers all exited 0
-    READY = "ready"  # for the next round, while there is none
-    SPARE = "spare"  # ready, and outside the round
+    READY = "ready"  # ready for the next round, while there is none
+    SPARE = "spare"  # ready, but not in the round
     WARMING = "warming"  # not ready yet
     UNHEALTHY = "unhealthy"
     QUARANTINED = "quarantined"
     LEAVING = "leaving"
-    ABSENT = "absent"  # its connection closed, and it may be back in a moment
+    ABSENT = "absent"  # its connection is closed; it may reconnect
 
 
 class NodeStatus(Struct, frozen=True):
     """One node.
 
-    Ranks are -1 outside the round.  `unfit`: why it is not to be counted on, though it may be in the round.  `pids` are
-    those of its workers, by local rank; none where they do not run, or have not been told yet.
+    Ranks are -1 outside the round.  `unfit` is why the node is unhealthy or quarantined; it may still be in the round.
+    `pids` are its workers by local rank; empty if none run, or the agent has not reported them yet.
     """
 
     name: str
@@ -48,11 +48,11 @@ class NodeStatus(Struct, frozen=True):
 
 
 class JobStatus(Struct, frozen=True):
-    """One job.  `seconds` is how long its phase lasts by now, `why` the reason for it; `last_failure` what failed last.
+    """One job.  `seconds` is the duration of its phase so far, `why` the reason for it.
 
-    `restarts` counts all failures and hangs that were ever healed; `charged` are the failures that stand against
-    `max_restarts` now.  `goodput` is the share of the job's time that was spent in steps that were kept; None where
-    nobody has reported a step, or nobody was asked.
+    `restarts` counts all restarts after failures and hangs; `charged` counts the failures in the budget's window, of
+    which `max_restarts` are allowed.  `goodput` is the fraction of the job's time spent in steps that were kept; None
+    if no worker has reported a step, or no agent was queried.
     """
 
     run_id: str

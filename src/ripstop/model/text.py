@@ -1,56 +1,82 @@
-"""Words that came from elsewhere, made fit to print and to travel: cleaned, cut, on one line.  Pure."""
+"""Prepare text from outside for logs, files and messages: clean, truncate, encode.  Pure."""
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 # compiled at their first use: most agents never need them
 _ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b."
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-_SHOWN_AS_SUCH = {code: "?" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_VISIBLE_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def clean(text: str) -> str:
-    """Without colours, control characters and what cannot be encoded; a carriage return is a new line."""
+    """Remove colours and control characters, and replace lone surrogates.  A carriage return becomes a new line."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return re.sub(_CONTROLS, "", re.sub(_ESCAPES, "", text)).encode("utf-8", "replace").decode()
+    return without_surrogates(re.sub(_CONTROLS, "", re.sub(_ESCAPES, "", text)))
+
+
+def without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which file names and logs may contain and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def one_line(text: str) -> str:
-    """A text that can only be itself: with its control characters shown as such, and further lines indented."""
-    return text.translate(_SHOWN_AS_SUCH).replace("\n", "\n    ")
+    """Replace control characters and indent further lines, so that no text can pose as a line of its own."""
+    return text.translate(_VISIBLE_CONTROLS).replace("\n", "\n    ")
 
 
-def cut(text: str, size: int) -> str:
-    """The beginning, in at most `size` bytes of UTF-8."""
+def truncate(text: str, max_chars: int) -> str:
+    """Keep the beginning."""
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def truncate_bytes(text: str, max_bytes: int) -> str:
+    """Keep the beginning, in at most `max_bytes` of UTF-8."""
     data = text.encode()
-    return text if len(data) <= size else data[: size - 3].decode("utf-8", "ignore") + "…"
+    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode("utf-8", "ignore") + "…"
 
 
-def cut_middle(text: str, size: int) -> str:
-    """The beginning and, twice as much, the end: of a traceback, where it started and where it broke."""
+def truncate_middle(text: str, max_bytes: int) -> str:
+    """Keep the beginning and, twice as long, the end: a traceback's first frames, and where it was raised."""
     data = text.encode()
-    if len(data) <= size:
+    if len(data) <= max_bytes:
         return text
-    room = size - 16
+    room = max_bytes - 16
     head, tail = data[: room // 3], data[-(room - room // 3) :]
     return f"{head.decode('utf-8', 'ignore')}\n  …\n{tail.decode('utf-8', 'ignore')}"
 
 
-def amount(count: int) -> str:
-    """So many bytes, as people say it."""
+def ascii_json(value: Any) -> str:
+    """Encode as compact JSON in ASCII.  Lone surrogates are replaced; NaN and infinity become null."""
+    try:
+        data = msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:
+        data = b""
+    if data and data.isascii():
+        return data.decode()
+    text = without_surrogates(json.dumps(msgspec.to_builtins(value, enc_hook=str), ensure_ascii=False))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), separators=(",", ":"))
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes with a unit: `1.5 GiB`."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"
     return f"{count} bytes"
 
 
-def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0,1,4-7`, of numbers in order."""
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0,1,4-7`, from sorted numbers."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """`0,1,4-7`, of numbers in order."""
+    """`0,1,4-7`, from sorted numbers."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

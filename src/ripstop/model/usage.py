@@ -1,53 +1,55 @@
-"""What one node is doing at the moment it was asked: its workers and its GPUs, in numbers.  Pure data.
+"""Resource usage of one node: its workers and its GPUs.  Pure data.
 
-None is what is not known there.  Times are in seconds, sizes in bytes.
+None means unknown.  Times are in seconds, sizes in bytes.
 """
 
 from msgspec import Struct
 
+from ripstop.model.bounds import Int64, Items
 
-class RankSample(Struct, frozen=True):
+
+class RankSample(Struct, frozen=True, forbid_unknown_fields=True):
     """One worker with all processes of its session; `age` is the time since it last reported progress."""
 
-    rank: int
+    rank: Int64
     cpu: float
-    memory: int
-    threads: int
-    processes: int
-    log_bytes: int
-    step: int | None = None
+    memory: Int64
+    threads: Int64
+    processes: Int64
+    log_bytes: Int64
+    step: Int64 | None = None
     steps_per_second: float | None = None
     age: float | None = None
-    beats: int | None = None
+    beats: Int64 | None = None
 
 
-class StepSample(Struct, frozen=True):
-    """The step that one worker of this round had reported last, at this time of its node's clock."""
+class StepSample(Struct, frozen=True, forbid_unknown_fields=True):
+    """The latest step that a worker of this round reported, and when, by its node's clock."""
 
-    round: int
-    step: int
+    round: Int64
+    step: Int64
     at: float
 
 
-class GpuSample(Struct, frozen=True):
-    """One GPU; `utilisation` is a share of 1."""
+class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
+    """One GPU; `utilisation` is a fraction of 1."""
 
-    index: int
+    index: Int64
     utilisation: float | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    temperature: int | None = None
+    memory_used: Int64 | None = None
+    memory_total: Int64 | None = None
+    temperature: Int64 | None = None
     power: float | None = None
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
+    ecc_corrected: Int64 | None = None
+    ecc_uncorrected: Int64 | None = None
 
 
-class NodeSample(Struct, frozen=True):
-    """One node, at this time of its clock; `round` is that of its workers, 0 when it has none."""
+class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
+    """One node at the time `at` of its own clock; `round` is the round of its workers, or 0."""
 
     at: float
-    round: int
+    round: Int64
     cpu: float  # of the agent itself
-    memory: int
-    ranks: tuple[RankSample, ...] = ()
-    gpus: tuple[GpuSample, ...] = ()
+    memory: Int64
+    ranks: Items[RankSample] = ()
+    gpus: Items[GpuSample] = ()

@@ -1,1 +1,1 @@
-"""What agents and the coordinator send each other: messages, their JSON encoding, size limits, proofs of the secret."""
+"""The messages between agents and the coordinator: their types, JSON encoding, size limits, proofs of the secret."""

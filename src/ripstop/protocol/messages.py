@@ -1,10 +1,12 @@
-"""What agents and the coordinator say to each other.
+"""The messages between agents and the coordinator.
 
-Every message is a frozen dataclass; `codec.py` turns it into JSON and back.  Nothing here is a decision.
+`codec.py` encodes them as JSON.  This module decides nothing.
 
-Handshake, the coordinator first:  Challenge → Hello → Welcome | Rejected.  Then the agent joins, and both talk freely.
-What an agent says of a round carries the round's number.  A `Join` tells the agent's whole state, so that a message
-lost with a connection is never missed and a coordinator that knows nothing can learn the job from its agents.
+1. Handshake, started by the coordinator: Challenge → Hello → Welcome | Rejected.
+2. The agent then sends `Join`, once for each connection.  After that both sides send at any time.
+3. A message about a round has the round's number.
+4. A `Join` has the agent's complete state.  So a message that is lost with a connection does no harm, and a coordinator
+   that has just started learns the job from its agents.
 """
 
 from enum import StrEnum
@@ -12,23 +14,28 @@ from typing import get_args
 
 from msgspec import Struct
 
+from ripstop.model.bounds import Int64, Items
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Node, Outcome, Place, RankBy
 
 VERSION = 1
 
 
+class ProtocolMessage(Struct, frozen=True, tag_field="type", tag=True, forbid_unknown_fields=True):
+    """Base of all messages: JSON with the class's name as `type`, and no unknown field."""
+
+
 # the handshake ------------------------------------------------------------------------------------------------------
 
 
-class Challenge(Struct, frozen=True):
-    """Coordinator: prove that you know the job's secret."""
+class Challenge(ProtocolMessage, frozen=True):
+    """Coordinator: prove that you have the job's secret."""
 
     nonce: str
 
 
-class Hello(Struct, frozen=True):
-    """Agent: the proof, who I am, and a challenge in return."""
+class Hello(ProtocolMessage, frozen=True):
+    """Agent: its proof, its name, and a challenge for the coordinator."""
 
     run_id: str
     node: str
@@ -36,16 +43,16 @@ class Hello(Struct, frozen=True):
     proof: str
 
 
-class Welcome(Struct, frozen=True):
-    """Coordinator: I know the secret too; a peer silent for `lease` seconds is lost; my clock says `time`."""
+class Welcome(ProtocolMessage, frozen=True):
+    """Coordinator: its proof; `lease` is the heartbeat timeout in seconds, `time` the coordinator's wall clock."""
 
     proof: str
     lease: float
     time: float
 
 
-class Rejected(Struct, frozen=True):
-    """Coordinator: not you, and why; `final` means that trying again will not help."""
+class Rejected(ProtocolMessage, frozen=True):
+    """Coordinator: the node is rejected.  If `final`, the agent does not retry."""
 
     why: str
     final: bool = True
@@ -55,7 +62,7 @@ class Rejected(Struct, frozen=True):
 
 
 class Status(StrEnum):
-    """What an agent's workers are doing in the round it holds."""
+    """State of an agent's workers in its round."""
 
     IDLE = "idle"
     RUNNING = "running"
@@ -63,148 +70,147 @@ class Status(StrEnum):
     SUCCEEDED = "succeeded"
 
 
-class Ready(Struct, frozen=True):
-    """My workers can start at once, and this port listens for the store of a round after this one.
+class Ready(ProtocolMessage, frozen=True):
+    """Workers can start at once, and `store_port` listens for the store of a round after round `after`.
 
-    `after` is the highest round I had heard of; an offer is good for the connection over which it was made.
+    `after` is the highest round the agent knows.  The offer is valid for the connection over which it was sent.
     """
 
-    store_port: int
-    after: int
+    store_port: Int64
+    after: Int64
 
 
-class Join(Struct, frozen=True):
-    """I want to be part of the job, or still am: this is all I know.  The first word over a connection, and only that.
+class Join(ProtocolMessage, frozen=True):
+    """The agent joins or rejoins the job, and reports its complete state.
 
-    `min_nodes`, `max_nodes` and `rank_by` are what the job was started with here; it must be the same everywhere.
-    `newest` is the highest round I ever heard of and `restarts` the most failures healed; `held` is the round whose
-    workers I have, or will start when older ones are gone; `closing` is what I was told of the job's end, by a
-    coordinator that may be gone now; `problems` are why I should not be counted on, and `health_interval` how many
-    seconds I let pass between two looks for them.
+    `min_nodes`, `max_nodes` and `rank_by` are this agent's settings; they must be the same on all nodes.  `newest` is
+    the highest round and `restarts` the highest restart count that the agent knows.  `held` is the round whose workers
+    run here, or start as soon as older ones have stopped.  `closing` is the last `Closing` received, perhaps from an
+    earlier coordinator.  `problems` are the failed health checks, which run every `health_interval` seconds.
     """
 
     node: Node
-    min_nodes: int
-    max_nodes: int
+    min_nodes: Int64
+    max_nodes: Int64
     rank_by: RankBy = RankBy.JOIN
-    newest: int = 0
-    restarts: int = 0
+    newest: Int64 = 0
+    restarts: Int64 = 0
     ready: Ready | None = None
     held: Place | None = None
     status: Status = Status.IDLE
-    failures: tuple[Failure, ...] = ()
+    failures: Items[Failure] = ()
     closing: "Closing | None" = None
-    problems: tuple[str, ...] = ()
+    problems: Items[str] = ()
     health_interval: float = 30.0
 
 
-class Problems(Struct, frozen=True):
-    """Why I should not be counted on, as I have just found; nothing: I can be."""
+class Problems(ProtocolMessage, frozen=True):
+    """The health checks that fail now; empty if the node is healthy."""
 
-    problems: tuple[str, ...] = ()
-
-
-class Failed(Struct, frozen=True):
-    """A worker of mine died in this round."""
-
-    round: int
-    failures: tuple[Failure, ...]
+    problems: Items[str] = ()
 
 
-class Inspected(Struct, frozen=True):
-    """Where my workers of this round are, as `Inspect` asked; none when I have none."""
+class Failed(ProtocolMessage, frozen=True):
+    """Workers of this round failed."""
 
-    round: int
-    failures: tuple[Failure, ...] = ()
-
-
-class Succeeded(Struct, frozen=True):
-    """All my workers of this round exited 0."""
-
-    round: int
+    round: Int64
+    failures: Items[Failure]
 
 
-class Leaving(Struct, frozen=True):
-    """I was told to stop; my workers are being stopped.  Do not count on me for another round."""
+class Inspected(ProtocolMessage, frozen=True):
+    """Reply to `Inspect`: where the workers of this round are; empty if there are none."""
 
-    why: str
-
-
-class Stopped(Struct, frozen=True):
-    """My workers are gone, as `Closing` asked; this is how they died."""
-
-    failures: tuple[Failure, ...] = ()
+    round: Int64
+    failures: Items[Failure] = ()
 
 
-class Left(Struct, frozen=True):
-    """My last word."""
+class Succeeded(ProtocolMessage, frozen=True):
+    """All workers of this round exited with code 0."""
+
+    round: Int64
+
+
+class Leaving(ProtocolMessage, frozen=True):
+    """The agent was asked to stop and is stopping its workers.  It takes part in no further round."""
 
     why: str
 
 
-class Events(Struct, frozen=True):
-    """What happened here, as lines of JSON (`model/events.py`); lines that were told before may be among them."""
+class Stopped(ProtocolMessage, frozen=True):
+    """Reply to `Closing`: all workers have stopped, with these failures."""
 
-    lines: tuple[str, ...]
+    failures: Items[Failure] = ()
 
 
-class Reply(Struct, frozen=True):
-    """What was asked for, as JSON; or why it cannot be had."""
+class Left(ProtocolMessage, frozen=True):
+    """The agent leaves the job.  This is its last message."""
 
-    number: int
+    why: str
+
+
+class Events(ProtocolMessage, frozen=True):
+    """Event records of this node as lines of JSON (`model/events.py`).  Some may have been sent before."""
+
+    lines: Items[str]
+
+
+class Reply(ProtocolMessage, frozen=True):
+    """Reply to the `Query` with this number: JSON, or the reason why there is none."""
+
+    number: Int64
     body: str = ""
     error: str = ""
 
 
-class Heartbeat(Struct, frozen=True):
-    """I am alive; both sides say it."""
+class Heartbeat(ProtocolMessage, frozen=True):
+    """The sender is alive.  Both sides send it."""
 
 
 # coordinator → agent ------------------------------------------------------------------------------------------------
 
 
-class Assign(Struct, frozen=True):
-    """This round is committed and this is your place in it; stop whatever you run of an older one."""
+class Assign(ProtocolMessage, frozen=True):
+    """A round is committed and this is the node's place in it.  The agent stops workers of older rounds."""
 
     place: Place
     why: str
 
 
-class StandBy(Struct, frozen=True):
-    """There is no round for you now: stop what you run of this round or an older one, and wait."""
+class StandBy(ProtocolMessage, frozen=True):
+    """The node has no place now.  The agent stops workers of this round and of older ones, and waits."""
 
-    round: int
+    round: Int64
     why: str
 
 
-class Drain(Struct, frozen=True):
-    """An operator wants you to leave the job: stop your workers and go."""
+class Drain(ProtocolMessage, frozen=True):
+    """An operator drains the node: the agent stops its workers and leaves."""
 
     why: str
 
 
-class Inspect(Struct, frozen=True):
-    """This round hangs on another node: tell where your workers are, before they are stopped."""
+class Inspect(ProtocolMessage, frozen=True):
+    """This round hangs on another node: report where this node's workers are, before they are stopped."""
 
-    round: int
+    round: Int64
 
 
-class Query(Struct, frozen=True):
-    """An operator wants to know something of you; answer under this number.  It changes nothing."""
+class Query(ProtocolMessage, frozen=True):
+    """An operator's query.  The agent sends a `Reply` with the same number; the query changes nothing."""
 
-    number: int
-    question: str
+    number: Int64
+    name: str
     argument: str = ""
 
 
-class Closing(Struct, frozen=True):
-    """The job has failed or is to end: stop your workers and tell how they died."""
+class Closing(ProtocolMessage, frozen=True):
+    """The job has failed or is ending: the agent stops its workers and sends `Stopped`."""
 
     why: str
     outcome: Outcome = Outcome.FAILED
 
 
-class Closed(Struct, frozen=True):
+class Closed(ProtocolMessage, frozen=True):
     """The job is over."""
 
     report: JobReport

@@ -1,8 +1,8 @@
-"""Proofs of knowing the job's secret.
+"""Proofs of the job's secret.
 
-HMAC-SHA256 over everything that makes an exchange unique: who proves (so that a proof cannot be sent back to its
-author), the job, the node, and both sides' nonces (so that none can be used twice).  The nonces are arguments.  An
-empty secret takes the same path: it proves nothing, and costs nothing.  Pure.
+A proof is an HMAC-SHA256 over the side that proves (so that a proof cannot be reflected), the job, the node, and both
+sides' nonces (so that it cannot be replayed).  The caller makes the nonces.  An empty secret works too, and proves
+nothing.  Pure.
 """
 
 import hashlib
@@ -12,45 +12,43 @@ from msgspec import Struct
 
 
 class Exchange(Struct, frozen=True):
-    """One handshake, as both sides saw it."""
+    """The values of one handshake that both sides have."""
 
     run_id: str
     node: str
-    challenge: str  # the coordinator's nonce
-    answer: str  # the agent's nonce
+    coordinator_nonce: str
+    agent_nonce: str
 
-    def by_agent(self, token: str) -> str:
-        """The agent's proof."""
+    def agent_proof(self, token: str) -> str:
         return self._proof(token, "agent")
 
-    def by_coordinator(self, token: str) -> str:
-        """The coordinator's proof."""
+    def coordinator_proof(self, token: str) -> str:
         return self._proof(token, "coordinator")
 
     def _proof(self, token: str, prover: str) -> str:
-        return _mac(token, prover, self.run_id, self.node, self.challenge, self.answer)
+        return _mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce)
 
 
 def sign(token: str, run_id: str, text: str) -> str:
-    """The proof that a text, left where others can write, comes from the job."""
+    """Sign a text that is stored where others can write."""
     return _mac(token, "signature", run_id, text)
 
 
 def api_token(token: str, run_id: str) -> str:
-    """What operators show to steer the job over HTTP: made of the secret, which itself is never sent."""
+    """The token for the HTTP API.  It is derived from the secret, which is never sent."""
     return _mac(token, "api", run_id)
 
 
-def same(proof: str, expected: str) -> bool:
-    """Compare proofs in a time that tells nothing."""
+def proofs_match(proof: str, expected: str) -> bool:
+    """Compare proofs in constant time."""
     return hmac.compare_digest(_bytes(proof), _bytes(expected))
 
 
-def _mac(token: str, *words: str) -> str:
-    parts = [_bytes(word) for word in words]
-    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # no part can pose as two
+def _mac(token: str, *texts: str) -> str:
+    parts = [_bytes(text) for text in texts]
+    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # texts cannot be shifted into each other
     return hmac.new(_bytes(token), b"ripstop" + framed, hashlib.sha256).hexdigest()
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # whatever string arrives from the wire has bytes
+    return text.encode("utf-8", "surrogatepass")  # never fails, for any string

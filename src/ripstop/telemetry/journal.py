@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import fields
 
-from ripstop.model.config import MOST_NODES
+from ripstop.model.config import MAX_NODES
 from ripstop.model.events import Event, EventRecord, Sink
 
 KEPT = 10_000  # entries
@@ -42,7 +42,7 @@ class Journal:
         if entry.seq <= self._seen.get(entry.node, 0):
             return False
         self._seen[entry.node] = entry.seq
-        if len(self._seen) > MOST_NODES:
+        if len(self._seen) > MAX_NODES:
             del self._seen[next(iter(self._seen))]
         self._append(entry)
         return True

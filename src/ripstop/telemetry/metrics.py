@@ -11,7 +11,7 @@ from collections import Counter
 
 from msgspec import Struct, field
 
-from ripstop.model.config import MOST_NODES
+from ripstop.model.config import MAX_NODES
 from ripstop.model.events import (
     BudgetCharged,
     BudgetRefunded,
@@ -98,7 +98,7 @@ class Totals(Struct):
                 self.worker_failures += 1
             case Recovered(round, detect, decide, stop, start):
                 self._recovered[entry.node] = round
-                if len(self._recovered) > MOST_NODES:  # names that never joined
+                if len(self._recovered) > MAX_NODES:  # names that never joined
                     del self._recovered[next(iter(self._recovered))]
                 for stage, seconds in zip(STAGES, (detect, decide, stop, start), strict=False):
                     if seconds > 0:  # it had a part in it

@@ -24,7 +24,7 @@ from yarl import URL
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import MAX_FRAME, VersionMismatch, decode, encode
+from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import (
     FROM_COORDINATOR,
     Challenge,
@@ -195,7 +195,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
-                max_msg_size=MAX_FRAME + 1,
+                max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={PREAUTH_HEADER: encode(self._hello(challenge=""))},
             )
@@ -230,7 +230,7 @@ class WebSocketLink:
         except VersionMismatch as error:
             raise self._no(str(error)) from error
         exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce)
-        if not secret.same(answer.proof, exchange.by_coordinator(self._token)):
+        if not secret.proofs_match(answer.proof, exchange.coordinator_proof(self._token)):
             raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
         if not 0 < answer.lease < 86400:
             raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
@@ -239,7 +239,7 @@ class WebSocketLink:
 
     def _hello(self, challenge: str) -> Hello:
         exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16))
-        return Hello(self._run_id, self._node, exchange.answer, exchange.by_agent(self._token))
+        return Hello(self._run_id, self._node, exchange.agent_nonce, exchange.agent_proof(self._token))
 
     def _unless_rejected(self, answer: A | Rejected) -> A:
         if isinstance(answer, Rejected):

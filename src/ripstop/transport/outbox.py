@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from aiohttp import ClientError, WSMessage, WSMsgType
 
 from ripstop.model.errors import ProtocolError
-from ripstop.protocol.codec import MAX_FRAME, fit
+from ripstop.protocol.codec import MAX_FRAME_BYTES, fit
 from ripstop.protocol.messages import Message, Reply
 
 PATH = "/agent"
 PREAUTH_HEADER = "Ripstop-Knock"  # the header in which an agent's request says who asks; see `doorstep.py`
 HANDSHAKE = 5.0  # seconds from connecting to being known
 FLUSH = 1.0  # seconds a closing peer has to take what is left
-MAX_BACKLOG = 4 * MAX_FRAME  # bytes that may wait for a peer
+MAX_BACKLOG = 4 * MAX_FRAME_BYTES  # bytes that may wait for a peer
 MAX_ANSWERS = MAX_BACKLOG // 4  # of them, in answers
 RETURNING = 4000  # close code of an agent that heard nothing for a lease: it is alive and will be back
 
@@ -40,7 +40,7 @@ async def receive(ws: WebSocket) -> str | None:
         case WSMsgType.BINARY:
             raise ProtocolError("a message is text, received a binary frame")
         case WSMsgType.ERROR:
-            raise ProtocolError(f"not a WebSocket message of at most {MAX_FRAME} bytes: {frame.data}")
+            raise ProtocolError(f"not a WebSocket message of at most {MAX_FRAME_BYTES} bytes: {frame.data}")
         case _:
             return None
 

@@ -34,8 +34,8 @@ from ripstop.api.job_interface import RequestRefused
 from ripstop.coordinator.service import Coordinator
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
-from ripstop.protocol.codec import MAX_FRAME, decode, encode
-from ripstop.protocol.limits import NAME, is_name
+from ripstop.protocol.codec import MAX_FRAME_BYTES, decode, encode
+from ripstop.protocol.limits import MAX_NAME, is_valid_name
 from ripstop.protocol.messages import FROM_AGENT, Challenge, Heartbeat, Hello, Join, Rejected, Welcome
 from ripstop.transport.keepalive import tune
 from ripstop.transport.outbox import FLUSH, HANDSHAKE, PATH, RETURNING, Outbox, receive
@@ -271,7 +271,7 @@ class Server:
             raise RequestRefused(
                 401, "this job is steered with its token; send Authorization: Bearer and `ripstop token`'s"
             )
-        if not secret.same(shown.strip(), secret.api_token(self._token, self._run_id)):
+        if not secret.proofs_match(shown.strip(), secret.api_token(self._token, self._run_id)):
             self._complain(host, "a wrong token for the API", kind="token")
             raise RequestRefused(401, "the token is not this job's; set its RIPSTOP_TOKEN, and give its id with --job")
 
@@ -311,7 +311,7 @@ class Server:
             self._complain(host, f"{PATH} is the first that an agent asks for", kind="http")
             return _plain(400, f"{PATH} is the first that an agent asks for")
         self._knocked.discard(transport)
-        ws = web.WebSocketResponse(timeout=FLUSH, compress=False, max_msg_size=MAX_FRAME + 1)
+        ws = web.WebSocketResponse(timeout=FLUSH, compress=False, max_msg_size=MAX_FRAME_BYTES + 1)
         if not _can_upgrade(ws, request):
             self._complain(host, f"{PATH} speaks WebSocket only", kind="http")
             return _plain(400, f"{PATH} speaks WebSocket only")
@@ -335,7 +335,7 @@ class Server:
             return None  # HTTP says that they are not served here
         host = _host(transport)
         if origin is not None:
-            self._complain(host, f"a web page, of {origin[:NAME]}, asked to join the job", kind="page")
+            self._complain(host, f"a web page, of {origin[:MAX_NAME]}, asked to join the job", kind="page")
             return Rejected("a web page cannot join a job; start a node with ripstop run")
         try:
             hello = decode(text or "{}", (Hello,))  # who has no such header is of another version, or no agent
@@ -377,17 +377,17 @@ class Server:
             self._complain_of(host, hello, rejected)
             return None
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        await ws.send_str(encode(Welcome(exchange.by_coordinator(self._token), self._lease, time.time())))
+        await ws.send_str(encode(Welcome(exchange.coordinator_proof(self._token), self._lease, time.time())))
         return hello.node
 
     def _complain_of(self, host: str, hello: Hello, rejected: Rejected) -> None:
         self._complain(host, rejected.why, kind="secret" if hello.run_id == self._run_id else "job")
 
     def _objection(self, hello: Hello, challenge: str) -> Rejected | None:
-        if not all(text and is_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
-            return Rejected(f"a run id, a node id and a nonce are text of 1 to {NAME} characters, these are not")
+        if not all(text and is_valid_name(text) for text in (hello.run_id, hello.node, hello.nonce)):
+            return Rejected(f"a run id, a node id and a nonce are text of 1 to {MAX_NAME} characters, these are not")
         exchange = secret.Exchange(hello.run_id, hello.node, challenge, hello.nonce)
-        proven = secret.same(hello.proof, exchange.by_agent(self._token))
+        proven = secret.proofs_match(hello.proof, exchange.agent_proof(self._token))
         if hello.run_id != self._run_id:
             # A stranger is not told what this job is called.
             name = f"job {self._run_id!r}" if proven and self._token else "another job"
@@ -413,7 +413,7 @@ class Server:
                     case Heartbeat():
                         outbox.put(message)
                     case Join(node=who) if who.id != node:
-                        raise ProtocolError(f"node {node} joins as itself, not as {who.id[:NAME]!r}")
+                        raise ProtocolError(f"node {node} joins as itself, not as {who.id[:MAX_NAME]!r}")
                 session.receive(message)
         finally:
             session.detach(returning=ws.close_code == RETURNING)

@@ -10,7 +10,7 @@ complain about it.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ripstop.model.config import LEAVING
+from ripstop.model.config import STOP_SIGNALS
 from ripstop.model.round import Place
 
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # names the pipe, to workers and to us
@@ -35,7 +35,7 @@ def worker_environment(
     role: str,
     max_restarts: int,
     error_file: Path,
-    signals: Sequence[str] = LEAVING,
+    signals: Sequence[str] = STOP_SIGNALS,
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
     socket: str = "",

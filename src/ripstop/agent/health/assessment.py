@@ -7,7 +7,7 @@ a node has not been in the job: two that disagree are no reason to disturb its t
 from msgspec import Struct
 
 from ripstop.model.config import HealthLimits
-from ripstop.model.text import amount
+from ripstop.model.text import format_bytes
 
 LONGEST = 300  # characters of a user's words
 
@@ -74,7 +74,7 @@ def problems(facts: Facts, limits: HealthLimits, *, joining: bool) -> tuple[Heal
 def _full(disk: Disk, least: int) -> HealthProblem:
     return HealthProblem(
         f"disk {disk.use}",
-        f"{disk.path} ({disk.use}) needs {amount(least)} free and has {amount(disk.free)}; "
+        f"{disk.path} ({disk.use}) needs {format_bytes(least)} free and has {format_bytes(disk.free)}; "
         "make room, or lower min_disk",
     )
 

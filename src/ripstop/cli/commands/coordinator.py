@@ -11,14 +11,14 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import (
     HEALTH_CONF,
     address,
-    nodes,
-    pairs,
+    identifier,
+    job_secret,
+    key_values,
+    node_range,
     quarantine,
     rank_by,
-    secret,
     target,
     timing,
-    word,
 )
 
 HELP = """\
@@ -70,14 +70,14 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
     endpoint = address(name, given.text("--rdzv-endpoint", ""), default_port=COORDINATOR_PORT)
     if endpoint.port == 0:
         raise UsageError(f"{name}={endpoint}: nodes cannot find port 0; write {endpoint.host}:{COORDINATOR_PORT}")
-    min_nodes, max_nodes = nodes(given.label("--nnodes"), given.text("--nnodes", "1"))
+    min_nodes, max_nodes = node_range(given.label("--nnodes"), given.text("--nnodes", "1"))
     conf_name = given.label("--rdzv-conf")
-    conf = pairs(conf_name, given.text("--rdzv-conf", ""))
+    conf = key_values(conf_name, given.text("--rdzv-conf", ""))
     if "is_host" in conf:
         raise UsageError(f"{conf_name} is_host={conf['is_host']}: a coordinator always is the host; leave is_host out")
     waits, notes = timing(conf_name, conf, shutdown=Timing().shutdown)
     notes += [f"{conf_name} {key} has no effect here: it is about nodes" for key in conf if key in HEALTH_CONF]
-    token, about_token = secret(environ)
+    token, about_token = job_secret(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
         raise UsageError(
@@ -86,7 +86,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
     notes += about_token if token else open_door(endpoint, tls)
     log_dir = given.text("--log-dir", "")
     return CoordinatorConfig(
-        run_id=word(given.label("--rdzv-id"), given.text("--rdzv-id", "none")),
+        run_id=identifier(given.label("--rdzv-id"), given.text("--rdzv-id", "none")),
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,

@@ -7,9 +7,9 @@ from typing import Any
 
 from ripstop.cli.job_client import ABOUT_JOBS, COMMON, Target, find, get, lines, read_command
 from ripstop.cli.options.flags import Flag
+from ripstop.model.event_text import log_line
 from ripstop.model.events import from_json
-from ripstop.model.events import words as in_words
-from ripstop.model.parsers import whole
+from ripstop.model.parsers import integer
 from ripstop.model.text import one_line
 
 HELP = f"""\
@@ -32,7 +32,7 @@ SILENCE = 60.0  # seconds without a sign of life, in a stream that has one every
 def main(argv: Sequence[str]) -> int:
     if (asked := read_command("events", argv, HELP, FLAGS)) is None:
         return 0
-    since = whole("--since", asked.given.text("--since", "0"), least=0, most=2**53)
+    since = integer("--since", asked.given.text("--since", "0"), minimum=0, maximum=2**53)
     target = find(asked.given)
     for event in follow(target, since) if "--follow" in asked.given else _all(target, since):
         line = json.dumps(event, ensure_ascii=False) if asked.as_json else render(event)
@@ -60,7 +60,7 @@ def render(event: dict[str, Any]) -> str:
     """The event in words; of a kind that has none here, its fields.  Empty where another event's words say it."""
     entry = from_json(json.dumps(event))
     if entry is not None:
-        text = in_words(entry.event)
+        text = log_line(entry.event)
     else:
         known = ("number", "v", "seq", "at", "node", "kind")
         text = " ".join([event["kind"], *(f"{name}={value}" for name, value in event.items() if name not in known)])

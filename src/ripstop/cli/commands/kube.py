@@ -13,7 +13,7 @@ from ripstop.cli.options.flags import Flag, Given, read_mixed
 from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.kubernetes.to_yaml import to_yaml
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import whole
+from ripstop.model.parsers import integer
 
 USAGE = """\
 usage: ripstop kube COMMAND …
@@ -115,8 +115,8 @@ def _logs(argv: Sequence[str]) -> int:
     given, names = _words("logs", argv, (FOLLOW, TAIL), least=1, most=2)
     if given is None:
         return 0
-    slot = whole("SLOT", names[1], least=0, most=2**31) if len(names) > 1 else None
-    tail = whole("--tail", given.text("--tail", "100"), least=0, most=MOST_TAIL)
+    slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
+    tail = integer("--tail", given.text("--tail", "100"), minimum=0, maximum=MOST_TAIL)
     _need("kubernetes")
     from ripstop.cli.kube import cluster
 
@@ -127,7 +127,7 @@ def _stacks(argv: Sequence[str]) -> int:
     given, names = _words("stacks", argv, (), least=1, most=2)
     if given is None:
         return 0
-    ranks = [str(whole("RANK", rank, least=0, most=2**31)) for rank in names[1:]]
+    ranks = [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
     _need("kubernetes")
     from ripstop.cli.kube import cluster
 
@@ -138,7 +138,7 @@ def _scale(argv: Sequence[str]) -> int:
     given, names = _words("scale", argv, (), least=2, most=2)
     if given is None:
         return 0
-    replicas = whole("N", names[1], least=1, most=2**31 - 1)
+    replicas = integer("N", names[1], minimum=1, maximum=2**31 - 1)
     _need("kubernetes")
     from ripstop.cli.kube import cluster
 
@@ -163,7 +163,7 @@ def _install(argv: Sequence[str]) -> int:
     from ripstop.kubernetes.manifests import HOME as HOME_NAMESPACE
 
     image, home = given.text("--image", deploy.IMAGE), given.text("--namespace", HOME_NAMESPACE)
-    timeout = whole("--timeout", given.text("--timeout", str(INSTALL_TIMEOUT_S)), least=0, most=MOST_TIMEOUT_S)
+    timeout = integer("--timeout", given.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MOST_TIMEOUT_S)
     if "--dry-run" in given:
         print(to_yaml(deploy.objects(image, home)), end="")
         return 0

@@ -22,7 +22,7 @@ from ripstop.cli.job_client import (
 )
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.parsers import whole
+from ripstop.model.parsers import integer
 
 HELP = f"""\
 usage: ripstop logs [RANK] [-f] [--tail N] [--stream stdout|stderr] [FLAGS]
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     if (asked := read_command("logs", argv, HELP, FLAGS, most=1)) is None:
         return 0
     given = asked.given
-    rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None
-    tail = whole("--tail", given.text("--tail", "100"), least=0, most=MAX_TAIL)
+    rank = integer("RANK", asked.words[0], minimum=0, maximum=2**31) if asked.words else None
+    tail = integer("--tail", given.text("--tail", "100"), minimum=0, maximum=MAX_TAIL)
     stream = given.text("--stream", "")
     if stream not in ("", *STREAMS):
         raise UsageError(f"--stream={stream}: there is no such stream; write stdout or stderr")

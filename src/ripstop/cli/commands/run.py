@@ -15,22 +15,22 @@ from ripstop.cli.options.output import event_handler, logs
 from ripstop.cli.options.program import entry, preload, start
 from ripstop.cli.options.rendezvous import RendezvousOptions, meeting, ranking
 from ripstop.cli.options.timers import timer_pipe
-from ripstop.model.config import API_PORT, LEAVING, MOST_SLOTS, Backend, Binding, Etcd, Numa, RunConfig, Tls
+from ripstop.model.config import API_PORT, MAX_SLOTS, STOP_SIGNALS, Backend, Binding, Etcd, Numa, RunConfig, Tls
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import (
     address,
     duration,
     etcd,
-    nodes,
-    pairs,
+    identifier,
+    integer,
+    job_secret,
+    key_values,
+    node_range,
     port,
     quarantine,
-    secret,
     signals,
     target,
     timing,
-    whole,
-    word,
 )
 from ripstop.model.round import Address
 
@@ -212,8 +212,8 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
     _threads(environ, slots, notes)
     conf_name = given.label("--rdzv-conf")
     plugin = handlers.handler(given, registered)
-    conf = pairs(conf_name, given.text("--rdzv-conf", "")) if plugin is None else {}
-    min_nodes, max_nodes = nodes(given.label("--nnodes"), given.text("--nnodes", "1"))
+    conf = key_values(conf_name, given.text("--rdzv-conf", "")) if plugin is None else {}
+    min_nodes, max_nodes = node_range(given.label("--nnodes"), given.text("--nnodes", "1"))
     if plugin is None:
         place = meeting(given, min_nodes, max_nodes, conf.get("is_host"), notes)
     else:
@@ -231,7 +231,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
             "of its own; add tls_cert=FILE,tls_key=FILE"
         )
     alone = place.endpoint is None and elector is None
-    token, about_token = secret(environ)
+    token, about_token = job_secret(environ)
     api = _api(given, token, tls, local=place.backend is Backend.LOCAL, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: nothing leaves it")
@@ -244,7 +244,7 @@ def _configuration(given: Given, environ: Mapping[str, str], registered: Collect
         max_nodes=max_nodes,
         target=_target(conf_name, conf, place, min_nodes, max_nodes, notes),
         slots=slots,
-        role=word(given.label("--role"), given.text("--role", "default")),
+        role=identifier(given.label("--role"), given.text("--role", "default")),
         backend=place.backend,
         endpoint=place.endpoint,
         etcd=elector,
@@ -334,7 +334,7 @@ def _slots(given: Given, environ: Mapping[str, str]) -> int:
     if text not in ("auto", "gpu", "cpu"):
         if text == "xpu":
             raise UsageError(f"{name}=xpu: ripstop cannot count XPUs in this version; give their number")
-        return whole(name, text, least=1, most=MOST_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+        return integer(name, text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
     from ripstop.cli.options.devices import cpus, gpus
 
     found = 0 if text == "cpu" else gpus(environ)
@@ -382,14 +382,14 @@ def _virtual(given: Given, environ: Mapping[str, str], slots: int) -> bool:
 
 def _signals(given: Given) -> tuple[str, ...]:
     if "--signals-to-handle" not in given:
-        return LEAVING
+        return STOP_SIGNALS
     return signals(given.label("--signals-to-handle"), given.text("--signals-to-handle", ""))
 
 
 def _run_id(given: Given, *, local: bool) -> str:
     if local and "--rdzv-id" not in given:
         return _made_up()
-    return word(given.label("--rdzv-id"), given.text("--rdzv-id", "none"))
+    return identifier(given.label("--rdzv-id"), given.text("--rdzv-id", "none"))
 
 
 def _probe_port(given: Given, environ: Mapping[str, str]) -> int | None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from ripstop.cli.job_client import ABOUT_JOBS, find, post, read_command
-from ripstop.model.config import MOST_NODES
+from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import whole
+from ripstop.model.parsers import integer
 
 HELP = f"""\
 usage: ripstop scale N [FLAGS]
@@ -20,5 +20,5 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if not asked.words:
         raise UsageError("to how many nodes? write ripstop scale N")
-    asked.tell(post(find(asked.given), "/scale", nodes=whole("N", asked.words[0], least=1, most=MOST_NODES)))
+    asked.tell(post(find(asked.given), "/scale", nodes=integer("N", asked.words[0], minimum=1, maximum=MAX_NODES)))
     return 0

@@ -6,8 +6,8 @@ from typing import Any
 from ripstop.cli.job_client import ABOUT_JOBS, find, get, read_command, show_json
 from ripstop.diagnostics.flight_recorder import in_words, position
 from ripstop.model.failure import CollectiveProgress
-from ripstop.model.parsers import whole
-from ripstop.model.text import named
+from ripstop.model.parsers import integer
+from ripstop.model.text import rank_list
 
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]
@@ -20,7 +20,7 @@ With --hang-timeout, also in which collectives they are.
 def main(argv: Sequence[str]) -> int:
     if (asked := read_command("stacks", argv, HELP, most=1)) is None:
         return 0
-    rank = whole("RANK", asked.words[0], least=0, most=2**31) if asked.words else None
+    rank = integer("RANK", asked.words[0], minimum=0, maximum=2**31) if asked.words else None
     answer = get(find(asked.given), "/stacks", rank=rank)
     if asked.as_json:
         show_json(answer)
@@ -47,6 +47,6 @@ def render(answer: dict[str, Any]) -> list[str]:
             unrecorded.setdefault(str(stack["recorder"]), []).append(int(stack["rank"]))
     if len(recorded) > 1 and (words := in_words(recorded)):
         found.append(f"flight recorder: {words}")
-    found += [f"flight recorder of {named(ranks)}: {why}" for why, ranks in unrecorded.items()]
+    found += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
     found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
     return found

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ripstop.cli.job_client import NAMING, read_command, show_json
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import secret, word
+from ripstop.model.parsers import identifier, job_secret
 from ripstop.protocol.secret import api_token
 
 HELP = """\
@@ -25,10 +25,10 @@ FLAGS = NAMING
 def main(argv: Sequence[str]) -> int:
     if (asked := read_command("token", argv, HELP, FLAGS)) is None:
         return 0
-    token, _ = secret(os.environ)
+    token, _ = job_secret(os.environ)
     if not token:
         raise UsageError("a token is made of the job's secret; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
-    made = api_token(token, word("--job", asked.given.text("--job", "none")))
+    made = api_token(token, identifier("--job", asked.given.text("--job", "none")))
     if asked.as_json:
         show_json({"token": made})
     else:

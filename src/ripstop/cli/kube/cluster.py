@@ -20,7 +20,7 @@ from ripstop.kubernetes.manifests import HOME, JOB, SLOT
 from ripstop.kubernetes.pod_streams import PodStreams
 from ripstop.kubernetes.spec import KIND, PLURAL
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.parsers import whole_content, whole_file
+from ripstop.model.parsers import read_bounded, read_file
 
 Json = Mapping[str, Any]
 AGAIN = 2.0  # seconds until pods are looked for that came meanwhile
@@ -77,7 +77,7 @@ def load(name: str) -> list[dict[str, Any]]:
     import yaml
 
     try:
-        text = (whole_content(sys.stdin.buffer) if name == "-" else whole_file(name)).decode()
+        text = (read_bounded(sys.stdin.buffer) if name == "-" else read_file(name)).decode()
         documents = [document for document in yaml.safe_load_all(text) if document]
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

@@ -15,9 +15,9 @@ from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.cli.options.job import MOST_RESTARTS
 from ripstop.kubernetes import plain, spec
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
-from ripstop.model.config import MOST_SLOTS
+from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import ETCD_CONF, IDLE_CONF, RDZV_CONF, duration, nodes, pairs, whole
+from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
 
 HELP = """\
   --name NAME                 the job's name (the script's)
@@ -103,7 +103,7 @@ def _spec(given: Given) -> dict[str, Any]:
     for flag in NOT_THE_USERS:
         if flag in given:
             raise UsageError(f"{flag}: every pod gets its own, or has none; leave it out")
-    least, most = nodes("--nnodes", given.text("--nnodes", "1"))
+    least, most = node_range("--nnodes", given.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
     fields["replicas"] = _whole(given, "--replicas", least, most, default=most)
     if "--spares" in given:
@@ -124,15 +124,17 @@ def _spec(given: Given) -> dict[str, Any]:
 
 
 def _whole(given: Given, flag: str, least: int, most: int, default: int = 0) -> int:
-    return whole(flag, given.text(flag, str(default)), least=least, most=most)
+    return integer(flag, given.text(flag, str(default)), minimum=least, maximum=most)
 
 
 def _workers(given: Given) -> str:
     if "--nproc-per-node" not in given:
-        return str(_whole(given, "--gpus", 1, MOST_SLOTS, default=1))
+        return str(_whole(given, "--gpus", 1, MAX_SLOTS, default=1))
     text = given.text("--nproc-per-node", "")
     if text not in ("auto", "gpu", "cpu"):
-        whole("--nproc-per-node", text, least=1, most=MOST_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+        integer(
+            "--nproc-per-node", text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu"
+        )
     return text
 
 
@@ -147,13 +149,13 @@ def _rendezvous(given: Given) -> dict[str, Any]:
         if not endpoint:
             raise UsageError("--rdzv-backend=etcd: no etcd is named; write --rdzv-endpoint=HOST:PORT,…")
         found |= {"backend": "etcd", "endpoints": endpoint.split(",")}
-    conf = pairs("--rdzv-conf", text := given.text("--rdzv-conf", ""))
+    conf = key_values("--rdzv-conf", text := given.text("--rdzv-conf", ""))
     for key in conf:
         if key in GIVEN_BY_SLOT:
             raise UsageError(f"--rdzv-conf {key}: follows from a pod's number; leave it out")
         if key in GIVEN_BY_THE_OPERATOR:
             raise UsageError(f"--rdzv-conf {key}: is the operator's to say; leave it out")
-        if key not in RDZV_CONF | IDLE_CONF | ETCD_CONF.keys():
+        if key not in RDZV_CONF | IGNORED_CONF | ETCD_CONF.keys():
             raise UsageError(f"--rdzv-conf: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
     return found | ({"conf": text} if conf else {})
 
@@ -169,7 +171,7 @@ def _pod(given: Given) -> dict[str, Any]:
         "image": given.text("--image", ""),
         "command": ["ripstop", "run", *_kept(given), *_program(given)],
     }
-    if variables := pairs("--env", given.text("--env", "")):
+    if variables := key_values("--env", given.text("--env", "")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]
     if resources := _resources(given):
         trainer["resources"] = resources
@@ -191,7 +193,7 @@ def _kept(given: Given) -> list[str]:
 def _resources(given: Given) -> Mapping[str, Any]:
     limits: dict[str, Any] = {}
     if "--gpus" in given:
-        limits["nvidia.com/gpu"] = _whole(given, "--gpus", 1, MOST_SLOTS)
+        limits["nvidia.com/gpu"] = _whole(given, "--gpus", 1, MAX_SLOTS)
     for flag, resource in (("--cpus", "cpu"), ("--memory", "memory")):
         if flag in given:
             limits[resource] = _quantity(given, flag)

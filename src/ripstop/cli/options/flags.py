@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import truth
+from ripstop.model.parsers import boolean
 
 
 class Flag(Struct, frozen=True):
@@ -71,7 +71,7 @@ def read(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str])
         value = environ.get(flag.variable, "") if flag.from_environment else ""
         if flag.name in texts or not value:
             continue
-        if flag.metavar or truth(flag.variable, value):
+        if flag.metavar or boolean(flag.variable, value):
             texts[flag.name] = value
             written[flag.name] = flag.variable
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ripstop.cli.options.flags import Given
 from ripstop.cli.options.rendezvous import BACKENDS, MASTER, RendezvousOptions, idle
 from ripstop.model.config import Backend, Handler
-from ripstop.model.parsers import host, pairs
+from ripstop.model.parsers import host, key_values
 
 GROUP = "torchrun.handlers"
 PROGRAM = (
@@ -24,7 +24,7 @@ def handler(given: Given, registered: Collection[str] = ()) -> Handler | None:
     name = given.text("--rdzv-backend", "static")
     if name in BACKENDS or "--standalone" in given or (name not in registered and not _is_installed(name)):
         return None
-    conf = pairs(given.label("--rdzv-conf"), given.text("--rdzv-conf", ""))
+    conf = key_values(given.label("--rdzv-conf"), given.text("--rdzv-conf", ""))
     return Handler(name, given.text("--rdzv-endpoint", ""), tuple(conf.items()))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ripstop.cli.options.flags import Flag, Given
 from ripstop.model.config import Budget, Tls, Tracing
-from ripstop.model.parsers import duration, tls, whole
+from ripstop.model.parsers import duration, integer, tls
 
 HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (
@@ -23,7 +23,9 @@ MOST_RESTARTS = 1_000_000
 
 def budget(given: Given, notes: list[str]) -> Budget:
     default = Budget()
-    restarts = whole(given.label("--max-restarts"), given.text("--max-restarts", "0"), least=0, most=MOST_RESTARTS)
+    restarts = integer(
+        given.label("--max-restarts"), given.text("--max-restarts", "0"), minimum=0, maximum=MOST_RESTARTS
+    )
     if restarts == 0:
         idle = (flag for flag in ("--restart-window", "--restart-backoff") if flag in given)
         notes.extend(f"{given.label(flag)} has no effect without --max-restarts: no failure is healed" for flag in idle)
@@ -31,11 +33,11 @@ def budget(given: Given, notes: list[str]) -> Budget:
         max_restarts=restarts,
         window=duration(given.label("--restart-window"), given.text("--restart-window", str(default.window))),
         backoff=duration(given.label("--restart-backoff"), given.text("--restart-backoff", str(default.backoff))),
-        max_infra_restarts=whole(
+        max_infra_restarts=integer(
             given.label("--max-infra-restarts"),
             given.text("--max-infra-restarts", str(default.max_infra_restarts)),
-            least=0,
-            most=MOST_RESTARTS,
+            minimum=0,
+            maximum=MOST_RESTARTS,
         ),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ripstop.cli.options.flags import Flag, Given
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import whole_file
+from ripstop.model.parsers import read_file
 
 NOT_IN_A_FILE = frozenset({"--help", "--config", "--dry-run"})
 
@@ -42,7 +42,7 @@ def _load(said: str, name: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(whole_file(name).decode())
+        return tomllib.loads(read_file(name).decode())
     except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
         why = error.strerror if isinstance(error, OSError) else f"it is not TOML: {error}"
         raise UsageError(f"{said}: cannot be read: {why}; name a TOML file such as nnodes = 2") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from ripstop.cli.options.flags import Given
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import local_ranks, streams, words
+from ripstop.model.parsers import comma_separated, local_ranks, streams
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
@@ -71,7 +71,7 @@ def _filters(
         notes.append(
             f"{name} has no effect without --tee={stream.value}: lines are filtered on their way to the console"
         )
-    return words(name, given.text(flag, ""))
+    return comma_separated(name, given.text(flag, ""))
 
 
 def event_handler(given: Given) -> str:

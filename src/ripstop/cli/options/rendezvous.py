@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from ripstop.cli.options.flags import Given
-from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MOST_NODES, Backend
+from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, host, port, rank_by, truth, whole, word
+from ripstop.model.parsers import address, boolean, host, identifier, integer, port, rank_by
 from ripstop.model.round import Address, RankBy
 
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -42,7 +42,7 @@ class Ranking(Struct, frozen=True):
 
 
 def meeting(given: Given, min_nodes: int, max_nodes: int, is_host: str | None, notes: list[str]) -> RendezvousOptions:
-    hosting = None if is_host is None else truth(f"{given.label('--rdzv-conf')} is_host", is_host)
+    hosting = None if is_host is None else boolean(f"{given.label('--rdzv-conf')} is_host", is_host)
     local_addr = host(given.label("--local-addr"), given.text("--local-addr", "")) if "--local-addr" in given else None
     if "--standalone" in given:
         if max_nodes != 1:
@@ -96,7 +96,7 @@ def ranking(
         case RankBy.LABEL if "--node-label" not in given:
             raise UsageError(f"{name} rank_by=label: this node has no label; say where it stands: --node-label=rack7")
         case RankBy.LABEL:
-            return Ranking(by, label=word(given.label("--node-label"), given.text("--node-label", "")))
+            return Ranking(by, label=identifier(given.label("--node-label"), given.text("--node-label", "")))
     return Ranking(by)
 
 
@@ -105,7 +105,7 @@ def _number(name: str, node_rank: int | None, environ: Mapping[str, str], machin
         return node_rank
     for variable in NUMBERS:
         if environ.get(variable):
-            return whole(variable, environ[variable], least=0, most=MOST_NODES - 1)
+            return integer(variable, environ[variable], minimum=0, maximum=MAX_NODES - 1)
     if ordinal := re.search(r"-([0-9]{1,9})$", machine.partition(".")[0]):
         notes.append(f"{name} rank_by=slot: this node's number is {int(ordinal[1])}, as {machine} says")
         return int(ordinal[1])
@@ -205,7 +205,9 @@ def _node_rank(given: Given, max_nodes: int) -> int | None:
     if "--node-rank" not in given:
         return None
     remedy = f"the ranks of {max_nodes} nodes are 0 to {max_nodes - 1}" if max_nodes > 1 else "a single node's is 0"
-    return whole(given.label("--node-rank"), given.text("--node-rank", ""), least=0, most=max_nodes - 1, remedy=remedy)
+    return integer(
+        given.label("--node-rank"), given.text("--node-rank", ""), minimum=0, maximum=max_nodes - 1, remedy=remedy
+    )
 
 
 def idle(given: Given, flags: Sequence[str], why: str, notes: list[str]) -> None:

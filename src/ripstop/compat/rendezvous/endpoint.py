@@ -4,7 +4,7 @@ import ipaddress
 import socket
 
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import address, pairs
+from ripstop.model.parsers import address, key_values
 
 __all__ = ["is_this_machine", "parse_rendezvous_endpoint"]
 
@@ -23,7 +23,7 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
 
 def _parse_rendezvous_config(config_str: str) -> dict[str, str]:  # torch.distributed.run imports it
     try:
-        return pairs("rdzv_conf", config_str)
+        return key_values("rdzv_conf", config_str)
     except UsageError as error:
         raise ValueError(str(error)) from None
 

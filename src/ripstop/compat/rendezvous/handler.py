@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import truth
+from ripstop.model.parsers import boolean
 
 __all__ = [
     "RendezvousClosedError",
@@ -202,7 +202,7 @@ class RendezvousParameters:
         if value is None or isinstance(value, bool):
             return value
         try:
-            return truth(key, str(value) if isinstance(value, int | str) else repr(value))
+            return boolean(key, str(value) if isinstance(value, int | str) else repr(value))
         except UsageError as error:
             raise ValueError(str(error)) from None
 
