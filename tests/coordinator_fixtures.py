@@ -185,6 +185,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs somebody else's."""
-    return Authority(tmp_path_factory.mktemp("stranger"))
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of others."""
+    return Authority(tmp_path_factory.mktemp("other-authority"))

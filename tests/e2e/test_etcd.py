@@ -179,14 +179,14 @@ def test_etcd_authentication_is_required_checked_and_used(job: Job, etcd: Member
         ("auth/enable", {}),
     ):
         assert etcd.ask(path, body) is not None
-    nobody = node(job, etcd.endpoint, nnodes="1")
-    assert nobody.wait() == 2
-    assert "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD" in nobody.err
-    who = {"RIPSTOP_ETCD_USER": "root", "TRAIN_STEPS": "3"}
-    wrong = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "wrong"})
+    anonymous = node(job, etcd.endpoint, nnodes="1")
+    assert anonymous.wait() == 2
+    assert "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD" in anonymous.err
+    user = {"RIPSTOP_ETCD_USER": "root", "TRAIN_STEPS": "3"}
+    wrong = node(job, etcd.endpoint, nnodes="1", env={**user, "RIPSTOP_ETCD_PASSWORD": "wrong"})
     assert wrong.wait() == 2
     assert "authentication failed, invalid user ID or password; check RIPSTOP_ETCD_USER" in wrong.err
-    right = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "right"})
+    right = node(job, etcd.endpoint, nnodes="1", env={**user, "RIPSTOP_ETCD_PASSWORD": "right"})
     assert right.wait() == 0
 
 

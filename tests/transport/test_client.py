@@ -121,11 +121,11 @@ def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
         async with harness.serving() as (_, address):
             with unresponsive_address("127.0.0.2", address.port):
 
-                def moved(host: str, port: int, *words: Any) -> Any:
+                def moved(host: str, port: int, *options: Any) -> Any:
                     if host != "coordinator.test":
-                        return look_up(host, port, *words)
+                        return look_up(host, port, *options)
                     looked_up.append(host)
-                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *words)
+                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *options)
 
                 monkeypatch.setattr(socket, "getaddrinfo", moved)
                 async with harness.linking(Address("coordinator.test", address.port)) as (_, agent):
@@ -165,13 +165,13 @@ def test_a_link_waits_for_a_coordinator_that_starts_later(harness: Any) -> None:
     ids=["another web server", "a server that disconnects", "not a web server"],
 )
 def test_another_server_at_the_endpoint_is_reported(harness: Any, reply: bytes, expected: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(reply)
         writer.close()
 
     async def scenario() -> None:
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(respond, "127.0.0.1", 0)
         async with other:
             address = Address("127.0.0.1", other.sockets[0].getsockname()[1])
             async with harness.linking(address) as (link, agent):
@@ -250,11 +250,11 @@ def test_an_unknown_name_is_looked_up_again(harness: Any) -> None:
 
 
 def test_a_hanging_name_service_does_not_delay_the_end(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answer = threading.Event(), threading.Event()
+    asked, release = threading.Event(), threading.Event()
 
     def hanging(*_: object, **__: object) -> object:
         asked.set()
-        answer.wait(DEADLINE)
+        release.wait(DEADLINE)
         raise socket.gaierror("too late")
 
     async def scenario() -> None:
@@ -263,10 +263,10 @@ def test_a_hanging_name_service_does_not_delay_the_end(harness: Any, monkeypatch
 
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
     try:
-        asyncio.run(scenario())  # returns without the answer
-        assert not answer.is_set()
+        asyncio.run(scenario())  # returns while the lookup hangs
+        assert not release.is_set()
     finally:
-        answer.set()
+        release.set()
 
 
 def test_a_link_connects_to_a_host_name(harness: Any) -> None:

@@ -33,7 +33,7 @@ from ripstop.transport import agent_authentication, api_authorization, connectio
 from ripstop.transport.websocket import CLOSE_CODE_RETURNING, PREAUTH_HEADER
 
 DEADLINE = 20.0
-ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
+WELCOME_OR_REJECTED: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 
 def preauth_hello(token: str = "s3cret", run_id: str = "job", node: str = "a", nonce: str = "") -> str:
@@ -61,7 +61,7 @@ async def do_handshake(
     exchange = Exchange(run_id, node, challenge.nonce, "00" * 16)
     hello = Hello(run_id, node, exchange.answer, exchange.by_agent(token))
     await ws.send_str(encode(hello))
-    return hello, decode(await ws.receive_str(), ANSWER)
+    return hello, decode(await ws.receive_str(), WELCOME_OR_REJECTED)
 
 
 async def wait_closed(ws: aiohttp.ClientWebSocketResponse) -> None:
@@ -99,9 +99,9 @@ def test_agent_and_coordinator_prove_the_secret_to_each_other(harness: Any) -> N
 def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            _, answer = await do_handshake(ws, token="guess")
-            assert isinstance(answer, Rejected)
-            assert "set the same RIPSTOP_TOKEN on every node" in answer.why
+            _, reply = await do_handshake(ws, token="guess")
+            assert isinstance(reply, Rejected)
+            assert "set the same RIPSTOP_TOKEN on every node" in reply.why
             await wait_closed(ws)
             assert coordinator.attached == []
 
@@ -112,9 +112,9 @@ def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
 def test_a_node_without_a_proper_name_is_rejected(harness: Any, name: str) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
-            _, answer = await do_handshake(ws, node=name)
-            assert isinstance(answer, Rejected)
-            assert "text of 1 to 256 characters" in answer.why
+            _, reply = await do_handshake(ws, node=name)
+            assert isinstance(reply, Rejected)
+            assert "text of 1 to 256 characters" in reply.why
             await wait_closed(ws)
 
     asyncio.run(scenario())
@@ -123,11 +123,11 @@ def test_a_node_without_a_proper_name_is_rejected(harness: Any, name: str) -> No
 def test_the_rejection_of_an_agent_of_another_job_names_both_jobs(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            _, answer = await do_handshake(ws, run_id="job2")
-            assert isinstance(answer, Rejected)
-            assert answer.final
-            assert "'job'" in answer.why
-            assert "'job2'" in answer.why
+            _, reply = await do_handshake(ws, run_id="job2")
+            assert isinstance(reply, Rejected)
+            assert reply.final
+            assert "'job'" in reply.why
+            assert "'job2'" in reply.why
             await wait_closed(ws)
             assert coordinator.attached == []
 
@@ -140,9 +140,9 @@ def test_an_agent_of_the_next_job_may_retry_when_this_job_has_ended(harness: Any
             coordinator.steer(StopJob("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
-                _, answer = await do_handshake(ws, run_id="job2")
-                assert isinstance(answer, Rejected)
-                assert not answer.final
+                _, reply = await do_handshake(ws, run_id="job2")
+                assert isinstance(reply, Rejected)
+                assert not reply.final
 
     asyncio.run(scenario())
 
@@ -151,12 +151,12 @@ def test_a_replayed_hello_is_rejected(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             async with connection(address) as ws:
-                hello, answer = await do_handshake(ws)
-                assert isinstance(answer, Welcome)
+                hello, reply = await do_handshake(ws)
+                assert isinstance(reply, Welcome)
             async with connection(address) as ws:
                 decode(await ws.receive_str(), (Challenge,))
                 await ws.send_str(encode(hello))
-                assert isinstance(decode(await ws.receive_str(), ANSWER), Rejected)
+                assert isinstance(decode(await ws.receive_str(), WELCOME_OR_REJECTED), Rejected)
             assert len(coordinator.attached) == 1
 
     asyncio.run(scenario())
@@ -164,7 +164,7 @@ def test_a_replayed_hello_is_rejected(harness: Any) -> None:
 
 INVALID_PREAUTH = {
     "no header": ("", "install the same version of ripstop"),
-    "another version": ('{"v":2,"type":"Hello","who":"the future"}', "install the same version of ripstop"),
+    "another version": ('{"v":2,"type":"Hello","field":"of the future"}', "install the same version of ripstop"),
     "no JSON": ("not JSON", "is JSON, this is not"),
     "another message": (encode(Heartbeat()), "expected Hello"),
     "another secret": (preauth_hello(token="guess"), "set the same RIPSTOP_TOKEN on every node"),
@@ -433,9 +433,9 @@ def test_another_version_is_rejected_with_the_remedy(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
             await ws.receive_str()
-            await ws.send_str('{"v":2,"type":"Hello","who":"the future"}')
-            answer = decode(await ws.receive_str(), (Rejected,))
-            assert "install the same version of ripstop" in answer.why
+            await ws.send_str('{"v":2,"type":"Hello","field":"of the future"}')
+            reply = decode(await ws.receive_str(), (Rejected,))
+            assert "install the same version of ripstop" in reply.why
             await wait_closed(ws)
 
     asyncio.run(scenario())

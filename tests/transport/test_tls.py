@@ -97,10 +97,10 @@ def test_an_agent_does_not_trust_a_coordinator_with_a_bad_certificate(
 
 
 def test_an_agent_does_not_trust_a_coordinator_that_another_authority_signed(
-    harness: Any, authority: Authority, stranger: Authority
+    harness: Any, authority: Authority, other_authority: Authority
 ) -> None:
     async def scenario() -> None:
-        async with harness.serving(tls=stranger.node("a")) as (_, address):
+        async with harness.serving(tls=other_authority.node("a")) as (_, address):
             why = await rejection(harness, address, authority.node("b"))
             assert "was not signed by an authority that is trusted here" in why
 
@@ -109,11 +109,11 @@ def test_an_agent_does_not_trust_a_coordinator_that_another_authority_signed(
 
 @pytest.mark.parametrize("kind", ["none", "foreign", "expired"])
 def test_an_agent_without_a_valid_certificate_is_rejected_and_both_sides_log_the_reason(
-    harness: Any, authority: Authority, stranger: Authority, caplog: pytest.LogCaptureFixture, kind: str
+    harness: Any, authority: Authority, other_authority: Authority, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     shown = {
         "none": Tls(),
-        "foreign": stranger.node("c"),
+        "foreign": other_authority.node("c"),
         "expired": authority.node("old", expired=True),
     }[kind]
     reasons = {
@@ -258,8 +258,8 @@ def test_an_own_expired_certificate_is_an_error(authority: Authority, with_ca: b
     assert "certificate has expired" in usage_error(old if with_ca else replace(old, ca=None))
 
 
-def test_the_own_certificate_must_be_signed_by_the_ca(authority: Authority, stranger: Authority) -> None:
-    assert "was not signed by an authority" in usage_error(replace(authority.node("a"), ca=stranger.ca))
+def test_the_own_certificate_must_be_signed_by_the_ca(authority: Authority, other_authority: Authority) -> None:
+    assert "was not signed by an authority" in usage_error(replace(authority.node("a"), ca=other_authority.ca))
 
 
 def test_a_ca_that_is_not_an_authority_is_an_error(authority: Authority) -> None:

@@ -16,7 +16,7 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 def describe_network_error(error: BaseException, timeout: float | None = None) -> str:
     """Why a connection or a request failed, in a few words; `timeout` is the time limit of the request."""
-    cause = getattr(error, "os_error", error)  # aiohttp wraps the system's error
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # aiohttp wraps the system's error
     match cause:
         case socket.gaierror():
             return "the name has no address"

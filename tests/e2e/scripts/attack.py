@@ -53,16 +53,16 @@ async def handshake(reader, writer, make_hello):
     """The type of the coordinator's last message.  `make_hello` gets the challenge; empty for pre-authentication."""
     writer.write(request(make_hello("")))
     await reader.readuntil(b"\r\n\r\n")
-    answer = await receive(reader)
-    if answer["type"] == "Challenge":
-        writer.write(frame(make_hello(answer["nonce"])))
-        answer = await receive(reader)
-    return answer["type"]
+    reply = await receive(reader)
+    if reply["type"] == "Challenge":
+        writer.write(frame(make_hello(reply["nonce"])))
+        reply = await receive(reader)
+    return reply["type"]
 
 
 async def impostor(reader, writer, make_hello):
-    answer = await handshake(reader, writer, make_hello)
-    tally["accepted" if answer == "Welcome" else "rejected"] += 1
+    reply = await handshake(reader, writer, make_hello)
+    tally["accepted" if reply == "Welcome" else "rejected"] += 1
 
 
 async def wait_for_end(reader):
