@@ -60,8 +60,6 @@ MIN_CONNECT_TIMEOUT_S = 0.5
 MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
 Expected = TypeVar("Expected", Challenge, Welcome)
-CHALLENGE_OR_REJECTED: tuple[type[Challenge | Rejected], ...] = (Challenge, Rejected)
-WELCOME_OR_REJECTED: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 
 class _FinalRejection(Exception):
@@ -230,11 +228,11 @@ class WebSocketLink:
 
     async def _handshake(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
-            challenge = self._unless_rejected(decode(await _expect(ws), CHALLENGE_OR_REJECTED))
+            challenge = await self._expect(ws, Challenge)
             hello = self._hello(challenge.nonce)
             sent_at = time.monotonic()
             await ws.send_str(encode(hello))
-            welcome = self._unless_rejected(decode(await _expect(ws), WELCOME_OR_REJECTED))
+            welcome = await self._expect(ws, Welcome)
             received_at = time.monotonic()
         except VersionMismatch as error:
             raise self._rejection(str(error)) from error
@@ -250,7 +248,13 @@ class WebSocketLink:
         exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16))
         return Hello(self._run_id, self._node, exchange.answer, exchange.by_agent(self._token))
 
-    def _unless_rejected(self, message: Expected | Rejected) -> Expected:
+    async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:
+        """The next message of the handshake."""
+        text = await receive(ws)
+        if text is None:
+            raise _Retry("the connection was closed during the handshake")
+        kinds: tuple[type[Expected | Rejected], ...] = (kind, Rejected)
+        message = decode(text, kinds)
         if isinstance(message, Rejected):
             raise self._rejection(message.why) if message.final else _Retry(message.why)
         return message
@@ -349,13 +353,6 @@ class _Heartbeats:
 async def _reject_redirect(_: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
     redirect.response.close()
     raise _Retry(_not_a_coordinator(redirect.response.status))
-
-
-async def _expect(ws: aiohttp.ClientWebSocketResponse) -> str:
-    text = await receive(ws)
-    if text is None:
-        raise _Retry("the connection was closed during the handshake")
-    return text
 
 
 def _shut_down(connection: socket.socket) -> None:
