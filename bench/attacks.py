@@ -30,7 +30,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.certificates import Authority  # noqa: E402 - they are found only now
+from tests.certificates import Authority  # noqa: E402 - found through the path above
 from tests.e2e.harness import SCRIPTS, Job  # noqa: E402
 
 TOKEN = "bench"

@@ -87,7 +87,7 @@ class Leadership:
         self.leader = leader
         self.lease = candidacy.lease
         self.coordinator = coordinator
-        self.server = server
+        self._server = server
         self._client = client
         self._renewing = asyncio.create_task(self._renew(candidacy.ttl, on_lease), name="ripstop-lease")
 
@@ -110,7 +110,7 @@ class Leadership:
         self._renewing.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(revoke(self._client, self.lease), self.server.close())
+        await asyncio.gather(revoke(self._client, self.lease), self._server.close())
 
     async def publish_outcome(self, prefix: str, run_id: str, token: str, report: JobReport) -> None:
         """Replace the leader's key by the signed outcome of the job."""
