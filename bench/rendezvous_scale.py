@@ -47,7 +47,7 @@ IDLE = 3.0
 AT_ONCE = 256  # handshakes: all nodes share one process, and one that answers late is cut off, as it should be
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\nRipstop-Knock: %s\r\n\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\nRipstop-Preauth: %s\r\n\r\n"
 )
 
 

@@ -16,7 +16,7 @@ from ripstop.protocol.messages import FromCoordinator, Join, Ready
 from ripstop.transport.client import WebSocketLink
 from ripstop.transport.endpoint import bind
 from ripstop.transport.server import Server
-from ripstop.transport.tls import for_agent, for_coordinator
+from ripstop.transport.tls import client_context, server_context
 from tests.certificates import Authority
 
 DEADLINE = 20.0  # for anything awaited: generous, these machines are slow at times
@@ -29,16 +29,16 @@ class Recorder:
         self.told: list[tuple[Any, ...]] = []
         self._news = asyncio.Event()
 
-    def on_linked(self) -> None:
+    def on_connected(self) -> None:
         self._add("linked")
 
     def on_message(self, message: FromCoordinator) -> None:
         self._add("message", message)
 
-    def on_unlinked(self, why: str) -> None:
+    def on_disconnected(self, why: str) -> None:
         self._add("unlinked", why)
 
-    def on_refused(self, why: str) -> None:
+    def on_rejected(self, why: str) -> None:
         self._add("refused", why)
 
     def _add(self, *event: Any) -> None:
@@ -131,7 +131,7 @@ class Harness:
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator at a port of its own."""
         coordinator = Harness.coordinator(nodes, lease, least)
-        bound = bind(Address("127.0.0.1", port), demanded=True)
+        bound = bind(Address("127.0.0.1", port), required=True)
         assert bound is not None
         server = Server(
             bound.listening,
@@ -139,8 +139,8 @@ class Harness:
             run_id=run_id,
             token=token,
             lease=lease,
-            tls=tls and for_coordinator(tls),
-            name=name,
+            tls=tls and server_context(tls),
+            endpoint_host=name,
         )
         address = bound.address
         await server.start()
@@ -162,7 +162,9 @@ class Harness:
         tls: Tls | None = None,
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
         """An agent's link to it, open."""
-        link = WebSocketLink(address, run_id=run_id, node=node, token=token, lease=lease, tls=tls and for_agent(tls))
+        link = WebSocketLink(
+            address, run_id=run_id, node=node, token=token, lease=lease, tls=tls and client_context(tls)
+        )
         recorder = Recorder()
         link.open(recorder)
         try:
@@ -183,6 +185,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs somebody else's."""
-    return Authority(tmp_path_factory.mktemp("stranger"))
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of others."""
+    return Authority(tmp_path_factory.mktemp("other-authority"))

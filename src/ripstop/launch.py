@@ -100,8 +100,8 @@ def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator alone."""
     with _log_lines(config.notes, rendezvous=True):
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
-        bound = bind(config.endpoint, demanded=True, shared=config.max_nodes > 1)
-        assert bound is not None, "a demanded endpoint is bound, or an error"
+        bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
+        assert bound is not None, "a required endpoint is bound, or an error"
         _may_serve(bound, config)
         _warn_of(bound)
         end = asyncio.run(_coordinate(config, bound, directory))
@@ -180,7 +180,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
     assert config.etcd is not None
     way_in = _way_in(parts, config, node.id)
 
-    def seated(address: Address | None, own: Coordinator | None) -> None:
+    def on_leader(address: Address | None, own: Coordinator | None) -> None:
         if own is not None:
             way_in.lead(own, str(address))
         elif address is not None:
@@ -196,9 +196,9 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         local_addr=config.local_addr,
         tls=config.tls,
         sinks=[_event_file(parts, directory, OF_JOB), *_spans(parts, config)],
-        seated=seated,
+        on_leader=on_leader,
     )
-    return _Meeting(link, link.broken)
+    return _Meeting(link, link.failed)
 
 
 async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
@@ -228,11 +228,13 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
 def bind_endpoint(config: RunConfig) -> Bound | None:
     """The socket of the endpoint, if this node is to host the coordinator, or of `--api` where it is alone."""
     if config.backend is Backend.LOCAL and config.api is not None:
-        return bind(config.api, demanded=True, shared=False, flag="--api")
+        return bind(config.api, required=True, multi_node=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
         return None
     assert config.endpoint is not None, "a job of several nodes has an endpoint"
-    bound = bind(config.endpoint, demanded=config.is_host is True, shared=config.max_nodes > 1, own=config.local_addr)
+    bound = bind(
+        config.endpoint, required=config.is_host is True, multi_node=config.max_nodes > 1, own_address=config.local_addr
+    )
     if bound is not None:
         _may_serve(bound, config)
         _warn_of(bound)
@@ -252,10 +254,10 @@ def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
 def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
     """Would the agents trust the certificate of the endpoint's host?  Asked before anything is started."""
     if config.tls is not None and config.endpoint is not None:
-        from ripstop.transport.tls import examine_host
+        from ripstop.transport.tls import check_coordinator_certificate
 
         try:
-            examine_host(config.tls, config.endpoint.host)
+            check_coordinator_certificate(config.tls, config.endpoint.host)
         except UsageError:
             bound.listening.close()
             raise
@@ -372,9 +374,9 @@ async def _serve(
 
     tls = None
     if config.tls is not None:
-        from ripstop.transport.tls import for_coordinator
+        from ripstop.transport.tls import server_context
 
-        tls = for_coordinator(config.tls)
+        tls = server_context(config.tls)
     server = Server(
         bound.listening,
         coordinator,
@@ -383,8 +385,8 @@ async def _serve(
         lease=config.timing.lease,
         nodes=config.max_nodes,
         tls=tls,
-        agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
-        name=config.endpoint.host if config.endpoint else "",
+        serves_agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
+        endpoint_host=config.endpoint.host if config.endpoint else "",
     )
     parts.push_async_callback(server.close)
     await server.start()
@@ -396,9 +398,9 @@ def _remote(config: RunConfig, node: str) -> Link:
     assert config.endpoint is not None
     tls = None
     if config.tls is not None:
-        from ripstop.transport.tls import for_agent
+        from ripstop.transport.tls import client_context
 
-        tls = for_agent(config.tls)
+        tls = client_context(config.tls)
     return WebSocketLink(
         config.endpoint, run_id=config.run_id, node=node, token=config.token, lease=config.timing.lease, tls=tls
     )

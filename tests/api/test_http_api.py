@@ -18,8 +18,8 @@ from ripstop.model.operator_commands import StopJob
 from ripstop.model.round import Address
 from ripstop.protocol.messages import Assign, Closing, Drain, Left, Query, Reply
 from ripstop.protocol.secret import api_token
-from ripstop.transport import server
-from ripstop.transport.tls import for_agent
+from ripstop.transport import connection_limits, server
+from ripstop.transport.tls import client_context
 
 DEADLINE = 20.0
 TOKEN = api_token("s3cret", "job")
@@ -126,7 +126,7 @@ def test_who_shows_a_certificate_of_the_jobs_authority_needs_no_secret(harness: 
         tls = authority.node()
         async with (
             job(harness, token="", tls=tls) as (_, address, _, _),
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=for_agent(tls))) as http,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_context(tls))) as http,
         ):
             assert (await Caller(http, address, "", "https").get("/status"))[0] == 200
 
@@ -136,7 +136,7 @@ def test_who_shows_a_certificate_of_the_jobs_authority_needs_no_secret(harness: 
 def test_who_has_shown_the_token_is_no_stranger_and_others_stay_one(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(connection_limits, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def run() -> None:
         async with (
@@ -270,7 +270,7 @@ def test_a_stream_that_nobody_reads_is_cut_off_and_the_job_never_waits(
 
 def test_who_reads_nothing_does_not_put_off_the_end(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "STUCK", 0.05)
-    monkeypatch.setattr(server, "FLUSH", 1000.0)  # else aiohttp would cut it off, by and by
+    monkeypatch.setattr(server, "FLUSH_TIMEOUT_S", 1000.0)  # else aiohttp would cut it off, by and by
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE):

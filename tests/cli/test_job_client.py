@@ -10,7 +10,7 @@ import pytest
 from ripstop.cli import job_client
 from ripstop.cli.job_client import JobUnreachable, Target, lines
 from ripstop.model.round import Address
-from ripstop.transport.keepalive import tune
+from ripstop.system.network import enable_keepalive
 
 DEADLINE = 20.0
 
@@ -66,10 +66,10 @@ def test_the_kernel_watches_over_a_connection_to_another_machine(monkeypatch: py
     seen: list[int] = []
 
     def look(line: socket.socket) -> None:
-        tune(line)
+        enable_keepalive(line)
         seen.append(line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
 
-    monkeypatch.setattr(job_client, "tune", look)
+    monkeypatch.setattr(job_client, "enable_keepalive", look)
     with coordinator(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (target, _):
         assert list(lines(target, "/logs/0", "text/plain", None)) == []
     assert seen == [1]

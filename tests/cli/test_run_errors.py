@@ -474,5 +474,5 @@ def test_an_api_address_that_is_taken_is_refused_before_anything_starts(
         port = taken.getsockname()[1]
         line = said(f"--standalone --api=127.0.0.1:{port} train.py", capsys)
     assert line.startswith(
-        f"this node is to listen at 127.0.0.1:{port}, but that port is taken; choose another in --api"
+        f"this node must listen at 127.0.0.1:{port}, but the port is in use; choose another in --api"
     )

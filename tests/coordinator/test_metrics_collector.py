@@ -142,7 +142,7 @@ def test_a_page_that_has_rebound_its_name_reads_no_numbers(harness: Any, host: s
     async def scenario() -> None:
         async with harness.serving(token="") as (_, address):
             status, text = await get(address, Host=host)
-            assert status == 403 and "is no name of this coordinator; ask for its IP address" in text
+            assert status == 403 and "is not a name of this coordinator; use its IP address" in text
             assert "run_id" not in text
 
     run(scenario())

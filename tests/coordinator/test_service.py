@@ -42,10 +42,10 @@ def test_a_job_within_one_process_runs_to_its_end(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         link, agent = InProcessLink(coordinator, "a"), harness.Recorder()
-        assert "not open" in link.trouble
+        assert "not open" in link.disconnect_reason
         link.open(agent)
         await agent.until(lambda a: a.count("linked") == 1)
-        assert (link.trouble, link.local_host) == ("", None)
+        assert (link.disconnect_reason, link.local_host) == ("", None)
         link.send(harness.join("a"))
         assign = await agent.heard(Assign)
         link.send(Succeeded(assign.place.round))

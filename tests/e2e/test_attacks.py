@@ -1,4 +1,4 @@
-"""Strangers at the coordinator's port, while a job trains: they are refused, and nobody in the job notices."""
+"""Attacks on the coordinator's port while a job trains: they are rejected, and the job is not affected."""
 
 import json
 import os
@@ -17,8 +17,8 @@ TOKEN = "the job's own"
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two nodes that train for as long as the tests last."""
-    with Job(tmp_path_factory.mktemp("siege"), TRAIN_STEPS="1000000", RIPSTOP_TOKEN=TOKEN) as job:
+    """Two nodes that train during all tests."""
+    with Job(tmp_path_factory.mktemp("attacks"), TRAIN_STEPS="1000000", RIPSTOP_TOKEN=TOKEN) as job:
         job.node(nnodes="2")
         job.node(nnodes="2")
         job.steps(2)
@@ -30,43 +30,43 @@ def attack(job: Job, kind: str, seconds: float, count: int) -> dict[str, float]:
     env = {**os.environ, "ATTACK_TOKEN": TOKEN}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    tally: dict[str, float] = json.loads(done.stdout)
-    return tally
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
-def trained_through(job: Job, tally: dict[str, float]) -> None:
-    """Steps were made during the attack and after it, and always by the same two processes."""
+def assert_trained_through(job: Job, result: dict[str, float]) -> None:
+    """The same two processes made steps during the attack and after it."""
     steps = [h["t"] for h in job.happenings(event="step")]
-    assert any(tally["began"] < t < tally["ended"] for t in steps), job.story()
-    job.steps(2, after=tally["ended"])
+    assert any(result["began"] < t < result["ended"] for t in steps), job.story()
+    job.steps(2, after=result["ended"])
     assert len(job.happenings(event="start")) == 2, job.story()
     assert all(agent.process.poll() is None for agent in job.agents), job.story()
 
 
 @pytest.mark.parametrize("kind", ["no-secret", "wrong-secret", "other-job", "replay"])
-def test_who_cannot_prove_the_secret_is_refused_every_time(job: Job, kind: str) -> None:
-    tally = attack(job, kind, 3, 50)
-    assert (tally["tried"], tally["refused"], tally["accepted"]) == (50, 50, 0), tally
-    trained_through(job, tally)
+def test_peers_without_the_secret_are_always_rejected(job: Job, kind: str) -> None:
+    result = attack(job, kind, 3, 50)
+    assert (result["tried"], result["rejected"], result["accepted"]) == (50, 50, 0), result
+    assert_trained_through(job, result)
 
 
 @pytest.mark.parametrize("kind", ["idle", "half-open", "slow"])
-def test_who_takes_too_long_is_cut_off(job: Job, kind: str) -> None:
-    tally = attack(job, kind, 7.5, 100)
-    assert (tally["tried"], tally["accepted"]) == (100, 0), tally
-    assert tally["refused"] >= 50, tally  # those that came early enough to see their five seconds end
-    trained_through(job, tally)
+def test_peers_that_take_too_long_are_disconnected(job: Job, kind: str) -> None:
+    result = attack(job, kind, 7.5, 100)
+    assert (result["tried"], result["accepted"]) == (100, 0), result
+    assert result["rejected"] >= 50, result  # the connections whose five seconds ended during the attack
+    assert_trained_through(job, result)
 
 
-def test_a_frame_of_a_gigabyte_is_not_taken(job: Job) -> None:
+def test_a_frame_of_a_gigabyte_is_rejected(job: Job) -> None:
     before = memory(host(job).pid)
-    tally = attack(job, "huge", 3, 50)
-    assert (tally["tried"], tally["refused"]) == (50, 50), tally
-    assert memory(host(job).pid) - before < 64 * 1024, "the frames were kept"
-    trained_through(job, tally)
+    result = attack(job, "huge", 3, 50)
+    assert (result["tried"], result["rejected"]) == (50, 50), result
+    assert memory(host(job).pid) - before < 64 * 1024, "the frames were kept in memory"
+    assert_trained_through(job, result)
 
 
-def test_nobody_else_joins_a_job_of_one_node_and_its_user_steers_it(tmp_path: Path) -> None:
+def test_no_other_node_joins_a_job_of_one_node_and_its_user_can_stop_it(tmp_path: Path) -> None:
     with Job(tmp_path, TRAIN_STEPS="1000000", XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path)) as job:
         node = job.node(nnodes="1")
         job.steps(1)
@@ -80,18 +80,18 @@ def test_nobody_else_joins_a_job_of_one_node_and_its_user_steers_it(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_ten_thousand_idle_connections_are_too_many_and_no_matter(job: Job) -> None:
+def test_ten_thousand_idle_connections_do_not_affect_the_job(job: Job) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, hard - 100)
-    tally = attack(job, "idle", 20, count)
-    assert tally["accepted"] == 0, tally
-    assert tally["refused"] > count / 2, tally
-    trained_through(job, tally)
-    wait_until(lambda: True if "unknown connections" in host(job).err else None, why=job.story)
+    result = attack(job, "idle", 20, count)
+    assert result["accepted"] == 0, result
+    assert result["rejected"] > count / 2, result
+    assert_trained_through(job, result)
+    wait_until(lambda: True if "unauthenticated connections" in host(job).err else None, why=job.story)
 
 
 def host(job: Job) -> Agent:
-    """The agent that has the coordinator."""
+    """The agent that hosts the coordinator."""
     return next(agent for agent in job.agents if "joined from" in agent.err)
 
 

@@ -1,4 +1,4 @@
-"""Jobs whose coordinator etcd elects: any node may die, and most of etcd's members."""
+"""Jobs whose coordinator etcd elects, with faults of nodes and of etcd."""
 
 import os
 import re
@@ -49,12 +49,12 @@ def node(job: Job, where: str, *flags: str, nnodes: str = "2:3", env: dict[str, 
 
 
 def host(agents: list[Agent]) -> Agent:
-    """The agent that was elected first."""
+    """The first agent that was elected."""
     return wait_until(lambda: next((agent for agent in agents if "elected: " in agent.err), None))
 
 
 def kill(agent: Agent) -> None:
-    """The whole node, at once."""
+    """Kill the whole node at once."""
     for pid in tree(agent.pid):
         os.kill(pid, signal.SIGKILL)
     agent.wait()
@@ -64,7 +64,7 @@ def without(agents: list[Agent], victim: Agent) -> list[Agent]:
     return [agent for agent in agents if agent is not victim]
 
 
-def test_nodes_meet_through_etcd_and_leave_only_a_leased_word_of_the_end(job: Job, etcd: Member) -> None:
+def test_a_job_through_etcd_leaves_only_its_leased_outcome(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
     assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
@@ -74,11 +74,11 @@ def test_nodes_meet_through_etcd_and_leave_only_a_leased_word_of_the_end(job: Jo
     assert int((etcd.ask("lease/timetolive", {"ID": lease}) or {})["TTL"]) <= 15
     late = node(job, etcd.endpoint, nnodes="3")
     assert late.wait() == 2
-    assert "job 'e2e' is over: succeeded; choose another --rdzv-id" in late.err
+    assert "job 'e2e' has ended: succeeded; choose another --rdzv-id" in late.err
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_who_is_elected_listens_where_it_was_told_if_it_can(job: Job, etcd: Member, taken: bool) -> None:
+def test_the_leader_listens_at_the_requested_port_if_it_is_free(job: Job, etcd: Member, taken: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         if not taken:
@@ -87,10 +87,10 @@ def test_who_is_elected_listens_where_it_was_told_if_it_can(job: Job, etcd: Memb
         agent = node(job, etcd.endpoint, conf, nnodes="1:2", env={"TRAIN_STEPS": "2"})
         assert agent.wait() == 0
     assert (f"job=e2e is at 127.0.0.1:{port}\n" in agent.err) is not taken
-    assert ("that port is taken" in agent.err) is taken
+    assert ("the port is in use" in agent.err) is taken
 
 
-def test_any_node_may_die_the_coordinators_and_rank_0s_too(job: Job, etcd: Member) -> None:
+def test_training_continues_when_the_node_of_the_coordinator_or_rank_0_dies(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="1:3") for _ in range(3)]
     job.steps(3)
     for world in (2, 1):
@@ -104,7 +104,7 @@ def test_any_node_may_die_the_coordinators_and_rank_0s_too(job: Job, etcd: Membe
     finish(job, *agents)
 
 
-def test_a_coordinator_that_is_terminated_hands_over_at_once(job: Job, etcd: Member) -> None:
+def test_a_terminated_leader_hands_over_at_once(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, "--rdzv-conf=lease=1") for _ in range(3)]
     job.steps(3)
     victim = host(agents)
@@ -116,7 +116,7 @@ def test_a_coordinator_that_is_terminated_hands_over_at_once(job: Job, etcd: Mem
     finish(job, *without(agents, victim))
 
 
-def test_a_frozen_coordinator_decides_nothing_when_it_thaws_and_comes_back_as_a_node(job: Job, etcd: Member) -> None:
+def test_a_frozen_leader_steps_down_when_it_resumes_and_rejoins_as_a_node(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint) for _ in range(3)]
     job.steps(3)
     frozen = host(agents)
@@ -126,13 +126,13 @@ def test_a_frozen_coordinator_decides_nothing_when_it_thaws_and_comes_back_as_a_
     job.steps(2, after=before, patience=20)
     for pid in reversed(tree(frozen.pid)):
         os.kill(pid, signal.SIGCONT)
-    frozen.says("stops deciding")
+    frozen.says("steps down")
     step = job.steps(3, after=time.time(), patience=20)
     assert step["restart"] == 0
     finish(job, *agents)
 
 
-def test_etcds_leader_dies_and_training_is_undisturbed(job: Job, tmp_path: Path) -> None:
+def test_training_continues_when_the_leader_of_etcd_dies(job: Job, tmp_path: Path) -> None:
     with cluster(3, tmp_path) as members:
         agents = [node(job, endpoints(members), "--rdzv-conf=lease=3", nnodes="2") for _ in range(2)]
         job.steps(2)
@@ -146,13 +146,13 @@ def test_etcds_leader_dies_and_training_is_undisturbed(job: Job, tmp_path: Path)
         finish(job, *agents)
 
 
-def test_etcd_is_gone_for_a_while_and_training_is_undisturbed(job: Job, etcd: Member) -> None:
+def test_training_continues_while_etcd_is_unreachable(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
     starts = len(job.happenings(event="start"))
     leader = host(agents)
     etcd.signal(signal.SIGSTOP)
-    leader.says("stops deciding: its lease was not renewed in time")
+    leader.says("steps down: its lease was not renewed in time")
     assert "coordinator is not in this process now" in refused(job, "stop")
     job.steps(2, after=time.time())
     etcd.signal(signal.SIGCONT)
@@ -162,7 +162,7 @@ def test_etcd_is_gone_for_a_while_and_training_is_undisturbed(job: Job, etcd: Me
     finish(job, *agents)
 
 
-def test_an_etcd_that_is_not_there_is_named_in_seconds(job: Job) -> None:
+def test_an_unreachable_etcd_is_reported_within_seconds(job: Job) -> None:
     ports = free_port(), free_port()
     where = f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
     agent = node(job, where, "--rdzv-conf=join_timeout=3")
@@ -171,7 +171,7 @@ def test_an_etcd_that_is_not_there_is_named_in_seconds(job: Job) -> None:
     assert "no coordinator for 3 s (etcd cannot be reached: 127.0.0.1:" in agent.err
 
 
-def test_etcds_password_is_asked_for_checked_and_used(job: Job, etcd: Member) -> None:
+def test_etcd_authentication_is_required_checked_and_used(job: Job, etcd: Member) -> None:
     for path, body in (
         ("auth/user/add", {"name": "root", "password": "right"}),
         ("auth/role/add", {"name": "root"}),
@@ -179,18 +179,18 @@ def test_etcds_password_is_asked_for_checked_and_used(job: Job, etcd: Member) ->
         ("auth/enable", {}),
     ):
         assert etcd.ask(path, body) is not None
-    nobody = node(job, etcd.endpoint, nnodes="1")
-    assert nobody.wait() == 2
-    assert "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD" in nobody.err
-    who = {"RIPSTOP_ETCD_USER": "root", "TRAIN_STEPS": "3"}
-    wrong = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "wrong"})
+    anonymous = node(job, etcd.endpoint, nnodes="1")
+    assert anonymous.wait() == 2
+    assert "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD" in anonymous.err
+    user = {"RIPSTOP_ETCD_USER": "root", "TRAIN_STEPS": "3"}
+    wrong = node(job, etcd.endpoint, nnodes="1", env={**user, "RIPSTOP_ETCD_PASSWORD": "wrong"})
     assert wrong.wait() == 2
     assert "authentication failed, invalid user ID or password; check RIPSTOP_ETCD_USER" in wrong.err
-    right = node(job, etcd.endpoint, nnodes="1", env={**who, "RIPSTOP_ETCD_PASSWORD": "right"})
+    right = node(job, etcd.endpoint, nnodes="1", env={**user, "RIPSTOP_ETCD_PASSWORD": "right"})
     assert right.wait() == 0
 
 
-def test_a_foreign_key_is_named_and_left_alone(job: Job, etcd: Member) -> None:
+def test_a_foreign_key_is_reported_and_not_changed(job: Job, etcd: Member) -> None:
     etcd.put(KEY, "not ours")
     agent = node(job, etcd.endpoint, nnodes="1")
     assert agent.wait() == 2
@@ -198,7 +198,7 @@ def test_a_foreign_key_is_named_and_left_alone(job: Job, etcd: Member) -> None:
     assert etcd.keys() == {KEY: "not ours"}
 
 
-def test_a_forged_outcome_ends_nobody(job: Job, etcd: Member) -> None:
+def test_a_forged_outcome_ends_no_node(job: Job, etcd: Member) -> None:
     agent = node(job, etcd.endpoint, nnodes="1")
     job.steps(1)
     etcd.put(OUTCOME, '0000\n{"v": 1}')
@@ -209,20 +209,20 @@ def test_a_forged_outcome_ends_nobody(job: Job, etcd: Member) -> None:
     finish(job, agent)
 
 
-def test_something_else_at_etcds_address_is_said_to_be_so(job: Job, etcd: Member) -> None:
+def test_a_server_that_is_not_etcd_is_reported(job: Job, etcd: Member) -> None:
     peer = etcd.peer.removeprefix("http://")
     agent = node(job, peer, nnodes="1")
     assert agent.wait() == 2
-    assert f"{peer} answers HTTP 404, so it is no etcd with a v3 API" in agent.err
+    assert f"{peer} answers HTTP 404, so it is not an etcd with a v3 API" in agent.err
 
 
-def test_a_lost_key_is_an_election(job: Job, etcd: Member) -> None:
+def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
     starts = len(job.happenings(event="start"))
     leader = host(agents)
     etcd.ask("kv/deleterange", {"key": encode(KEY)})
-    leader.says("stops deciding: its key is gone from etcd")
+    leader.says("steps down: its key was deleted from etcd")
     for agent in agents:
         agent.says("coordinator found again")
     job.steps(2, after=time.time())
@@ -230,7 +230,7 @@ def test_a_lost_key_is_an_election(job: Job, etcd: Member) -> None:
     finish(job, *agents)
 
 
-def test_a_member_that_was_away_at_the_end_learns_of_it(job: Job, etcd: Member) -> None:
+def test_a_node_that_was_frozen_at_the_end_learns_the_outcome(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="1:2", env={"TRAIN_STEPS": "150"}) for _ in range(2)]
     job.steps(2)
     leader = host(agents)
@@ -244,19 +244,19 @@ def test_a_member_that_was_away_at_the_end_learns_of_it(job: Job, etcd: Member) 
     assert "elected: " not in away.err
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
-def test_etcd_with_tls_takes_those_who_have_a_certificate(job: Job, tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is needed to create certificates")
+def test_etcd_with_tls_accepts_nodes_with_a_certificate(job: Job, tmp_path: Path) -> None:
     tls = certificates(tmp_path / "tls")
     flags = ("--client-cert-auth", f"--trusted-ca-file={tls}/ca.crt")
     pair = (f"--cert-file={tls}/server.crt", f"--key-file={tls}/server.key")
     with cluster(1, tmp_path, *flags, *pair, scheme="https") as (member,):
         known = f"--rdzv-conf=cacert={tls}/ca.crt,cert={tls}/client.crt,key={tls}/client.key"
         assert node(job, member.endpoint, known, nnodes="1", env={"TRAIN_STEPS": "3"}).wait() == 0
-        for conf, code, word in (
-            ("protocol=http,join_timeout=1", 1, "closed the connection .*wants TLS, --rdzv-conf=protocol=https"),
-            ("protocol=https", 2, "has no certificate that we trust"),
+        for conf, code, error in (
+            ("protocol=http,join_timeout=1", 1, "closed the connection .*requires TLS, use --rdzv-conf=protocol=https"),
+            ("protocol=https", 2, "is not trusted"),
             (f"cacert={tls}/ca.crt,join_timeout=1", 1, "etcd cannot be reached: .*certificate"),
         ):
             agent = node(job, member.endpoint, f"--rdzv-conf={conf}", nnodes="1")
             assert agent.wait() == code
-            assert re.search(word, agent.err), agent.err
+            assert re.search(error, agent.err), agent.err

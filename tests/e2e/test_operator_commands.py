@@ -332,7 +332,7 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     assert "world 2" in says(job, "status", *at, **secret)
     assert refused(job, "stop", *at, RIPSTOP_TOKEN="guess").startswith("the token is not this job's; ")
     assert refused(job, "stop", *at[1:], **secret).startswith("the token is not this job's; ")
-    assert refused(job, "stop", *at).startswith("this job is steered with its token; ")
+    assert refused(job, "stop", *at).startswith("this job requires its API token; ")
     assert refused(job, "scale", "3", *at, **secret).startswith("the job runs on 1 to 2 nodes, not on 3; ")
 
     name = next(node["name"] for node in status(job)["nodes"] if str(second.pid) in node["name"])
@@ -388,7 +388,9 @@ def test_whoever_is_elected_can_be_asked_on_its_own_machine(job: Job, tmp_path: 
         host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
         here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
         wait_until(lambda: True if "world 2" in says(job, "status", **here) else None, why=job.story)
-        assert refused(job, "status", **there).startswith("a job without a secret is not steered over the network; ")
+        assert refused(job, "status", **there).startswith(
+            "a job without a secret cannot be operated over the network; "
+        )
         agents[host].signal(signal.SIGKILL)
         wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.story)
         says(job, "stop", **there)

@@ -1,4 +1,4 @@
-"""Whole jobs whose agents and coordinator show each other certificates."""
+"""Whole jobs whose agents and coordinator authenticate each other with certificates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,18 +43,18 @@ def test_nodes_train_over_tls_and_recover_from_a_crash(job: Job, authority: Auth
     assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
 
 
-def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
+def test_a_node_without_a_certificate_or_with_a_foreign_one_is_rejected(
     job: Job, authority: Authority, tmp_path: Path
 ) -> None:
     first = job.node(conf(authority.node("a")), nnodes="1:2")
     job.steps(1)
-    stranger = _authority(tmp_path / "stranger").node("c")
-    both = tmp_path / "both.pem"  # for an agent that trusts its own authority and the job's
-    both.write_text(f"{authority.ca.read_text()}{Path(str(stranger.ca)).read_text()}")
-    for shown in (Tls(ca=authority.ca), Tls(stranger.cert, stranger.key, both)):
-        refused = job.node(conf(shown), nnodes="1:2")
-        assert refused.wait() == 2
-        assert "give this node a certificate" in refused.err
+    foreign = _authority(tmp_path / "foreign").node("c")
+    both = tmp_path / "both.pem"  # the agent trusts its own authority and the job's
+    both.write_text(f"{authority.ca.read_text()}{Path(str(foreign.ca)).read_text()}")
+    for tls in (Tls(ca=authority.ca), Tls(foreign.cert, foreign.key, both)):
+        rejected = job.node(conf(tls), nnodes="1:2")
+        assert rejected.wait() == 2
+        assert "give this node a certificate" in rejected.err
     assert len(job.happenings(event="start")) == 1
     first.signal(15)
     assert first.wait() == 143
@@ -62,11 +62,9 @@ def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
 
 @needs_etcd
 @pytest.mark.long
-def test_a_coordinator_that_etcd_elects_shows_its_certificate_too(
-    job: Job, authority: Authority, tmp_path: Path
-) -> None:
+def test_a_coordinator_that_etcd_elects_uses_its_certificate(job: Job, authority: Authority, tmp_path: Path) -> None:
     with cluster(1, tmp_path) as (member,):
-        meeting = ("--rdzv-backend=etcd", f"--rdzv-endpoint={member.endpoint}")
-        agents = [train(job, authority.node(name), *meeting) for name in ("a", "b")]
+        rendezvous = ("--rdzv-backend=etcd", f"--rdzv-endpoint={member.endpoint}")
+        agents = [train(job, authority.node(name), *rendezvous) for name in ("a", "b")]
         assert [agent.wait() for agent in agents] == [0, 0], job.story()
     assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}

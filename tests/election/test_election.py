@@ -1,4 +1,4 @@
-"""The election as transcripts, and against a model of etcd that loses answers, delays them and ends leases on time."""
+"""The election as transcripts, and against a model of etcd that loses and delays replies and ends leases on time."""
 
 import json
 from dataclasses import dataclass, field
@@ -33,75 +33,77 @@ THERE = Leader(Address("10.0.0.2", 4000), "b", revision=9)
 def leading() -> Election:
     election = Election()
     election.on(NoLeader(), 0.0)
-    election.on(Elected(HERE, asked=0.0, ttl=4.0), 0.1)
+    election.on(Elected(HERE, requested_at=0.0, ttl=4.0), 0.1)
     return election
 
 
-def test_who_finds_no_coordinator_campaigns_and_who_wins_leads_and_follows_itself() -> None:
+def test_without_a_leader_an_agent_campaigns_and_the_winner_leads_and_follows_itself() -> None:
     election = Election()
     assert election.on(NoLeader(), 0.0) == [Campaign()]
-    assert election.on(Elected(HERE, asked=0.0, ttl=4.0), 0.1) == [Lead(HERE), Follow(HERE)]
-    assert election.in_office(3.5)
+    assert election.on(Elected(HERE, requested_at=0.0, ttl=4.0), 0.1) == [Lead(HERE), Follow(HERE)]
+    assert election.is_leader(3.5)
 
 
-def test_a_coordinator_is_followed_once_however_often_it_is_seen() -> None:
+def test_a_leader_is_followed_once() -> None:
     election = Election()
     assert election.on(LeaderKnown(THERE), 0.0) == [Follow(THERE)]
     assert election.on(LeaderKnown(THERE), 1.0) == []
 
 
-def test_a_coordinator_elected_again_is_followed_again() -> None:
+def test_a_leader_that_is_elected_again_is_followed_again() -> None:
     election = Election()
     election.on(LeaderKnown(THERE), 0.0)
     again = Leader(THERE.address, THERE.node, revision=12)
     assert election.on(LeaderKnown(again), 1.0) == [Follow(again)]
 
 
-def test_an_office_ends_before_its_lease_can_end_in_etcd() -> None:
+def test_leadership_ends_before_its_lease_can_end_in_etcd() -> None:
     election = leading()
     assert election.deadline() == pytest.approx(3.6)
-    assert not election.in_office(3.6)
+    assert not election.is_leader(3.6)
     assert election.on(Tick(), 3.6) == [StepDown("its lease was not renewed in time")]
     assert election.deadline() is None
 
 
-def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
+def test_a_renewal_counts_from_its_request() -> None:
     election = leading()
-    assert election.on(Renewed(asked=1.0, ttl=4.0), 3.0) == []
+    assert election.on(Renewed(requested_at=1.0, ttl=4.0), 3.0) == []
     assert election.deadline() == pytest.approx(4.6)
 
 
-def test_a_renewal_that_is_answered_after_the_end_revives_nothing() -> None:
+def test_a_renewal_after_the_end_of_leadership_is_ignored() -> None:
     election = leading()
-    assert election.on(Renewed(asked=3.0, ttl=4.0), 3.7) == [StepDown("its lease was not renewed in time")]
-    assert not election.in_office(3.7)
+    assert election.on(Renewed(requested_at=3.0, ttl=4.0), 3.7) == [StepDown("its lease was not renewed in time")]
+    assert not election.is_leader(3.7)
 
 
-def test_winning_too_late_is_not_winning() -> None:
+def test_an_agent_that_is_elected_too_late_does_not_lead() -> None:
     election = Election()
     election.on(NoLeader(), 0.0)
-    assert election.on(Elected(HERE, asked=0.0, ttl=4.0), 3.9) == [StepDown("it was elected too late for its lease")]
-    assert not election.in_office(3.9)
+    assert election.on(Elected(HERE, requested_at=0.0, ttl=4.0), 3.9) == [
+        StepDown("it was elected too late for its lease")
+    ]
+    assert not election.is_leader(3.9)
 
 
-def test_a_lease_that_etcd_does_not_know_ends_the_office() -> None:
+def test_a_lease_that_expired_in_etcd_ends_leadership() -> None:
     assert leading().on(Expired(), 1.0) == [StepDown("its lease has ended in etcd")]
 
 
-def test_another_in_office_ends_ones_own() -> None:
+def test_another_leader_ends_the_own_leadership() -> None:
     assert leading().on(LeaderKnown(THERE), 1.0) == [StepDown("node b was elected"), Follow(THERE)]
 
 
-def test_a_deleted_key_ends_the_office_and_begins_a_campaign() -> None:
-    assert leading().on(NoLeader(), 1.0) == [StepDown("its key is gone from etcd"), Campaign()]
+def test_a_deleted_key_ends_leadership_and_starts_a_campaign() -> None:
+    assert leading().on(NoLeader(), 1.0) == [StepDown("its key was deleted from etcd"), Campaign()]
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_written_leader_is_read_back() -> None:
     assert read_leader(write_leader("jöb", HERE.address, "a"), "jöb", 7) == HERE
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "error"),
     [
         ("", "not written by ripstop"),
         ("[]", "not written by ripstop"),
@@ -112,8 +114,8 @@ def test_what_is_written_is_read_back() -> None:
         (json.dumps({"ripstop": 1, "run_id": "other"}), "for job 'other', not for 'job'"),
     ],
 )
-def test_what_others_wrote_is_not_followed(text: str, word: str) -> None:
-    with pytest.raises(ProtocolError, match=word):
+def test_a_foreign_key_is_not_followed(text: str, error: str) -> None:
+    with pytest.raises(ProtocolError, match=error):
         read_leader(text, "job", 1)
 
 
@@ -124,7 +126,7 @@ TTL = 4.0
 
 @dataclass
 class Model:
-    """One key, and leases that end exactly when they should: no earlier and no later than etcd's promise."""
+    """One key, and leases that end exactly at their deadline."""
 
     revision: int = 1
     leases: dict[int, float] = field(default_factory=dict)  # until when
@@ -146,38 +148,38 @@ class Model:
 
 @dataclass
 class Actor:
-    """One agent: its election, the lease it stands with, and answers that are still on their way to it."""
+    """One agent: its election, the lease of its candidacy, and the replies that it has not received yet."""
 
     name: str
     election: Election = field(default_factory=Election)
     lease: int = 0
-    asked: float = 0.0
-    answers: list[tuple[str, float]] = field(default_factory=list)
+    requested_at: float = 0.0
+    replies: list[tuple[str, float]] = field(default_factory=list)
 
-    def feed(self, event: object, now: float, etcd: Model, lost: bool, fresh: int) -> None:
+    def handle(self, event: object, now: float, etcd: Model, lost: bool, fresh: int) -> None:
         for command in self.election.on(event, now):  # type: ignore[arg-type]
             if isinstance(command, Campaign):
                 if self.lease not in etcd.leases:
-                    self.lease, self.asked = fresh, now
+                    self.lease, self.requested_at = fresh, now
                     etcd.grant(fresh, now)
                 etcd.create(self.lease, self.name)
                 if not lost:
-                    self.look(now, etcd, lost, fresh)
+                    self.read(now, etcd, lost, fresh)
             elif isinstance(command, StepDown):
-                self.lease = 0  # what it was told of that lease is forgotten; etcd may not have heard of it yet
+                self.lease = 0  # the agent drops the lease; etcd may still have it
 
-    def look(self, now: float, etcd: Model, lost: bool, fresh: int) -> None:
+    def read(self, now: float, etcd: Model, lost: bool, fresh: int) -> None:
         if etcd.key is None:
-            self.feed(NoLeader(), now, etcd, lost, fresh)
+            self.handle(NoLeader(), now, etcd, lost, fresh)
         elif etcd.key[0] == self.lease:
-            if not self.election.in_office(now):
-                self.feed(Elected(etcd.key[1], self.asked, TTL), now, etcd, lost, fresh)
+            if not self.election.is_leader(now):
+                self.handle(Elected(etcd.key[1], self.requested_at, TTL), now, etcd, lost, fresh)
         else:
-            self.feed(LeaderKnown(etcd.key[1]), now, etcd, lost, fresh)
+            self.handle(LeaderKnown(etcd.key[1]), now, etcd, lost, fresh)
 
 
 STEPS = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(["look", "ask", "answer", "tick"]), st.booleans(), st.floats(0, 2.5)),
+    st.tuples(st.integers(0, 2), st.sampled_from(["read", "renew", "reply", "tick"]), st.booleans(), st.floats(0, 2.5)),
     min_size=30,
     max_size=120,
 )
@@ -185,26 +187,26 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_nobody_decides_beside_another_whatever_is_lost_late_or_frozen(
+def test_there_is_at_most_one_leader_when_replies_are_lost_or_late(
     steps: list[tuple[int, str, bool, float]],
 ) -> None:
     etcd, actors, now = Model(), [Actor(name) for name in "abc"], 0.0
-    for number, (who, what, lost, pause) in enumerate(steps, start=1):
+    for number, (index, action, lost, pause) in enumerate(steps, start=1):
         now += pause
         etcd.advance(now)
-        actor = actors[who]
-        match what:
-            case "look":
-                actor.look(now, etcd, lost, fresh=number)
-            case "ask" if actor.lease in etcd.leases:
+        actor = actors[index]
+        match action:
+            case "read":
+                actor.read(now, etcd, lost, fresh=number)
+            case "renew" if actor.lease in etcd.leases:
                 etcd.leases[actor.lease] = now + TTL
                 if not lost:
-                    actor.answers.append(("renewed", now))
-            case "answer" if actor.answers:
-                actor.feed(Renewed(actor.answers.pop(0)[1], TTL), now, etcd, lost, fresh=number)
+                    actor.replies.append(("renewed", now))
+            case "reply" if actor.replies:
+                actor.handle(Renewed(actor.replies.pop(0)[1], TTL), now, etcd, lost, fresh=number)
             case "tick":
-                actor.feed(Tick(), now, etcd, lost, fresh=number)
-        offices = [a.name for a in actors if a.election.in_office(now)]
-        assert len(offices) <= 1
-        if offices and etcd.key is not None:
-            assert offices == [etcd.key[1].node]
+                actor.handle(Tick(), now, etcd, lost, fresh=number)
+        leaders = [a.name for a in actors if a.election.is_leader(now)]
+        assert len(leaders) <= 1
+        if leaders and etcd.key is not None:
+            assert leaders == [etcd.key[1].node]

@@ -94,7 +94,7 @@ def test_a_coordinators_host_that_is_cut_off_is_replaced_and_comes_back(four: Cl
     first = four.hosts[0]
     first.cut()
     assert four.ranks(3, after=cut).keys() == {"host2", "host3", "host4"}
-    agents[0].says("stops deciding: its lease was not renewed in time")
+    agents[0].says("steps down: its lease was not renewed in time")
     first.heal()
     four.job.steps(4, after=now(four))
     all_went_well(four, cut, four.hosts[1])

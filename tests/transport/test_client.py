@@ -18,26 +18,26 @@ from ripstop.election.etcd_client import Denied, EtcdClient
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
-from ripstop.transport import client, server
+from ripstop.transport import agent_authentication, client
 from ripstop.transport.client import WebSocketLink
 
 DEADLINE = 20.0
 
 
-def test_a_link_knows_by_which_address_it_reached_the_coordinator(harness: Any) -> None:
+def test_a_link_has_the_local_address_of_its_connection(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), harness.linking(address) as (link, agent):
             assert link.local_host is None
             await agent.until(lambda a: a.count("linked") == 1)
             assert link.local_host == "127.0.0.1"
-            assert link.trouble == ""
+            assert link.disconnect_reason == ""
 
     asyncio.run(scenario())
 
 
-def test_a_link_knows_how_far_its_clock_is_from_the_coordinators(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_measures_the_clock_skew_to_the_coordinator(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SimpleNamespace(time=lambda: time.time() - 100.0)
-    monkeypatch.setattr(server, "time", wrong)
+    monkeypatch.setattr(agent_authentication, "time", wrong)
 
     async def scenario() -> None:
         async with harness.serving() as (_, address), harness.linking(address) as (link, agent):
@@ -45,25 +45,25 @@ def test_a_link_knows_how_far_its_clock_is_from_the_coordinators(harness: Any, m
             await agent.until(lambda a: a.count("linked") == 1)
             assert abs(link.skew - 100.0) < DEADLINE
             right = time.time
-            monkeypatch.setattr(client.time, "time", lambda: right() + 1000.0)  # it is set while the link holds
+            monkeypatch.setattr(client.time, "time", lambda: right() + 1000.0)  # the clock is set while connected
             assert abs(link.skew - 1100.0) < DEADLINE
             monkeypatch.undo()
 
     asyncio.run(scenario())
 
 
-def test_a_wrong_secret_is_a_final_refusal(harness: Any) -> None:
+def test_a_wrong_secret_is_a_final_rejection(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), harness.linking(address, token="guess") as (link, agent):
             await agent.until(lambda a: a.count("refused") == 1)
             ((_, why),) = agent.told
-            assert f"the coordinator at {address} refused: the job secret does not match" in why
-            assert "RIPSTOP_TOKEN" in link.trouble
+            assert f"the coordinator at {address} rejected this node: the job secret does not match" in why
+            assert "RIPSTOP_TOKEN" in link.disconnect_reason
 
     asyncio.run(scenario())
 
 
-def test_another_jobs_coordinator_is_a_final_refusal(harness: Any) -> None:
+def test_another_jobs_coordinator_is_a_final_rejection(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), harness.linking(address, run_id="job2") as (_, agent):
             await agent.until(lambda a: a.count("refused") == 1)
@@ -72,7 +72,7 @@ def test_another_jobs_coordinator_is_a_final_refusal(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_node_range_that_does_not_fit_is_a_final_refusal(harness: Any) -> None:
+def test_a_different_node_range_is_a_final_rejection(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(nodes=2) as (_, address), harness.linking(address) as (link, agent):
             await agent.until(lambda a: a.count("linked") == 1)
@@ -98,8 +98,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def an_address_that_does_not_answer(host: str, port: int) -> Iterator[None]:
-    """Its backlog is full: what is sent there is dropped, as with the address of a machine that is gone."""
+def unresponsive_address(host: str, port: int) -> Iterator[None]:
+    """The backlog is full, so packets are dropped, as for the address of a lost machine."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
         server.bind((host, port))
@@ -114,18 +114,18 @@ def an_address_that_does_not_answer(host: str, port: int) -> Iterator[None]:
 def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HANDSHAKE", 1000.0)
+    monkeypatch.setattr(client, "HANDSHAKE_TIMEOUT_S", 1000.0)
     look_up, looked_up = socket.getaddrinfo, list[str]()
 
     async def scenario() -> None:
         async with harness.serving() as (_, address):
-            with an_address_that_does_not_answer("127.0.0.2", address.port):
+            with unresponsive_address("127.0.0.2", address.port):
 
-                def moved(host: str, port: int, *words: Any) -> Any:
+                def moved(host: str, port: int, *options: Any) -> Any:
                     if host != "coordinator.test":
-                        return look_up(host, port, *words)
+                        return look_up(host, port, *options)
                     looked_up.append(host)
-                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *words)
+                    return look_up("127.0.0.2" if len(looked_up) == 1 else address.host, port, *options)
 
                 monkeypatch.setattr(socket, "getaddrinfo", moved)
                 async with harness.linking(Address("coordinator.test", address.port)) as (_, agent):
@@ -135,14 +135,16 @@ def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
     assert len(looked_up) > 1
 
 
-def test_a_coordinator_that_is_not_there_yet_is_waited_for(harness: Any) -> None:
+def test_a_link_waits_for_a_coordinator_that_starts_later(harness: Any) -> None:
     async def scenario() -> None:
         address = Address("127.0.0.1", free_port())
         async with harness.linking(address) as (link, agent):
             async with asyncio.timeout(DEADLINE):
-                while not re.search(r" [2-9] tries", link.trouble):  # noqa: ASYNC110 - no event tells of a failed try
+                while not re.search(r" [2-9] tries", link.disconnect_reason):  # noqa: ASYNC110 - there is no event for a failed try
                     await asyncio.sleep(0.01)
-            assert re.fullmatch(rf"{address}: connection refused, since \d\d:\d\d:\d\d, \d tries", link.trouble)
+            assert re.fullmatch(
+                rf"{address}: connection refused, since \d\d:\d\d:\d\d, \d tries", link.disconnect_reason
+            )
             assert agent.told == []
             async with harness.serving(port=address.port):
                 await agent.until(lambda a: a.count("linked") == 1)
@@ -151,29 +153,32 @@ def test_a_coordinator_that_is_not_there_yet_is_waited_for(harness: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("reply", "word"),
+    ("reply", "expected"),
     [
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "answers HTTP 404, so it is no ripstop coordinator"),
+        (
+            b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+            "answers HTTP 404, so it is not a ripstop coordinator",
+        ),
         (b"", "disconnected"),
         (b"\x00\x01 no http at all\r\n\r\n", ""),
     ],
-    ids=["another web server", "one that hangs up", "no web server"],
+    ids=["another web server", "a server that disconnects", "not a web server"],
 )
-def test_what_else_listens_at_the_endpoint_is_named(harness: Any, reply: bytes, word: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def test_another_server_at_the_endpoint_is_reported(harness: Any, reply: bytes, expected: str) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(reply)
         writer.close()
 
     async def scenario() -> None:
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(respond, "127.0.0.1", 0)
         async with other:
             address = Address("127.0.0.1", other.sockets[0].getsockname()[1])
             async with harness.linking(address) as (link, agent):
                 async with asyncio.timeout(DEADLINE):
-                    while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    while "not tried yet" in link.disconnect_reason:  # noqa: ASYNC110 - there is no event for a failed try
                         await asyncio.sleep(0.01)
-                assert word in link.trouble.lower() or word in link.trouble
+                assert expected in link.disconnect_reason.lower() or expected in link.disconnect_reason
                 assert agent.told == []
 
     asyncio.run(scenario())
@@ -181,7 +186,7 @@ def test_what_else_listens_at_the_endpoint_is_named(harness: Any, reply: bytes, 
 
 @contextlib.asynccontextmanager
 async def redirecting(status: int) -> AsyncIterator[tuple[Address, list[bytes]]]:
-    """A server that sends everybody to another, and what the other was asked."""
+    """A server that redirects to another, and the requests that the other received."""
     asked: list[bytes] = []
 
     async def victim(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,16 +212,16 @@ def test_an_agent_follows_no_redirect(harness: Any, status: int) -> None:
     async def scenario() -> None:
         async with redirecting(status) as (address, asked), harness.linking(address) as (link, agent):
             async with asyncio.timeout(DEADLINE):
-                while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                while "not tried yet" in link.disconnect_reason:  # noqa: ASYNC110 - there is no event for a failed try
                     await asyncio.sleep(0.01)
-            assert f"answers HTTP {status}, so it is no ripstop coordinator" in link.trouble
+            assert f"answers HTTP {status}, so it is not a ripstop coordinator" in link.disconnect_reason
             assert (asked, agent.told) == ([], [])
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("status", [302, 307])
-def test_what_asks_etcd_follows_no_redirect(status: int) -> None:
+def test_the_etcd_client_follows_no_redirect(status: int) -> None:
     async def scenario() -> None:
         async with redirecting(status) as (address, asked):
             etcd = EtcdClient(Etcd((address,), "p"))
@@ -224,7 +229,7 @@ def test_what_asks_etcd_follows_no_redirect(status: int) -> None:
                 async with asyncio.timeout(DEADLINE):
                     with pytest.raises(Denied):
                         await etcd.read("p/")
-                    assert not await etcd.until_changed({}, 1)
+                    assert not await etcd.wait_for_change({}, 1)
             finally:
                 await etcd.close()
             assert asked == []
@@ -232,24 +237,24 @@ def test_what_asks_etcd_follows_no_redirect(status: int) -> None:
     asyncio.run(scenario())
 
 
-def test_a_name_that_is_unknown_is_asked_for_again(harness: Any) -> None:
+def test_an_unknown_name_is_looked_up_again(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.linking(Address("no-such-host.invalid", 29400)) as (link, agent):
             async with asyncio.timeout(DEADLINE):
-                while "not tried yet" in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                while "not tried yet" in link.disconnect_reason:  # noqa: ASYNC110 - there is no event for a failed try
                     await asyncio.sleep(0.01)
-            assert link.trouble.startswith("no-such-host.invalid:29400: the name has no address, since")
+            assert link.disconnect_reason.startswith("no-such-host.invalid:29400: the name has no address, since")
             assert agent.told == []
 
     asyncio.run(scenario())
 
 
-def test_a_name_service_that_hangs_holds_up_nobody(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answer = threading.Event(), threading.Event()
+def test_a_hanging_name_service_does_not_delay_the_end(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, release = threading.Event(), threading.Event()
 
     def hanging(*_: object, **__: object) -> object:
         asked.set()
-        answer.wait(DEADLINE)
+        release.wait(DEADLINE)
         raise socket.gaierror("too late")
 
     async def scenario() -> None:
@@ -258,13 +263,13 @@ def test_a_name_service_that_hangs_holds_up_nobody(harness: Any, monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
     try:
-        asyncio.run(scenario())  # comes back although the answer never came
-        assert not answer.is_set()
+        asyncio.run(scenario())  # returns while the lookup hangs
+        assert not release.is_set()
     finally:
-        answer.set()
+        release.set()
 
 
-def test_a_name_with_an_address_is_linked_to(harness: Any) -> None:
+def test_a_link_connects_to_a_host_name(harness: Any) -> None:
     async def scenario() -> None:
         async with (
             harness.serving() as (_, address),
@@ -275,21 +280,21 @@ def test_a_name_with_an_address_is_linked_to(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_server_that_accepts_and_says_nothing_is_given_up(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HANDSHAKE", 0.2)
+def test_a_silent_server_times_out(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = Address(*mute.getsockname())
             async with harness.linking(address) as (link, _):
                 async with asyncio.timeout(DEADLINE):
-                    while "no answer in 0.2 s" not in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                    while "no answer in 0.2 s" not in link.disconnect_reason:  # noqa: ASYNC110 - there is no event for a failed try
                         await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 
 
-def test_a_restarted_coordinator_is_found_again_and_told_everything(harness: Any) -> None:
+def test_an_agent_reconnects_to_a_restarted_coordinator_with_its_state(harness: Any) -> None:
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             async with harness.serving() as (_, address):
@@ -299,7 +304,7 @@ def test_a_restarted_coordinator_is_found_again_and_told_everything(harness: Any
                 place = (await agent.heard(Assign)).place
             await agent.until(lambda a: a.count("unlinked") == 1)
             assert "closed the connection" in agent.told[-1][1]
-            link.send(Left("lost on the way, as there is no link"))
+            link.send(Left("dropped, as there is no connection"))
             async with harness.serving(port=address.port):
                 await agent.until(lambda a: a.count("linked") == 2)
                 link.send(harness.join("a", held=place, newest=place.round, status=Status.RUNNING))
@@ -310,14 +315,14 @@ def test_a_restarted_coordinator_is_found_again_and_told_everything(harness: Any
     asyncio.run(scenario())
 
 
-def test_a_node_once_welcome_does_not_give_up_for_a_stranger_at_the_endpoint(harness: Any) -> None:
+def test_a_node_that_was_connected_retries_when_an_impostor_rejects_it(harness: Any) -> None:
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             async with harness.serving() as (_, address):
                 link, agent = await stack.enter_async_context(harness.linking(address))
                 await agent.until(lambda a: a.count("linked") == 1)
             async with harness.serving(port=address.port, token="another"), asyncio.timeout(DEADLINE):
-                while "secret" not in link.trouble:  # noqa: ASYNC110 - no event tells of a failed try
+                while "secret" not in link.disconnect_reason:  # noqa: ASYNC110 - there is no event for a failed try
                     await asyncio.sleep(0.01)
             async with harness.serving(port=address.port):
                 await agent.until(lambda a: a.count("linked") == 2)
@@ -337,7 +342,7 @@ from ripstop.model.round import Address
 
 async def main():
     coordinator = Coordinator(JobSettings("job", 1, 1, Timing(lease=0.6)))
-    bound = bind(Address("127.0.0.1", 0), demanded=True)
+    bound = bind(Address("127.0.0.1", 0), required=True)
     server = Server(bound.listening, coordinator, run_id="job", token="s3cret", lease=0.6)
     await server.start()
     print(bound.address.port, flush=True)
@@ -351,7 +356,7 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def coordinator_process() -> Iterator[tuple[subprocess.Popen[str], Address]]:
-    """A coordinator in a process of its own, with a lease of 0.6 s; gone afterwards, even if stopped."""
+    """A coordinator in a process of its own, with a lease of 0.6 s; killed at the end, even if stopped."""
     process = subprocess.Popen(
         [sys.executable, "-c", COORDINATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -363,7 +368,7 @@ def coordinator_process() -> Iterator[tuple[subprocess.Popen[str], Address]]:
         process.communicate()
 
 
-def test_a_silent_coordinator_is_left_after_a_lease_and_its_job_survives_its_pause(harness: Any) -> None:
+def test_an_agent_reconnects_after_a_silent_lease_and_the_job_survives(harness: Any) -> None:
     async def scenario(process: "subprocess.Popen[str]", address: Address) -> None:
         async with harness.linking(address, lease=0.6) as (link, agent):
             await agent.until(lambda a: a.count("linked") == 1)
@@ -371,7 +376,7 @@ def test_a_silent_coordinator_is_left_after_a_lease_and_its_job_survives_its_pau
             place = (await agent.heard(Assign)).place
             os.kill(process.pid, signal.SIGSTOP)
             await agent.until(lambda a: a.count("unlinked") == 1)
-            assert "nothing was heard for 0.6 s" in agent.told[-1][1]
+            assert "the coordinator sent nothing for 0.6 s" in agent.told[-1][1]
             os.kill(process.pid, signal.SIGCONT)
             await agent.until(lambda a: a.count("linked") == 2)
             link.send(harness.join("a", held=place, newest=place.round, status=Status.RUNNING))
@@ -383,7 +388,7 @@ def test_a_silent_coordinator_is_left_after_a_lease_and_its_job_survives_its_pau
         asyncio.run(scenario(process, address))
 
 
-def test_a_killed_coordinator_is_noticed_at_once(harness: Any) -> None:
+def test_a_killed_coordinator_is_detected_at_once(harness: Any) -> None:
     async def scenario(process: "subprocess.Popen[str]", address: Address) -> None:
         async with harness.linking(address, lease=600) as (_, agent):
             await agent.until(lambda a: a.count("linked") == 1)
@@ -394,7 +399,7 @@ def test_a_killed_coordinator_is_noticed_at_once(harness: Any) -> None:
         asyncio.run(scenario(process, address))
 
 
-def test_a_link_stays_up_while_both_sides_only_beat(harness: Any) -> None:
+def test_heartbeats_alone_keep_a_link_connected(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(lease=0.3) as (coordinator, address), harness.linking(address) as (link, agent):
             await agent.until(lambda a: a.count("linked") == 1)
@@ -407,10 +412,10 @@ def test_a_link_stays_up_while_both_sides_only_beat(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_an_agent_that_was_itself_away_does_not_blame_the_coordinator(harness: Any) -> None:
+def test_a_suspended_agent_does_not_take_the_coordinator_for_lost(harness: Any) -> None:
     async def scenario(address: Address) -> None:
         async with harness.linking(address) as (_, agent):
-            await agent.until(lambda a: a.count("linked") == 1)  # but has not joined: it has no lease to lose
+            await agent.until(lambda a: a.count("linked") == 1)  # it has not joined, so it has no lease
             harness.stand_still(1.5)  # more than two leases
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 1.0)
@@ -419,7 +424,7 @@ def test_an_agent_that_was_itself_away_does_not_blame_the_coordinator(harness: A
         asyncio.run(scenario(address))
 
 
-def test_the_last_word_goes_out_before_the_link_closes(harness: Any) -> None:
+def test_queued_messages_are_sent_before_the_link_closes(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             async with harness.linking(address) as (link, agent):
@@ -434,7 +439,7 @@ def test_the_last_word_goes_out_before_the_link_closes(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_link_can_be_closed_while_it_seeks_and_leaves_no_task(harness: Any) -> None:
+def test_a_link_can_be_closed_while_it_connects_and_leaves_no_task(harness: Any) -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             for host in ("127.0.0.1", "no-such-host.invalid"):
@@ -449,10 +454,10 @@ def test_a_link_can_be_closed_while_it_seeks_and_leaves_no_task(harness: Any) ->
     asyncio.run(scenario())
 
 
-def test_an_error_of_the_listener_is_not_taken_for_the_links(harness: Any) -> None:
-    class Clumsy(harness.Recorder):  # type: ignore[misc, name-defined]
-        def on_linked(self) -> None:
-            super().on_linked()
+def test_an_error_of_the_listener_is_not_an_error_of_the_link(harness: Any) -> None:
+    class Failing(harness.Recorder):  # type: ignore[misc, name-defined]
+        def on_connected(self) -> None:
+            super().on_connected()
             raise OSError("no space left on device")
 
     async def scenario() -> None:
@@ -460,7 +465,7 @@ def test_an_error_of_the_listener_is_not_taken_for_the_links(harness: Any) -> No
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         async with harness.serving() as (_, address):
             link = WebSocketLink(address, run_id="job", node="a", token="s3cret", lease=3.0)
-            agent = Clumsy()
+            agent = Failing()
             link.open(agent)
             await agent.until(lambda a: a.count("linked") == 1)
             link.send(harness.join("a"))

@@ -6,11 +6,11 @@ from ripstop.model.errors import UsageError
 from ripstop.model.round import Address
 from ripstop.transport.endpoint import bind
 
-ELSEWHERE = "192.0.2.1"  # an address for documentation: nobody has it
+ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
 NOWHERE = "no-such-host.invalid"
 
 
-def test_the_first_to_bind_is_the_host_and_the_second_is_not() -> None:
+def test_the_first_node_to_bind_is_the_host() -> None:
     first = bind(Address("127.0.0.1", 0))
     assert first is not None
     with first.listening:
@@ -18,22 +18,22 @@ def test_the_first_to_bind_is_the_host_and_the_second_is_not() -> None:
         assert bind(first.address) is None
 
 
-def test_exactly_the_asked_address_is_bound() -> None:
+def test_only_the_requested_address_is_bound() -> None:
     bound = bind(Address("127.0.0.1", 0))
     assert bound is not None
     with bound.listening:
         assert bound.listening.getsockname()[0] == "127.0.0.1"
 
 
-def test_an_address_of_another_machine_makes_a_client() -> None:
+def test_a_node_without_the_address_is_a_client() -> None:
     assert bind(Address(ELSEWHERE, 29400)) is None
 
 
-def test_a_name_without_an_address_makes_a_client() -> None:
+def test_a_node_that_cannot_resolve_the_name_is_a_client() -> None:
     assert bind(Address(NOWHERE, 29400)) is None
 
 
-def test_a_port_left_a_moment_ago_can_be_bound_again() -> None:
+def test_a_port_in_time_wait_can_be_bound_again() -> None:
     first = bind(Address("127.0.0.1", 0))
     assert first is not None
     address = first.address
@@ -45,35 +45,35 @@ def test_a_port_left_a_moment_ago_can_be_bound_again() -> None:
     again.listening.close()
 
 
-def test_ipv6_works_too() -> None:
+def test_an_ipv6_address_can_be_bound() -> None:
     try:
-        bound = bind(Address("::1", 0), demanded=True)
+        bound = bind(Address("::1", 0), required=True)
     except UsageError:
-        pytest.skip("no IPv6 here")
+        pytest.skip("this machine has no IPv6")
     assert bound is not None
     with bound.listening:
         assert str(bound.address).startswith("[::1]:")
 
 
-def test_a_demanded_host_whose_port_is_taken_is_told_so() -> None:
+def test_a_required_host_fails_if_the_port_is_in_use() -> None:
     first = bind(Address("127.0.0.1", 0))
     assert first is not None
-    with first.listening, pytest.raises(UsageError, match=r"127\.0\.0\.1:\d+, but that port is taken; choose another"):
-        bind(first.address, demanded=True)
+    with first.listening, pytest.raises(UsageError, match=r"127\.0\.0\.1:\d+, but the port is in use; choose another"):
+        bind(first.address, required=True)
 
 
-def test_a_demanded_host_without_the_address_is_told_so() -> None:
-    with pytest.raises(UsageError, match="no address of this machine"):
-        bind(Address(ELSEWHERE, 29400), demanded=True)
+def test_a_required_host_fails_without_the_address() -> None:
+    with pytest.raises(UsageError, match="not an address of this machine"):
+        bind(Address(ELSEWHERE, 29400), required=True)
 
 
-def test_a_demanded_host_with_an_unknown_name_is_told_so() -> None:
+def test_a_required_host_fails_with_an_unknown_name() -> None:
     with pytest.raises(UsageError, match=f"{NOWHERE} has no address here"):
-        bind(Address(NOWHERE, 29400), demanded=True)
+        bind(Address(NOWHERE, 29400), required=True)
 
 
 def names(monkeypatch: pytest.MonkeyPatch, **hosts: str) -> None:
-    """Give the resolver the names that /etc/hosts would."""
+    """Make names resolve as with /etc/hosts."""
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: str, *args: object, **options: object) -> object:
@@ -82,35 +82,35 @@ def names(monkeypatch: pytest.MonkeyPatch, **hosts: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-def test_a_host_name_that_is_loopback_deserves_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_resolves_to_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, node0="127.0.1.1")
     bound = bind(Address("node0", 0))
     assert bound is not None
     bound.listening.close()
     assert "node0 is 127.0.1.1 on this machine" in bound.note
-    alone = bind(Address("node0", 0), shared=False)
+    alone = bind(Address("node0", 0), multi_node=False)
     assert alone is not None
     alone.listening.close()
     assert alone.note == ""
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_loopback_on_purpose_needs_no_word(host: str) -> None:
+def test_an_explicit_loopback_address_is_no_warning(host: str) -> None:
     bound = bind(Address(host, 0))
     assert bound is not None
     bound.listening.close()
     assert bound.note == ""
 
 
-# containers: names that are known here before they are known elsewhere ------------------------------------------------
+# containers: names that resolve here before they resolve on the network -----------------------------------------------
 
 POD, SERVICE = "train-0", "train-0.train.ml.svc"
 
 
-def in_a_pod(monkeypatch: pytest.MonkeyPatch, *, name: str = POD, network_says: str = "") -> str:
-    """A container with an address of this machine, whose /etc/hosts a kubelet has written; returns that address."""
+def in_a_pod(monkeypatch: pytest.MonkeyPatch, *, name: str = POD, network_address: str = "") -> str:
+    """A container with an address of this machine and a kubelet's /etc/hosts; returns the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((ELSEWHERE, 9))  # sends nothing; the kernel chooses the address
+        s.connect((ELSEWHERE, 9))  # sends no packet; the kernel chooses the address
         address = str(s.getsockname()[0])
     resolve = socket.getaddrinfo
 
@@ -118,9 +118,9 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch, *, name: str = POD, network_says: 
         if host == name and options.get("flags") == socket.AI_CANONNAME:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, f"{name}.train.ml.svc.cluster.local", (address, 0))]
         if host == SERVICE:
-            if not network_says:
+            if not network_address:
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-            host = network_says
+            host = network_address
         return resolve(host, port, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
@@ -128,33 +128,33 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch, *, name: str = POD, network_says: 
     return address
 
 
-@pytest.mark.parametrize("network_says", ["", ELSEWHERE])
-@pytest.mark.parametrize("demanded", [False, True])
-def test_a_container_of_that_name_listens_before_the_network_knows(
-    monkeypatch: pytest.MonkeyPatch, network_says: str, demanded: bool
+@pytest.mark.parametrize("network_address", ["", ELSEWHERE])
+@pytest.mark.parametrize("required", [False, True])
+def test_a_container_of_that_name_listens_before_the_network_resolves_it(
+    monkeypatch: pytest.MonkeyPatch, network_address: str, required: bool
 ) -> None:
-    address = in_a_pod(monkeypatch, network_says=network_says)
-    bound = bind(Address(SERVICE, 0), demanded=demanded)
+    address = in_a_pod(monkeypatch, network_address=network_address)
+    bound = bind(Address(SERVICE, 0), required=required)
     assert bound is not None
     with bound.listening:
         assert bound.address.host == address
-    assert f"{SERVICE} is not known as this node yet; listening at {address}:" in bound.note
+    assert f"{SERVICE} does not resolve to this node yet; listening at {address}:" in bound.note
 
 
-@pytest.mark.parametrize("network_says", ["", ELSEWHERE])
-def test_a_container_of_another_name_is_a_client(monkeypatch: pytest.MonkeyPatch, network_says: str) -> None:
-    in_a_pod(monkeypatch, name="train-1", network_says=network_says)
+@pytest.mark.parametrize("network_address", ["", ELSEWHERE])
+def test_a_container_of_another_name_is_a_client(monkeypatch: pytest.MonkeyPatch, network_address: str) -> None:
+    in_a_pod(monkeypatch, name="train-1", network_address=network_address)
     assert bind(Address(SERVICE, 29400)) is None
 
 
-def test_a_host_of_the_same_short_name_elsewhere_is_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_the_same_short_name_in_another_domain_is_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_pod(monkeypatch)
     assert bind(Address("train-0.other.invalid", 29400)) is None
 
 
-def test_a_demanded_host_listens_at_the_address_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_a_pod(monkeypatch, name="a-node", network_says=ELSEWHERE)
-    bound = bind(Address(SERVICE, 0), demanded=True, own="127.0.0.3")
+def test_a_required_host_listens_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(monkeypatch, name="a-node", network_address=ELSEWHERE)
+    bound = bind(Address(SERVICE, 0), required=True, own_address="127.0.0.3")
     assert bound is not None
     with bound.listening:
         assert bound.address.host == "127.0.0.3"

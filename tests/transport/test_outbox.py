@@ -1,67 +1,67 @@
-"""What waits for a peer that does not read."""
+"""The send queue of a peer that does not read."""
 
 import asyncio
 from typing import Any
 
 from ripstop.protocol.codec import decode
 from ripstop.protocol.messages import FROM_AGENT, Events, Reply
-from ripstop.transport.outbox import MAX_ANSWERS, MAX_BACKLOG, Outbox
+from ripstop.transport.websocket import MAX_BACKLOG_BYTES, MAX_REPLY_BACKLOG_BYTES, Outbox
 
 
 def backlog(messages: list[Any]) -> tuple[list[Any], bool]:
-    """What a peer gets that begins to read when all was said, and whether it was cut off before."""
+    """The messages of a peer that reads only after all were queued, and whether it was disconnected before."""
 
     async def scenario() -> tuple[list[Any], bool]:
-        taken: list[Any] = []
+        written: list[Any] = []
         cut = asyncio.Event()
 
         async def write(text: str) -> None:
-            taken.append(decode(text, FROM_AGENT))
+            written.append(decode(text, FROM_AGENT))
 
         outbox = Outbox(write, cut.set)
         for message in messages:
             outbox.put(message)
         outbox.finish()
         await outbox.run()
-        return taken, cut.is_set()
+        return written, cut.is_set()
 
     return asyncio.run(scenario())
 
 
-def test_answers_however_many_never_cost_the_connection_and_one_too_many_is_a_word() -> None:
-    answers = [Reply(number, body="x" * 100_000) for number in range(64)]
-    taken, cut = backlog([*answers, Events(("what matters",))])
+def test_too_many_replies_become_errors_and_do_not_cost_the_connection() -> None:
+    replies = [Reply(number, body="x" * 100_000) for number in range(64)]
+    written, cut = backlog([*replies, Events(("an event",))])
     assert not cut
-    assert [message.number for message in taken[:-1]] == list(range(64))
-    assert taken[:2] == answers[:2]
-    assert sum(len(message.body) for message in taken[:-1]) < MAX_ANSWERS
-    assert {message.error for message in taken[2:-1]} == {"this node has too much to answer; ask again later"}
-    assert taken[-1] == Events(("what matters",))
+    assert [message.number for message in written[:-1]] == list(range(64))
+    assert written[:2] == replies[:2]
+    assert sum(len(message.body) for message in written[:-1]) < MAX_REPLY_BACKLOG_BYTES
+    assert {message.error for message in written[2:-1]} == {"too many replies of this node are queued; ask again later"}
+    assert written[-1] == Events(("an event",))
 
 
-def test_there_is_room_for_answers_again_once_some_were_taken() -> None:
+def test_replies_are_queued_again_after_some_were_written() -> None:
     async def scenario() -> None:
-        taken: list[str] = []
-        news = asyncio.Event()
+        written: list[str] = []
+        has_written = asyncio.Event()
 
         async def write(text: str) -> None:
-            taken.append(text)
-            news.set()
+            written.append(text)
+            has_written.set()
 
         outbox = Outbox(write, lambda: None)
         running = asyncio.create_task(outbox.run())
         for number in range(8):
             outbox.put(Reply(number, body="x" * 200_000))
-            await asyncio.wait_for(news.wait(), 20)
-            news.clear()
+            await asyncio.wait_for(has_written.wait(), 20)
+            has_written.clear()
         outbox.finish()
         await running
-        assert all(len(text) > 200_000 for text in taken)
+        assert all(len(text) > 200_000 for text in written)
 
     asyncio.run(scenario())
 
 
-def test_a_peer_that_does_not_read_what_matters_is_cut_off() -> None:
-    told = [Events(("x" * 100_000,))] * (MAX_BACKLOG // 100_000 + 1)
-    assert backlog(told)[1]
+def test_a_peer_that_does_not_read_events_is_disconnected() -> None:
+    messages = [Events(("x" * 100_000,))] * (MAX_BACKLOG_BYTES // 100_000 + 1)
+    assert backlog(messages)[1]
     assert not backlog([Events(("x",))] * 10)[1]

@@ -29,22 +29,22 @@ from ripstop.protocol.messages import (
     Welcome,
 )
 from ripstop.protocol.secret import Exchange
-from ripstop.transport import server
-from ripstop.transport.outbox import PREAUTH_HEADER, RETURNING
+from ripstop.transport import agent_authentication, api_authorization, connection_limits
+from ripstop.transport.websocket import CLOSE_CODE_RETURNING, PREAUTH_HEADER
 
 DEADLINE = 20.0
-ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
+WELCOME_OR_REJECTED: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
 
 
-def make_knock(token: str = "s3cret", run_id: str = "job", node: str = "a", nonce: str = "") -> str:
-    """What an agent says of itself with its request."""
+def preauth_hello(token: str = "s3cret", run_id: str = "job", node: str = "a", nonce: str = "") -> str:
+    """The pre-auth header of an agent's request."""
     nonce = nonce or secrets.token_hex(16)
     return encode(Hello(run_id, node, nonce, Exchange(run_id, node, "", nonce).agent_proof(token)))
 
 
 @contextlib.asynccontextmanager
-async def connection(address: Address, knock: str | None = None) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-    headers = {PREAUTH_HEADER: make_knock() if knock is None else knock}
+async def connection(address: Address, header: str | None = None) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    headers = {PREAUTH_HEADER: preauth_hello() if header is None else header}
     async with (
         aiohttp.ClientSession() as http,
         asyncio.timeout(DEADLINE),
@@ -53,25 +53,25 @@ async def connection(address: Address, knock: str | None = None) -> AsyncIterato
         yield ws
 
 
-async def shake(
+async def do_handshake(
     ws: aiohttp.ClientWebSocketResponse, token: str = "s3cret", run_id: str = "job", node: str = "a"
 ) -> tuple[Hello, Welcome | Rejected]:
-    """An agent's side of the handshake, by hand."""
+    """The agent's side of the handshake."""
     challenge = decode(await ws.receive_str(), (Challenge,))
     exchange = Exchange(run_id, node, challenge.nonce, "00" * 16)
     hello = Hello(run_id, node, exchange.agent_nonce, exchange.agent_proof(token))
     await ws.send_str(encode(hello))
-    return hello, decode(await ws.receive_str(), ANSWER)
+    return hello, decode(await ws.receive_str(), WELCOME_OR_REJECTED)
 
 
-async def ends(ws: aiohttp.ClientWebSocketResponse) -> None:
+async def wait_closed(ws: aiohttp.ClientWebSocketResponse) -> None:
     """The coordinator closes the connection."""
     while (await ws.receive()).type not in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED):
         pass
 
 
-async def works(harness: Any, coordinator: Any, address: Address) -> None:
-    """A whole job runs, whatever was done to the port before."""
+async def job_runs(harness: Any, coordinator: Any, address: Address) -> None:
+    """A whole job still runs."""
     async with harness.linking(address, node="honest") as (link, agent):
         await agent.until(lambda a: a.count("linked") == 1)
         link.send(harness.join("honest"))
@@ -83,7 +83,7 @@ async def works(harness: Any, coordinator: Any, address: Address) -> None:
     assert report.outcome is Outcome.SUCCEEDED
 
 
-def test_an_agent_with_the_secret_is_welcome_and_so_is_the_coordinator(harness: Any) -> None:
+def test_agent_and_coordinator_prove_the_secret_to_each_other(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(lease=7.0) as (_, address), connection(address) as ws:
             challenge = decode(await ws.receive_str(), (Challenge,))
@@ -99,125 +99,113 @@ def test_an_agent_with_the_secret_is_welcome_and_so_is_the_coordinator(harness: 
 def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            _, answer = await shake(ws, token="guess")
-            assert isinstance(answer, Rejected)
-            assert "set the same RIPSTOP_TOKEN on every node" in answer.why
-            await ends(ws)
+            _, reply = await do_handshake(ws, token="guess")
+            assert isinstance(reply, Rejected)
+            assert "set the same RIPSTOP_TOKEN on every node" in reply.why
+            await wait_closed(ws)
             assert coordinator.attached == []
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257])
+@pytest.mark.parametrize("name", ["", "x" * 257, "\ud800"])
 def test_a_node_without_a_proper_name_is_rejected(harness: Any, name: str) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
-            _, answer = await shake(ws, node=name)
-            assert isinstance(answer, Rejected)
-            assert "text of 1 to 256 characters" in answer.why
-            await ends(ws)
+            _, reply = await do_handshake(ws, node=name)
+            assert isinstance(reply, Rejected)
+            assert "text of 1 to 256 characters" in reply.why
+            await wait_closed(ws)
 
     asyncio.run(scenario())
 
 
-def test_a_name_with_a_lone_surrogate_is_rejected(harness: Any) -> None:
-    async def scenario() -> None:
-        async with harness.serving() as (_, address), connection(address) as ws:
-            await ws.receive_str()
-            await ws.send_str('{"v":1,"type":"Hello","run_id":"job","node":"\\ud800","nonce":"n","proof":"p"}')
-            answer = decode(await ws.receive_str(), (Rejected,))
-            assert "surrogate pair" in answer.why
-            await ends(ws)
-
-    asyncio.run(scenario())
-
-
-def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
+def test_the_rejection_of_an_agent_of_another_job_names_both_jobs(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            _, answer = await shake(ws, run_id="job2")
-            assert isinstance(answer, Rejected)
-            assert answer.final
-            assert "'job'" in answer.why
-            assert "'job2'" in answer.why
-            await ends(ws)
+            _, reply = await do_handshake(ws, run_id="job2")
+            assert isinstance(reply, Rejected)
+            assert reply.final
+            assert "'job'" in reply.why
+            assert "'job2'" in reply.why
+            await wait_closed(ws)
             assert coordinator.attached == []
 
     asyncio.run(scenario())
 
 
-def test_an_agent_of_the_next_job_may_try_again_when_this_one_is_over(harness: Any) -> None:
+def test_an_agent_of_the_next_job_may_retry_when_this_job_has_ended(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             coordinator.steer(StopJob("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
-                _, answer = await shake(ws, run_id="job2")
-                assert isinstance(answer, Rejected)
-                assert not answer.final
+                _, reply = await do_handshake(ws, run_id="job2")
+                assert isinstance(reply, Rejected)
+                assert not reply.final
 
     asyncio.run(scenario())
 
 
-def test_a_replayed_hello_opens_nothing(harness: Any) -> None:
+def test_a_replayed_hello_is_rejected(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             async with connection(address) as ws:
-                hello, answer = await shake(ws)
-                assert isinstance(answer, Welcome)
+                hello, reply = await do_handshake(ws)
+                assert isinstance(reply, Welcome)
             async with connection(address) as ws:
                 decode(await ws.receive_str(), (Challenge,))
                 await ws.send_str(encode(hello))
-                assert isinstance(decode(await ws.receive_str(), ANSWER), Rejected)
+                assert isinstance(decode(await ws.receive_str(), WELCOME_OR_REJECTED), Rejected)
             assert len(coordinator.attached) == 1
 
     asyncio.run(scenario())
 
 
-WRONG_KNOCKS = {
+INVALID_PREAUTH = {
     "no header": ("", "install the same version of ripstop"),
-    "another version": ('{"v":2,"type":"Hello","who":"the future"}', "install the same version of ripstop"),
-    "no JSON": ("let me in", "is JSON, this is not"),
+    "another version": ('{"v":2,"type":"Hello","field":"of the future"}', "install the same version of ripstop"),
+    "no JSON": ("not JSON", "is JSON, this is not"),
     "another message": (encode(Heartbeat()), "expected Hello"),
-    "another secret": (make_knock(token="guess"), "set the same RIPSTOP_TOKEN on every node"),
-    "another job": (make_knock(run_id="job2"), "this is the coordinator of job 'job', not of 'job2'"),
-    "a long name": (make_knock(node="x" * 257), "text of 1 to 256 characters"),
+    "another secret": (preauth_hello(token="guess"), "set the same RIPSTOP_TOKEN on every node"),
+    "another job": (preauth_hello(run_id="job2"), "this is the coordinator of job 'job', not of 'job2'"),
+    "a long name": (preauth_hello(node="x" * 257), "text of 1 to 256 characters"),
 }
 
 
-@pytest.mark.parametrize(("text", "why"), WRONG_KNOCKS.values(), ids=WRONG_KNOCKS.keys())
-def test_who_knocks_wrong_is_told_why_and_nothing_more(harness: Any, text: str, why: str) -> None:
+@pytest.mark.parametrize(("text", "why"), INVALID_PREAUTH.values(), ids=INVALID_PREAUTH.keys())
+def test_invalid_pre_authentication_is_rejected_with_the_reason_only(harness: Any, text: str, why: str) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             async with connection(address, text) as ws:
                 assert why in decode(await ws.receive_str(), (Rejected,)).why
-                await ends(ws)
-            await works(harness, coordinator, address)
+                await wait_closed(ws)
+            await job_runs(harness, coordinator, address)
 
     asyncio.run(scenario())
 
 
-def test_a_knock_that_was_overheard_is_good_for_nothing(harness: Any) -> None:
+def test_a_replayed_pre_auth_header_is_rejected(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            overheard = make_knock()
-            async with connection(address, overheard) as ws:
-                assert isinstance((await shake(ws))[1], Welcome)
-            async with connection(address, overheard) as ws:
-                assert "used once" in decode(await ws.receive_str(), (Rejected,)).why
-                await ends(ws)
+            recorded = preauth_hello()
+            async with connection(address, recorded) as ws:
+                assert isinstance((await do_handshake(ws))[1], Welcome)
+            async with connection(address, recorded) as ws:
+                assert "valid once" in decode(await ws.receive_str(), (Rejected,)).why
+                await wait_closed(ws)
             assert len(coordinator.attached) == 1
 
     asyncio.run(scenario())
 
 
-def test_only_so_many_knocks_are_remembered(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_KNOCKS", 2)
+def test_the_number_of_remembered_nonces_is_limited(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_authentication, "MAX_REMEMBERED_NONCES", 2)
 
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            first, *others = (make_knock() for _ in range(3))
-            for text in (first, *others, first):  # forgotten, and no harm done: the challenge is another
+            first, *others = (preauth_hello() for _ in range(3))
+            for text in (first, *others, first):  # forgotten, but the challenge is a new one
                 async with connection(address, text) as ws:
                     decode(await ws.receive_str(), (Challenge,))
             async with connection(address, others[1]) as ws:
@@ -227,11 +215,13 @@ def test_only_so_many_knocks_are_remembered(harness: Any, monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_an_agents_request_may_come_in_pieces(harness: Any) -> None:
+def test_an_agents_request_may_arrive_byte_by_byte(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            request = UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + f"ripstop-knock:{make_knock()}\r\n\r\n".encode()
+            request = (
+                UPGRADE[: UPGRADE.index(b"Ripstop-Preauth")] + f"ripstop-preauth:{preauth_hello()}\r\n\r\n".encode()
+            )
             async with asyncio.timeout(DEADLINE):
                 for at in range(len(request)):
                     writer.write(request[at : at + 1])
@@ -246,8 +236,8 @@ def test_an_agents_request_may_come_in_pieces(harness: Any) -> None:
 LONG = b"GET /agent HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: %s\r\n" % (n, b"x" * 1000) for n in range(10))
 
 
-@pytest.mark.parametrize("end", [b"\r\n", b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()])
-def test_an_agents_request_that_is_too_long_is_not_read_on(harness: Any, end: bytes) -> None:
+@pytest.mark.parametrize("end", [b"\r\n", b"Ripstop-Preauth: %s\r\n\r\n" % preauth_hello().encode()])
+def test_an_agents_request_that_is_too_long_is_rejected(harness: Any, end: bytes) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -259,7 +249,7 @@ def test_an_agents_request_that_is_too_long_is_not_read_on(harness: Any, end: by
     asyncio.run(scenario())
 
 
-SPELLINGS = [
+REQUEST_LINES = [
     b"GET /agent",
     b"GET /agent?x",
     b"GET /agent#x",
@@ -287,14 +277,14 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_without_a_knock_no_spelling_of_the_path_leads_to_the_handshake(
-    harness: Any, spelling: bytes, token: str
+@pytest.mark.parametrize("request_line", REQUEST_LINES)
+def test_without_pre_authentication_no_form_of_the_path_reaches_the_handshake(
+    harness: Any, request_line: bytes, token: str
 ) -> None:
     async def scenario() -> None:
         async with harness.serving(token=token) as (coordinator, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(spelling + UPGRADE[len(b"GET /agent") : UPGRADE.index(b"Ripstop-Knock")] + b"\r\n")
+            writer.write(request_line + UPGRADE[len(b"GET /agent") : UPGRADE.index(b"Ripstop-Preauth")] + b"\r\n")
             async with asyncio.timeout(DEADLINE):
                 with contextlib.suppress(ConnectionError):
                     assert b"Challenge" not in await reader.read()
@@ -305,27 +295,27 @@ def test_without_a_knock_no_spelling_of_the_path_leads_to_the_handshake(
 
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b""])
-def test_a_web_page_cannot_join_whatever_it_knows(
+def test_a_web_page_cannot_join_even_with_the_secret(
     harness: Any, origin: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            knock = b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
-            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"Origin: " + origin + b"\r\n" + knock)
+            header = b"Ripstop-Preauth: %s\r\n\r\n" % preauth_hello().encode()
+            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Preauth")] + b"Origin: " + origin + b"\r\n" + header)
             async with asyncio.timeout(DEADLINE):
                 assert b"a web page cannot join a job" in await reader.read()
             writer.close()
 
     with caplog.at_level(logging.DEBUG, "ripstop"):
         asyncio.run(scenario())
-    assert "asked to join the job" in caplog.text
+    assert "tried to join the job" in caplog.text
 
 
-def test_strangers_are_not_told_the_run_id(harness: Any) -> None:
+def test_unauthenticated_peers_do_not_learn_the_run_id(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(run_id="my-run") as (_, address), aiohttp.ClientSession() as http:
-            async with connection(address, make_knock(token="guess", run_id="other")) as ws:
+            async with connection(address, preauth_hello(token="guess", run_id="other")) as ws:
                 why = decode(await ws.receive_str(), (Rejected,)).why
                 assert "coordinator of another job, not of 'other'" in why
             for path in ("/metrics", "/api/v1/status", "/healthz", "/"):
@@ -336,27 +326,27 @@ def test_strangers_are_not_told_the_run_id(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_without_a_secret_an_agent_of_another_job_is_not_told_the_run_id(harness: Any) -> None:
+def test_without_a_secret_an_agent_of_another_job_does_not_learn_the_run_id(harness: Any) -> None:
     async def scenario() -> None:
         async with (
             harness.serving(run_id="my-run", token="") as (_, address),
-            connection(address, make_knock(token="", run_id="other")) as ws,
+            connection(address, preauth_hello(token="", run_id="other")) as ws,
         ):
             assert "my-run" not in decode(await ws.receive_str(), (Rejected,)).why
 
     asyncio.run(scenario())
 
 
-def an_agents_request() -> bytes:
-    return UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
+def agent_request() -> bytes:
+    return UPGRADE[: UPGRADE.index(b"Ripstop-Preauth")] + b"Ripstop-Preauth: %s\r\n\r\n" % preauth_hello().encode()
 
 
-def a_careful_post() -> bytes:
+def expecting_post() -> bytes:
     return b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
 
 
-@pytest.mark.parametrize("request_of", [an_agents_request, a_careful_post])
-def test_a_peer_that_is_gone_before_it_is_answered_is_no_error(
+@pytest.mark.parametrize("request_of", [agent_request, expecting_post])
+def test_a_peer_that_disconnects_early_is_not_an_error(
     harness: Any, request_of: Callable[[], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
@@ -367,7 +357,7 @@ def test_a_peer_that_is_gone_before_it_is_answered_is_no_error(
                     peer.sendall(request_of())
                     for _ in range(random.randrange(8)):
                         await asyncio.sleep(0)
-            await works(harness, coordinator, address)
+            await job_runs(harness, coordinator, address)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
@@ -375,28 +365,28 @@ def test_a_peer_that_is_gone_before_it_is_answered_is_no_error(
 
 
 @pytest.mark.parametrize("key", [b"x", b"\xff\xfe", b"", b"AAAA AAAA"])
-def test_a_key_that_is_none_is_refused_and_said_once(
+def test_an_invalid_websocket_key_is_rejected_and_logged_once(
     harness: Any, key: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             for _ in range(3):
-                good = UPGRADE[: UPGRADE.index(b"Ripstop-Knock")].replace(b"AAAAAAAAAAAAAAAAAAAAAA==", key)
-                await raw(address, good + b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode())
-            await works(harness, coordinator, address)
+                good = UPGRADE[: UPGRADE.index(b"Ripstop-Preauth")].replace(b"AAAAAAAAAAAAAAAAAAAAAA==", key)
+                await send_raw(address, good + b"Ripstop-Preauth: %s\r\n\r\n" % preauth_hello().encode())
+            await job_runs(harness, coordinator, address)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "said once" in line
+    assert "logged once" in line
     assert not caplog.records[0].exc_info
 
 
-def test_a_body_that_is_not_what_it_says_is_said_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_body_is_logged_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             for _ in range(3):
-                await raw(
+                await send_raw(
                     address,
                     b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,
                 )
@@ -407,13 +397,13 @@ def test_a_body_that_is_not_what_it_says_is_said_once(harness: Any, caplog: pyte
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_an_error_of_ours_is_logged_once_per_place(
+def test_a_defect_is_logged_once_per_place(
     harness: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(server.Server, "_admit", broken)
+    monkeypatch.setattr(api_authorization.ApiAuthorization, "operator", broken)
 
     async def scenario() -> None:
         async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
@@ -426,11 +416,11 @@ def test_an_error_of_ours_is_logged_once_per_place(
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_what_follows_a_bad_knock_in_one_go_does_not_help_it(harness: Any) -> None:
+def test_data_after_invalid_pre_authentication_is_ignored(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Knock")] + b"\r\n" + b"x" * 10_000)
+            writer.write(UPGRADE[: UPGRADE.index(b"Ripstop-Preauth")] + b"\r\n" + b"x" * 10_000)
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(DEADLINE):
                     assert b"Rejected" in await reader.read()
@@ -443,18 +433,18 @@ def test_another_version_is_rejected_with_the_remedy(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
             await ws.receive_str()
-            await ws.send_str('{"v":2,"type":"Hello","who":"the future"}')
-            answer = decode(await ws.receive_str(), (Rejected,))
-            assert "install the same version of ripstop" in answer.why
-            await ends(ws)
+            await ws.send_str('{"v":2,"type":"Hello","field":"of the future"}')
+            reply = decode(await ws.receive_str(), (Rejected,))
+            assert "install the same version of ripstop" in reply.why
+            await wait_closed(ws)
 
     asyncio.run(scenario())
 
 
-def test_every_beat_is_answered(harness: Any) -> None:
+def test_every_heartbeat_is_answered(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:
-            await shake(ws)
+            await do_handshake(ws)
             for _ in range(3):
                 await ws.send_str(encode(Heartbeat()))
                 assert decode(await ws.receive_str(), (Heartbeat,)) == Heartbeat()
@@ -466,15 +456,15 @@ def test_a_node_cannot_join_under_another_name(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
             async with connection(address) as ws:
-                await shake(ws, node="a")
+                await do_handshake(ws, node="a")
                 await ws.send_str(encode(harness.join("b")))
-                await ends(ws)
-            await works(harness, coordinator, address)
+                await wait_closed(ws)
+            await job_runs(harness, coordinator, address)
 
     asyncio.run(scenario())
 
 
-def test_health_is_one_word_and_other_paths_are_not_there(harness: Any) -> None:
+def test_healthz_answers_ok_and_unknown_paths_answer_404(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
             async with http.get(f"http://{address}/healthz") as response:
@@ -489,8 +479,8 @@ def test_health_is_one_word_and_other_paths_are_not_there(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-async def raw(address: Address, data: bytes) -> None:
-    """Send bytes as they are, and wait until the coordinator has enough of it."""
+async def send_raw(address: Address, data: bytes) -> None:
+    """Send bytes unchanged, and wait until the coordinator closes the connection."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
         writer.write(data)
@@ -499,7 +489,7 @@ async def raw(address: Address, data: bytes) -> None:
             while await reader.read(65536):
                 pass
     except ConnectionError:
-        pass  # a way of ending it, too
+        pass  # closed by a reset
     finally:
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -509,7 +499,7 @@ async def raw(address: Address, data: bytes) -> None:
 UPGRADE = (
     b"GET /agent HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-    b"Ripstop-Knock: %s\r\n\r\n" % make_knock().encode()
+    b"Ripstop-Preauth: %s\r\n\r\n" % preauth_hello().encode()
 )
 
 GARBAGE = {
@@ -518,7 +508,7 @@ GARBAGE = {
     "a TLS hello": bytes.fromhex("16030100c2010000be0303") + os.urandom(180),
     "half a request": b"GET /agent HTTP/1.1\r\nHost: x\r\n",
     "an endless header": b"GET /agent HTTP/1.1\r\nX: " + b"x" * 200_000,
-    "a request that is no WebSocket's": b"GET /agent HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a request without an upgrade": b"GET /agent HTTP/1.1\r\nHost: x\r\n\r\n",
     "an upgrade and silence": UPGRADE,
     "an upgrade and raw bytes": UPGRADE + b"\xff" * 4096,
     "an upgrade and an unmasked frame": UPGRADE + b"\x81\x02{}",
@@ -527,14 +517,16 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_cut_off_and_the_job_goes_on(harness: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE", 0.3)
+def test_garbage_is_disconnected_and_the_job_continues(
+    harness: Any, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            await raw(address, data)
+            await send_raw(address, data)
             assert coordinator.attached == []
-            await works(harness, coordinator, address)
+            await job_runs(harness, coordinator, address)
 
     asyncio.run(scenario())
 
@@ -549,52 +541,54 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("frame", [*FRAMES.values(), encode(Heartbeat())], ids=[*FRAMES.keys(), "the wrong message"])
-def test_a_strangers_frame_that_breaks_the_protocol_changes_nothing(harness: Any, frame: str | bytes) -> None:
-    asyncio.run(breaking_the_protocol(harness, frame, known=False))
+def test_an_invalid_frame_of_an_unauthenticated_peer_changes_nothing(harness: Any, frame: str | bytes) -> None:
+    asyncio.run(send_invalid_frame(harness, frame, authenticated=False))
 
 
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
-def test_an_agents_frame_that_breaks_the_protocol_ends_its_connection_only(harness: Any, frame: str | bytes) -> None:
-    asyncio.run(breaking_the_protocol(harness, frame, known=True))
+def test_an_invalid_frame_of_an_agent_ends_only_its_connection(harness: Any, frame: str | bytes) -> None:
+    asyncio.run(send_invalid_frame(harness, frame, authenticated=True))
 
 
-async def breaking_the_protocol(harness: Any, frame: str | bytes, known: bool) -> None:
+async def send_invalid_frame(harness: Any, frame: str | bytes, authenticated: bool) -> None:
     async with harness.serving() as (coordinator, address):
         async with connection(address) as ws:
-            if known:
-                await shake(ws)
+            if authenticated:
+                await do_handshake(ws)
             await (ws.send_str(frame) if isinstance(frame, str) else ws.send_bytes(frame))
-            await ends(ws)
-        await works(harness, coordinator, address)
+            await wait_closed(ws)
+        await job_runs(harness, coordinator, address)
 
 
-def test_a_peer_that_repeats_itself_is_logged_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_rejections_of_a_peer_are_logged_once(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address):
             for _ in range(5):
-                await raw(address, b"\x00\x01\x02 not http\r\n\r\n")
+                await send_raw(address, b"\x00\x01\x02 not http\r\n\r\n")
                 async with connection(address) as ws:
-                    await shake(ws, token="guess")
+                    await do_handshake(ws, token="guess")
 
     with caplog.at_level(logging.DEBUG, "ripstop"):
         asyncio.run(scenario())
-    refused = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert len(refused) == 2
-    assert all("peer=127.0.0.1" in line for line in refused)
+    rejected = [record.getMessage() for record in caplog.records if "rejected" in record.getMessage()]
+    assert len(rejected) == 2
+    assert all("peer=127.0.0.1" in line for line in rejected)
     assert not any(record.name.startswith("aiohttp") for record in caplog.records)
 
 
-def test_when_there_are_too_many_strangers_the_oldest_makes_room(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_STRANGERS", 3)
+def test_at_the_limit_the_oldest_unauthenticated_connection_is_closed(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_UNAUTHENTICATED", 3)
 
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(4)]
-            oldest = strangers[0][0]
+            idle = [await asyncio.open_connection(address.host, address.port) for _ in range(4)]
+            oldest = idle[0][0]
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(oldest.read(), DEADLINE) == b""
-            await works(harness, coordinator, address)
-            for _, writer in strangers:
+            await job_runs(harness, coordinator, address)
+            for _, writer in idle:
                 writer.close()
 
     asyncio.run(scenario())
@@ -603,12 +597,12 @@ def test_when_there_are_too_many_strangers_the_oldest_makes_room(harness: Any, m
 def test_a_second_connection_of_a_node_ends_the_first_and_nothing_else(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as first:
-            await shake(first)
+            await do_handshake(first)
             await first.send_str(encode(harness.join("a")))
             place = decode(await first.receive_str(), (Assign,)).place
             async with connection(address) as second:
-                await shake(second)
-                await ends(first)
+                await do_handshake(second)
+                await wait_closed(first)
                 await coordinator.until(lambda c: len(c.forgotten) == 1)
                 await second.send_str(encode(harness.join("a", held=place, newest=place.round)))
                 await second.send_str(encode(Succeeded(place.round)))
@@ -618,11 +612,11 @@ def test_a_second_connection_of_a_node_ends_the_first_and_nothing_else(harness: 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("code", "returning"), [(RETURNING, True), (1000, False)])
-def test_an_agent_can_say_that_it_will_be_back(harness: Any, code: int, returning: bool) -> None:
+@pytest.mark.parametrize(("code", "returning"), [(CLOSE_CODE_RETURNING, True), (1000, False)])
+def test_the_close_code_shows_whether_an_agent_returns(harness: Any, code: int, returning: bool) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            await shake(ws)
+            await do_handshake(ws)
             await ws.close(code=code)
             await coordinator.until(lambda c: len(c.forgotten) == 1)
             assert (coordinator.returning == coordinator.forgotten) is returning
@@ -630,10 +624,10 @@ def test_an_agent_can_say_that_it_will_be_back(harness: Any, code: int, returnin
     asyncio.run(scenario())
 
 
-def test_a_peer_that_does_not_read_is_cut_off(harness: Any) -> None:
+def test_a_peer_that_does_not_read_is_disconnected(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address), connection(address) as ws:
-            await shake(ws)
+            await do_handshake(ws)
             await coordinator.until(lambda c: len(c.attached) == 1)
             (session,) = coordinator.attached
             large = StandBy(1, "x" * (MAX_FRAME_BYTES - 1000))
@@ -647,17 +641,17 @@ def test_a_peer_that_does_not_read_is_cut_off(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_what_was_sent_arrives_before_the_server_closes(harness: Any) -> None:
+def test_queued_messages_arrive_before_the_server_closes(harness: Any) -> None:
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             async with harness.serving() as (coordinator, address):
                 ws = await stack.enter_async_context(connection(address))
-                await shake(ws)
+                await do_handshake(ws)
                 await coordinator.until(lambda c: len(c.attached) == 1)
                 for number in range(20):
                     coordinator.attached[0].send(StandBy(number, "x" * 10_000))
             assert [decode(await ws.receive_str(), (StandBy,)).round for _ in range(20)] == list(range(20))
-            await ends(ws)
+            await wait_closed(ws)
 
     asyncio.run(scenario())
 
@@ -678,14 +672,14 @@ def test_two_hundred_connections_leave_nothing_behind(harness: Any) -> None:
                         async with harness.linking(address, token="guess") as (_, agent):
                             await agent.until(lambda a: a.count("refused") == 1)
                     case 2:
-                        await raw(address, b"\x00 no http\r\n\r\n")
+                        await send_raw(address, b"\x00 no http\r\n\r\n")
                     case _:
                         _, writer = await asyncio.open_connection(address.host, address.port)
                         writer.close()
                         await writer.wait_closed()
             await coordinator.until(lambda c: len(c.forgotten) == 50)
             async with asyncio.timeout(DEADLINE):
-                while descriptors() > before or len(asyncio.all_tasks()) > tasks:  # noqa: ASYNC110 - the kernel's news
+                while descriptors() > before or len(asyncio.all_tasks()) > tasks:  # noqa: ASYNC110 - the kernel has no event for it
                     await asyncio.sleep(0.01)
 
     asyncio.run(scenario())

@@ -25,8 +25,8 @@ from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
 from ripstop.model.round import Address
+from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.run_directory import run_directories
-from ripstop.transport.keepalive import tune
 
 ABOUT_JOBS = """
   -j, --job NAME              the job's id, or one of its nodes; not needed where there is one job on this machine
@@ -174,10 +174,10 @@ def _derived(token: str, run_id: str) -> str:
 def _context(certificates: Tls | None) -> ssl.SSLContext | None:
     if certificates is None:
         return None
-    from ripstop.transport.tls import examine, for_agent
+    from ripstop.transport.tls import check_certificates, client_context
 
-    examine("--rdzv-conf", certificates)
-    return for_agent(certificates)
+    check_certificates("--rdzv-conf", certificates)
+    return client_context(certificates)
 
 
 # asking it ------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _answer(
         connection.connect()
         line = connection.sock  # `getresponse` may let go of it
         if target.endpoint is not None:
-            tune(line)
+            enable_keepalive(line)
         connection.request(method, where, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -278,17 +278,11 @@ def _objection(target: Target, answer: http.client.HTTPResponse) -> str:
 def _trouble(target: Target, error: Exception) -> str:
     match error:
         case ssl.SSLError():
-            from ripstop.transport.tls import describe
+            from ripstop.transport.tls import describe_tls_error
 
-            why = describe(error)
-        case socket.gaierror():
-            why = "the name has no address"
-        case TimeoutError():
-            why = "no answer in time"
-        case OSError(strerror=str(words)):
-            why = words.lower()
+            why = describe_tls_error(error)
         case _:
-            why = str(error) or type(error).__name__
+            why = describe_network_error(error)
     return f"{target} cannot be reached: {why}; see whether it still runs, and where"
 
 

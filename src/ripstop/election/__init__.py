@@ -1,1 +1,4 @@
-"""Which agent hosts the coordinator when etcd elects it.  `election.py` decides; `etcd_link.py` does the IO."""
+"""Which agent hosts the coordinator when etcd elects it.
+
+`election.py` decides, `etcd_link.py` executes; `leadership.py` runs the coordinator of an elected agent.
+"""

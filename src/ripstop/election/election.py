@@ -1,30 +1,30 @@
-"""Who the coordinator is, where etcd keeps that: the decisions of one agent that takes part in its election.  Pure.
+"""Leader election through etcd: the decisions of one agent.  The leader hosts the coordinator.  Pure.
 
-A key says who it is.  It is made only where there is none, and goes with the etcd lease of the agent that made it.  The
-coordinator's state is soft (rule 8 of `machine.py`), so that key is all that etcd holds of a running job.  Rules:
+One etcd key names the leader.  An agent creates it only if it does not exist, bound to an etcd lease of its own.  The
+coordinator's state is soft, so this key is all that etcd stores of a running job.  Rules:
 
-1.  An agent follows whoever the key names, itself included, and campaigns when there is no key.
-2.  Holding the office ends, by the holder's own clock, before the lease can end in etcd: it counts from the moment a
-    renewal was asked for, not from its answer, and is shorter than the lease by `MARGIN`.  So nobody decides any more
-    when the next is elected, however slow, frozen or cut off the last one was.
-3.  An answer that comes too late to be of use is worth nothing: who wins after its time has not won.
-4.  A key that ripstop did not write, or wrote for another job, is never followed and never overwritten.
+1.  An agent follows the leader that the key names, also if that is itself.  It campaigns if there is no key.
+2.  Leadership ends, by the leader's own clock, before the lease can end in etcd.  The time counts from the moment a
+    renewal was requested, not from its reply, and is shorter than the lease by `LEASE_MARGIN`.  So an old leader that
+    was slow, frozen or disconnected decides nothing after the next election.
+3.  A reply that arrives after that time is ignored: an agent that learns too late that it was elected is not leader.
+4.  A key that ripstop did not write, or wrote for another job, is neither followed nor overwritten.
 """
 
 import json
 
 from msgspec import Struct
 
-from ripstop.election.stored_record import foreign, opened
+from ripstop.election.stored_record import foreign_record, parse_record
 from ripstop.model.round import Address
 
 VERSION = 1
-MARGIN = 0.1  # of a lease: clocks that run at different speeds, and the time it takes to stop
-MAX_VALUE = 4096  # characters
+LEASE_MARGIN = 0.1  # fraction of a lease: for clocks of different speed, and the time to step down
+MAX_VALUE_CHARS = 4096
 
 
 class Leader(Struct, frozen=True):
-    """A coordinator in office: where it is, and the revision of etcd at which it was elected."""
+    """The elected agent: the address of its coordinator, and the etcd revision of its election."""
 
     address: Address
     node: str
@@ -35,32 +35,32 @@ class Leader(Struct, frozen=True):
 
 
 class NoLeader(Struct, frozen=True):
-    """There is no coordinator."""
+    """The key does not exist."""
 
 
 class LeaderKnown(Struct, frozen=True):
-    """There is one."""
+    """The key names this leader."""
 
-    seat: Leader
+    leader: Leader
 
 
 class Elected(Struct, frozen=True):
-    """It is this agent; its lease of `ttl` seconds was asked for at `asked`."""
+    """This agent is the leader, with a lease of `ttl` seconds."""
 
-    seat: Leader
-    asked: float
+    leader: Leader
+    requested_at: float
     ttl: float
 
 
 class Renewed(Struct, frozen=True):
-    """The lease counts anew from `asked`."""
+    """etcd renewed the lease of this agent."""
 
-    asked: float
+    requested_at: float
     ttl: float
 
 
 class Expired(Struct, frozen=True):
-    """etcd knows of no such lease."""
+    """etcd has no such lease any more."""
 
 
 class Tick(Struct, frozen=True):
@@ -74,23 +74,23 @@ Event = NoLeader | LeaderKnown | Elected | Renewed | Expired | Tick
 
 
 class Campaign(Struct, frozen=True):
-    """Try to be elected."""
+    """Try to create the key."""
 
 
 class Lead(Struct, frozen=True):
-    """Begin to decide."""
+    """Start the coordinator."""
 
-    seat: Leader
+    leader: Leader
 
 
 class Follow(Struct, frozen=True):
-    """Link to this coordinator, and to no other."""
+    """Connect to this leader's coordinator instead of any other."""
 
-    seat: Leader
+    leader: Leader
 
 
 class StepDown(Struct, frozen=True):
-    """Decide nothing more, at once."""
+    """Stop the coordinator at once."""
 
     why: str
 
@@ -99,53 +99,57 @@ Command = Campaign | Lead | Follow | StepDown
 
 
 class Election:
-    """What one agent knows of the election; see the rules above."""
+    """The state of one agent in the election; see the rules above."""
 
     def __init__(self) -> None:
-        self._followed = 0  # revision of the seat that is followed
-        self._own = 0  # revision of the seat that is held; 0: none
-        self._until = 0.0  # the end of holding it, unless renewed
+        self._followed = 0  # the revision of the leader that is followed; 0: none
+        self._own = 0  # the revision of this agent's leadership; 0: not leader
+        self._until = 0.0  # the end of this agent's leadership, unless renewed
 
     def on(self, event: Event, now: float) -> list[Command]:
-        """Take one event; the commands are to be executed in order."""
+        """Handle one event; execute the commands in order."""
         out = self._step_down("its lease was not renewed in time") if self._own and now >= self._until else []
         match event:
             case NoLeader():
                 self._followed = 0
-                return [*out, *self._step_down("its key is gone from etcd"), Campaign()]
-            case LeaderKnown(seat) if seat.revision != self._own:
-                return [*out, *self._step_down(f"node {seat.node} was elected"), *self._follow(seat)]
-            case Elected(seat, asked, ttl):
-                self._until = asked + ttl * (1 - MARGIN)
+                return [*out, *self._step_down("its key was deleted from etcd"), Campaign()]
+            case LeaderKnown(leader) if leader.revision != self._own:
+                return [*out, *self._step_down(f"node {leader.node} was elected"), *self._follow(leader)]
+            case Elected(leader, requested_at, ttl):
+                self._until = _leadership_end(requested_at, ttl)
                 if now >= self._until:
                     return [*out, StepDown("it was elected too late for its lease")]  # rule 3
-                self._own = seat.revision
-                return [*out, Lead(seat), *self._follow(seat)]
-            case Renewed(asked, ttl) if self._own:
-                self._until = max(self._until, asked + ttl * (1 - MARGIN))
+                self._own = leader.revision
+                return [*out, Lead(leader), *self._follow(leader)]
+            case Renewed(requested_at, ttl) if self._own:
+                self._until = max(self._until, _leadership_end(requested_at, ttl))
             case Expired():
                 return [*out, *self._step_down("its lease has ended in etcd")]
         return out
 
-    def in_office(self, now: float) -> bool:
-        """May this agent's coordinator decide?"""
+    def is_leader(self, now: float) -> bool:
+        """Whether this agent's coordinator may decide."""
         return bool(self._own) and now < self._until
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
         return self._until if self._own else None
 
-    def _follow(self, seat: Leader) -> list[Command]:
-        if seat.revision == self._followed:
+    def _follow(self, leader: Leader) -> list[Command]:
+        if leader.revision == self._followed:
             return []
-        self._followed = seat.revision
-        return [Follow(seat)]
+        self._followed = leader.revision
+        return [Follow(leader)]
 
     def _step_down(self, why: str) -> list[Command]:
         if not self._own:
             return []
         self._own = 0
         return [StepDown(why)]
+
+
+def _leadership_end(requested_at: float, ttl: float) -> float:
+    return requested_at + ttl * (1 - LEASE_MARGIN)  # rule 2
 
 
 # the key's value ------------------------------------------------------------------------------------------------------
@@ -159,8 +163,8 @@ def write_leader(run_id: str, address: Address, node: str) -> str:
 
 
 def read_leader(text: str, run_id: str, revision: int) -> Leader:
-    """What `write_seat` wrote; anything else is another's, and a `ProtocolError` (rule 4)."""
-    match opened(text, run_id, version=VERSION, most=MAX_VALUE):
+    """The leader that `write_leader` wrote; a `ProtocolError` for any other value (rule 4)."""
+    match parse_record(text, run_id, version=VERSION, max_size=MAX_VALUE_CHARS):
         case {"host": str(host), "port": int(port), "node": str(node)} if host and 0 < port < 65536:
             return Leader(Address(host, port), node, revision)
-    raise foreign(text)
+    raise foreign_record(text)

@@ -1,22 +1,18 @@
-"""The link to a coordinator that etcd elects: carries out what `election.py` decides, and keeps the rules of `link.py`.
+"""The link to a coordinator that etcd elects: executes the decisions of `election.py`, keeps the rules of `link.py`.
 
-Every agent has one.  It follows the coordinator in office with a `WebSocketLink`, and when its own agent is elected,
-the coordinator runs in here, on a port of its own that is bound before it is announced.  No node of the job is special:
-when the coordinator's node is lost, its key goes with its lease, and the next to be elected learns the job from agents.
+Every agent has one.  It follows the leader's coordinator with a `WebSocketLink`.  If its own agent is elected, the
+coordinator runs in this process, on a port that is bound before it is announced.  No node is special: if the leader's
+node is lost, its key ends with its lease, and the next leader learns the state of the job from the agents.
 
-In etcd a job has two keys below `PREFIX/RUN_ID/`: `coordinator`, while somebody is in office, and `outcome`, which
-takes its place when the job is over and goes by itself after `MEMORY` seconds.  Whoever can write to etcd could pose as
-either, so both prove the job's secret: a coordinator when it is linked to, the outcome by its signature.
+In etcd, a job has two keys below `PREFIX/RUN_ID/`: `coordinator` names the leader; `outcome` replaces it when the job
+has ended, and expires after `OUTCOME_TTL_S` seconds.  Anyone who can write to etcd could forge either.  So both prove
+the job's secret: a coordinator when an agent connects, the outcome by its signature.
 """
 
 import asyncio
 import contextlib
 import logging
-import math
-import time
 from collections.abc import Callable, Coroutine, Iterable
-
-from msgspec import Struct
 
 from ripstop.coordinator.job import FAREWELL
 from ripstop.coordinator.service import Coordinator
@@ -39,54 +35,40 @@ from ripstop.election.election import (
     read_leader,
     write_leader,
 )
-from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, below
+from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
+from ripstop.election.leadership import (
+    OUTCOME_TTL_S,
+    Candidacy,
+    Leadership,
+    become_candidate,
+    boot_time,
+    revoke,
+)
 from ripstop.model.config import Etcd, Tls
-from ripstop.model.errors import ProtocolError, RipstopError
+from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import decode, fit
+from ripstop.protocol.codec import decode
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
 from ripstop.transport.client import WebSocketLink
-from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
-from ripstop.transport.tls import for_agent, for_coordinator
+from ripstop.transport.tls import client_context, server_context
 
 log = logging.getLogger("ripstop.coordinator")
 
-MORE = 1  # seconds an office lasts beyond the job's lease: etcd may need them to elect a leader of its own
-MEMORY = 15  # seconds etcd remembers how a job ended, for members that were away
-PARTING = 3.0  # seconds to give back to etcd what was had from it, at the end
-FIRST_PAUSE = 0.1  # seconds before etcd is asked again; doubled up to a third of the lease
-
-
-class _Candidacy(Struct, frozen=True):
-    """What it takes to be elected: a lease, asked for at a time, and a socket that listens."""
-
-    lease: int
-    ttl: float
-    asked: float
-    bound: Bound
-    address: Address
-
-
-class _Office(Struct, frozen=True):
-    """The coordinator in this process."""
-
-    seat: Leader
-    lease: int
-    coordinator: Coordinator
-    server: Server
-    renewing: asyncio.Task[None]
+CLOSE_TIMEOUT_S = 3.0  # to revoke leases and close connections at the end
+FIRST_RETRY_DELAY_S = 0.1  # doubled up to a third of the lease
 
 
 class EtcdLink:
-    """A `Link` to whoever is elected; to be made inside a running event loop.
+    """A `Link` to the elected leader; create it inside a running event loop.
 
-    `broken` has the defect, should the coordinator in this process break.  `seated` is told where the coordinator is,
-    whenever it is another, and which it is if it is in this process; nothing of either when that one steps down.
+    `failed` gets the exception if the coordinator in this process or this link has a defect.  `on_leader` is called
+    with the address of each new leader, and its coordinator if that runs in this process; with None and None when the
+    coordinator in this process steps down.
     """
 
     def __init__(
@@ -99,7 +81,7 @@ class EtcdLink:
         local_addr: str | None,
         tls: Tls | None = None,
         sinks: Iterable[Sink] = (),
-        seated: Callable[[Address | None, Coordinator | None], None] = lambda _address, _own: None,
+        on_leader: Callable[[Address | None, Coordinator | None], None] = lambda _address, _own: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
@@ -110,152 +92,155 @@ class EtcdLink:
         self._token = token
         self._local_addr = local_addr
         self._sinks = tuple(sinks)
-        self._seated = seated
-        self._served_tls = for_coordinator(tls) if tls else None
-        self._linked_tls = for_agent(tls) if tls else None
+        self._on_leader = on_leader
+        self._server_tls = server_context(tls) if tls else None
+        self._client_tls = client_context(tls) if tls else None
         self._election = Election()
-        self._candidacy: _Candidacy | None = None
-        self._office: _Office | None = None
-        self._given_up = -1  # the lease of the office that was left last
-        self._conclusion: asyncio.Task[None] | None = None
+        self._candidacy: Candidacy | None = None
+        self._leadership: Leadership | None = None
+        self._ended_lease = -1  # of this agent's last leadership
+        self._publishing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._listener: Listener | None = None
-        self._followed: WebSocketLink | None = None
-        self._linked = False
-        self._member = False  # has been linked at least once
-        self._told_the_end = False
-        self._look = asyncio.Event()  # what is known of etcd's keys is in doubt
-        self._trouble = "etcd was not asked yet"
-        self._unavailable = False  # the trouble is that etcd cannot be reached, and that was said
-        self._seeking: asyncio.Task[None] | None = None
+        self._link: WebSocketLink | None = None  # to the leader
+        self._is_connected = False
+        self._was_connected = False
+        self._received_outcome = False
+        self._reread = asyncio.Event()  # the keys must be read again
+        self._etcd_error = "etcd was not tried yet"
+        self._is_unavailable = False  # the error is that no member of etcd replied
+        self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.broken: asyncio.Future[None] = self._loop.create_future()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def local_host(self) -> str | None:
-        return self._followed.local_host if self._followed else None
+        return self._link.local_host if self._link else None
 
     @property
     def skew(self) -> float | None:
-        return self._followed.skew if self._followed else None
+        return self._link.skew if self._link else None
 
     @property
-    def trouble(self) -> str:
-        if self._linked:
+    def disconnect_reason(self) -> str:
+        if self._is_connected:
             return ""
-        link = self._followed.trouble if self._followed else "nobody is elected"
-        return f"{self._trouble}; coordinator: {link}" if self._trouble else link
+        reason = self._link.disconnect_reason if self._link else "no leader is elected"
+        return f"{self._etcd_error}; coordinator: {reason}" if self._etcd_error else reason
 
     def open(self, listener: Listener) -> None:
         self._listener = listener
-        self._seeking = asyncio.create_task(self._seek(), name="ripstop-election")
+        self._watching = asyncio.create_task(self._watch(), name="ripstop-election")
 
     def send(self, message: FromAgent) -> None:
-        if self._followed is not None:
-            self._followed.send(message)
+        if self._link is not None:
+            self._link.send(message)
 
     async def close(self) -> None:
-        """End the link; a coordinator in here first tells everybody the end of the job, or leaves its office."""
+        """Disconnect.  A coordinator in this process stops; if the job has ended, it first publishes the outcome."""
         self._listener = None
-        if self._followed is not None:
-            await self._followed.close()
-        if self._office is not None and (self._told_the_end or self._office.coordinator.ended.done()):
-            await asyncio.wait([self._office.coordinator.ended], timeout=FAREWELL + 1)
-            await asyncio.sleep(0)  # for `_conclude` to have begun
-            if self._conclusion is not None:
-                await asyncio.wait([self._conclusion])
-        if self._seeking is not None:
-            self._seeking.cancel()
+        if self._link is not None:
+            await self._link.close()
+        if self._leadership is not None:
+            ended = self._leadership.coordinator.ended
+            if self._received_outcome or ended.done():
+                await asyncio.wait([ended], timeout=FAREWELL + 1)
+                await asyncio.sleep(0)  # lets `_on_job_ended` start the task
+                if self._publishing is not None:
+                    await asyncio.wait([self._publishing])
+        if self._watching is not None:
+            self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._seeking
-        self._leave_office()
+                await self._watching
+        self._stop_leading()
         self._withdraw()
         if self._tasks:
-            _, slow = await asyncio.wait(self._tasks, timeout=PARTING)
-            for task in slow:
+            _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+            for task in unfinished:
                 task.cancel()
         await self._client.close()
 
-    # seeking ----------------------------------------------------------------------------------------------------------
+    # the keys in etcd -------------------------------------------------------------------------------------------------
 
-    async def _seek(self) -> None:
-        """Know who is in office, for ever."""
-        pause = FIRST_PAUSE
+    async def _watch(self) -> None:
+        """Act on every change of the keys, until cancelled."""
+        delay = FIRST_RETRY_DELAY_S
         while True:
             try:
-                await self._look_and_watch()
-                pause = FIRST_PAUSE
+                await self._read_and_wait()
+                delay = FIRST_RETRY_DELAY_S
                 continue
             except Unavailable as error:
                 why = str(error)
-                if lost := await self._client.leaderless():
-                    why += f" (no leader is known to {', '.join(map(str, lost))}; see that most of etcd's members run)"
-                if not self._unavailable:
+                if members := await self._client.members_without_leader():
+                    why += f" ({', '.join(map(str, members))} without a leader; check that most members of etcd run)"
+                if not self._is_unavailable:
                     log.warning("etcd cannot be reached, trying again: %s", why)
-                self._trouble = f"etcd cannot be reached: {why}"
-                self._unavailable = True
+                self._etcd_error = f"etcd cannot be reached: {why}"
+                self._is_unavailable = True
             except (ProtocolError, Denied) as error:
-                self._trouble, self._unavailable = str(error), False
-                if not self._member:
-                    self._refuse(str(error))
+                self._etcd_error, self._is_unavailable = str(error), False
+                if not self._was_connected:
+                    self.on_rejected(str(error))
                     return
-            except Exception as defect:  # nobody may wait for a link that seeks nothing any more
-                if not self.broken.done():
-                    self.broken.set_exception(defect)
+            except Exception as defect:  # the agent would wait for ever
+                if not self.failed.done():
+                    self.failed.set_exception(defect)
                 return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, max(self._settings.timing.lease / 3, FIRST_PAUSE))
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, max(self._settings.timing.lease / 3, FIRST_RETRY_DELAY_S))
 
-    async def _look_and_watch(self) -> None:
-        """Look at the keys, act on them, and wait until they change or there is a reason to look again."""
-        self._look.clear()
-        view = await self._client.read(self._prefix)
-        if self._unavailable:
-            log.info("etcd answers again")
-        self._trouble, self._unavailable = "", False
-        if "outcome" in view.entries:
-            self._is_over(view.entries["outcome"])
-        elif "coordinator" in view.entries:
-            await self._meet(view.entries["coordinator"])
+    async def _read_and_wait(self) -> None:
+        """Read the keys, act on them, and wait for a change or another reason to read them again."""
+        self._reread.clear()
+        snapshot = await self._client.read(self._prefix)
+        if self._is_unavailable:
+            log.info("etcd can be reached again")
+        self._etcd_error, self._is_unavailable = "", False
+        if "outcome" in snapshot.entries:
+            self._on_outcome(snapshot.entries["outcome"])
+        elif "coordinator" in snapshot.entries:
+            await self._on_leader_key(snapshot.entries["coordinator"])
         else:
-            await self._feed(NoLeader())
-        if not self._look.is_set():
-            await self._until_changed(view.revision + 1)
+            await self._handle(NoLeader())
+        if not self._reread.is_set():
+            await self._wait_for_change(snapshot.revision + 1)
 
-    async def _until_changed(self, revision: int) -> None:
-        # A watch may hang with its member.  Whoever has a coordinator can wait for that to break; who has none, looks.
-        patience = None if self._linked else self._settings.timing.lease
-        watching = asyncio.create_task(self._client.until_changed(below(self._prefix), revision))
-        nudged = asyncio.create_task(self._look.wait())
+    async def _wait_for_change(self, revision: int) -> None:
+        # A watch may hang with its member.  A connected agent notices the loss of its leader without the watch; any
+        # other reads the keys again after a lease.
+        timeout = None if self._is_connected else self._settings.timing.lease
+        watch = asyncio.create_task(self._client.wait_for_change(prefix_range(self._prefix), revision))
+        reread = asyncio.create_task(self._reread.wait())
         try:
-            await asyncio.wait([watching, nudged], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done() and not watching.result():
-                await asyncio.sleep(FIRST_PAUSE)
+            await asyncio.wait([watch, reread], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done() and not watch.result():
+                await asyncio.sleep(FIRST_RETRY_DELAY_S)
         finally:
-            for task in (watching, nudged):
+            for task in (watch, reread):
                 task.cancel()
-            await asyncio.wait([watching, nudged])
+            await asyncio.wait([watch, reread])
 
-    async def _meet(self, entry: KeyValue) -> None:
-        """Somebody is in office; this agent too may be, without having heard it, when the answer was lost."""
-        key = f"{self._prefix}coordinator"
+    async def _on_leader_key(self, entry: KeyValue) -> None:
+        """The key names a leader.  It may be this agent, without a reply to its campaign, if the reply was lost."""
         try:
-            seat = read_leader(entry.value, self._settings.run_id, entry.created)
+            leader = read_leader(entry.value, self._settings.run_id, entry.created)
         except ProtocolError as error:
             raise ProtocolError(
-                f"etcd's key {key} cannot be used: {error}; choose another --rdzv-id or etcd_prefix, or delete it"
+                f"etcd's key {self._prefix}coordinator cannot be used: {error}; "
+                "choose another --rdzv-id or etcd_prefix, or delete it"
             ) from None
-        mine = self._candidacy
-        if entry.lease == self._given_up:  # etcd was away when it was to hear of it
+        candidacy = self._candidacy
+        if entry.lease == self._ended_lease:  # etcd was not reachable when this agent stepped down
             await self._client.revoke(entry.lease)
-            self._look.set()
-        elif mine is not None and mine.lease == entry.lease:
-            await self._feed(Elected(seat, mine.asked, mine.ttl))
+            self._reread.set()
+        elif candidacy is not None and candidacy.lease == entry.lease:
+            await self._handle(Elected(leader, candidacy.requested_at, candidacy.ttl))
         else:
             self._withdraw()
-            await self._feed(LeaderKnown(seat))
+            await self._handle(LeaderKnown(leader))
 
-    def _is_over(self, entry: KeyValue) -> None:
+    def _on_outcome(self, entry: KeyValue) -> None:
         signature, _, text = entry.value.partition("\n")
         try:
             if not secret.proofs_match(signature, secret.sign(self._token, self._settings.run_id, text)):
@@ -265,235 +250,168 @@ class EtcdLink:
             raise ProtocolError(
                 f"etcd's key {self._prefix}outcome cannot be used: {error}; choose another --rdzv-id or etcd_prefix"
             ) from None
-        if not self._member:
-            self._refuse(
-                f"job {self._settings.run_id!r} is over: {closed.report.outcome}; choose another --rdzv-id, "
-                f"or start it again in {MEMORY} s"
+        if not self._was_connected:
+            self.on_rejected(
+                f"job {self._settings.run_id!r} has ended: {closed.report.outcome}; choose another --rdzv-id, "
+                f"or start it again in {OUTCOME_TTL_S} s"
             )
-        elif self._listener is not None and not self._told_the_end:
-            if not self._linked:
-                self._listener.on_linked()
-            self._told_the_end = True
+        elif self._listener is not None and not self._received_outcome:
+            if not self._is_connected:
+                self._listener.on_connected()
+            self._received_outcome = True
             self._listener.on_message(closed)
-
-    def _refuse(self, why: str) -> None:
-        if self._listener is not None:
-            self._listener.on_refused(why)
 
     # the election -----------------------------------------------------------------------------------------------------
 
-    async def _feed(self, event: Event) -> None:
-        for command in self._election.on(event, _now()):
+    async def _handle(self, event: Event) -> None:
+        for command in self._election.on(event, boot_time()):
             match command:
                 case Campaign():
                     await self._campaign()
-                case Lead(seat):
-                    await self._take_office(seat)
+                case Lead(leader):
+                    await self._lead(leader)
                 case _:
                     self._execute(command)
-        self._arm()
+        self._set_timer()
 
-    def _tell(self, event: Renewed | Expired | Tick) -> None:
-        """What comes beside the seeking; it never calls for more than stepping down."""
-        for command in self._election.on(event, _now()):
+    def _handle_now(self, event: Renewed | Expired | Tick) -> None:
+        """An event outside `_watch`; its only possible command is to step down."""
+        for command in self._election.on(event, boot_time()):
             self._execute(command)
-        self._arm()
+        self._set_timer()
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Follow(seat):
-                self._follow(seat)
+            case Follow(leader):
+                self._follow(leader)
             case StepDown(why):
-                log.warning("the coordinator in this agent stops deciding: %s", why)
-                self._leave_office()
+                log.warning("the coordinator in this agent steps down: %s", why)
+                self._stop_leading()
                 self._withdraw()
-                self._look.set()
+                self._reread.set()
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if (deadline := self._election.deadline()) is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - _now()), self._tell, Tick())
+            self._timer = self._loop.call_later(max(0.0, deadline - boot_time()), self._handle_now, Tick())
 
     async def _campaign(self) -> None:
-        mine = self._candidacy
-        if mine is None or _now() > mine.asked + mine.ttl / 2:
+        candidacy = self._candidacy
+        if candidacy is None or boot_time() > candidacy.requested_at + candidacy.ttl / 2:
             self._withdraw()
-            mine = self._candidacy = await self._stand()
-        value = write_leader(self._settings.run_id, mine.address, self._node)
+            candidacy = self._candidacy = await become_candidate(
+                self._client, self._settings.timing.lease, self._local_addr, self._port
+            )
+        value = write_leader(self._settings.run_id, candidacy.address, self._node)
         try:
             entry = await self._client.create(
-                f"{self._prefix}coordinator", value, mine.lease, unless=f"{self._prefix}outcome"
+                f"{self._prefix}coordinator", value, candidacy.lease, unless=f"{self._prefix}outcome"
             )
         except Denied:
             self._withdraw()
             raise
         if entry is None:
-            self._look.set()  # the job has ended meanwhile
+            self._reread.set()  # the job has ended in the meantime
         else:
-            await self._meet(entry)
-
-    async def _stand(self) -> _Candidacy:
-        try:
-            host = self._local_addr or await self._client.local_host()
-        except OSError as error:
-            raise Unavailable(f"no way to etcd: {error.strerror or error}") from error
-        asked = _now()
-        lease, ttl = await self._client.grant(math.ceil(self._settings.timing.lease) + MORE)
-        try:
-            bound = self._bind(host)
-        except RipstopError as error:
-            raise Denied(f"{host}: this node cannot listen there; give one of its addresses as --local-addr") from error
-        return _Candidacy(lease, ttl, asked, bound, Address(host, bound.address.port))
-
-    def _bind(self, host: str) -> Bound:
-        """At the port that was asked for; an election does not fail for one that is taken."""
-        try:
-            bound = bind(Address(host, self._port), demanded=True)
-        except RipstopError as error:
-            if not self._port:
-                raise
-            log.warning("%s; any other will do for the nodes, who learn it from etcd", error)
-            bound = bind(Address(host, 0), demanded=True)
-        assert bound is not None, "a demanded address is bound, or an error"
-        return bound
+            await self._on_leader_key(entry)
 
     def _withdraw(self) -> None:
-        """Give back what a candidacy that came to nothing had."""
+        """Close the socket and revoke the lease of a candidacy."""
         if self._candidacy is not None:
             self._candidacy.bound.listening.close()
-            self._task(self._revoke(self._candidacy.lease))
+            self._start_task(revoke(self._client, self._candidacy.lease))
             self._candidacy = None
 
-    # in office --------------------------------------------------------------------------------------------------------
+    # leading ----------------------------------------------------------------------------------------------------------
 
-    async def _take_office(self, seat: Leader) -> None:
-        mine, self._candidacy = self._candidacy, None
-        assert mine is not None, "only who stood is elected"
-        coordinator = Coordinator(self._settings, lambda: self._election.in_office(_now()), self._sinks)
+    async def _lead(self, leader: Leader) -> None:
+        candidacy, self._candidacy = self._candidacy, None
+        assert candidacy is not None, "only a candidate is elected"
+        coordinator = Coordinator(self._settings, lambda: self._election.is_leader(boot_time()), self._sinks)
         server = Server(
-            mine.bound.listening,
+            candidacy.bound.listening,
             coordinator,
             run_id=self._settings.run_id,
             token=self._token,
             lease=self._settings.timing.lease,
             nodes=self._settings.max_nodes,
-            tls=self._served_tls,
-            name=mine.address.host,
+            tls=self._server_tls,
+            endpoint_host=candidacy.address.host,
         )
-        coordinator.ended.add_done_callback(self._ended)
-        renewing = asyncio.create_task(self._renew(mine.lease, mine.ttl), name="ripstop-lease")
-        self._office = _Office(seat, mine.lease, coordinator, server, renewing)
+        coordinator.ended.add_done_callback(self._on_job_ended)
+        self._leadership = Leadership(self._client, leader, candidacy, coordinator, server, self._handle_now)
         await server.start()
-        log.info("elected: the coordinator of job=%s is at %s", self._settings.run_id, seat.address)
+        log.info("elected: the coordinator of job=%s is at %s", self._settings.run_id, leader.address)
 
-    async def _renew(self, lease: int, ttl: float) -> None:
-        pause = ttl / 4
-        while True:
-            await asyncio.sleep(pause)
-            asked = _now()
-            try:
-                given = await self._client.keep_alive(lease, timeout=ttl / 8)
-            except (Unavailable, Denied):
-                pause = FIRST_PAUSE  # who is right about it, the clock knows
-                continue
-            pause = ttl / 4
-            self._tell(Renewed(asked, given) if given > 0 else Expired())
-
-    def _leave_office(self) -> None:
-        """Nothing is decided after this call, and nobody is told more than was."""
-        office, self._office = self._office, None
-        if office is None:
+    def _stop_leading(self) -> None:
+        leadership, self._leadership = self._leadership, None
+        if leadership is None:
             return
-        self._given_up = office.lease
-        self._seated(None, None)
-        office.coordinator.stop()
-        office.renewing.cancel()
+        self._ended_lease = leadership.lease
+        self._on_leader(None, None)
+        leadership.stop()
         if self._timer is not None:
             self._timer.cancel()
-        self._task(self._close_office(office))
+        self._start_task(leadership.close())
 
-    async def _close_office(self, office: _Office) -> None:
-        await asyncio.gather(self._revoke(office.lease), office.server.close())
-
-    async def _revoke(self, lease: int) -> None:
-        with contextlib.suppress(Unavailable, Denied):  # then it ends by itself
-            await self._client.revoke(lease)
-
-    def _ended(self, ended: asyncio.Future[JobReport]) -> None:
+    def _on_job_ended(self, ended: asyncio.Future[JobReport]) -> None:
         if ended.cancelled():
             return
         if (defect := ended.exception()) is not None:
-            if not self.broken.done():
-                self.broken.set_exception(defect)
-        elif self._office is not None:
-            self._conclusion = self._task(self._conclude(self._office, ended.result()))
-
-    async def _conclude(self, office: _Office, report: JobReport) -> None:
-        """Leave word of the end where the coordinator's key was."""
-        text = fit(Closed(report))
-        signature = secret.sign(self._token, self._settings.run_id, text)
-        try:
-            lease, _ = await self._client.grant(MEMORY)
-            await self._client.replace(
-                f"{self._prefix}coordinator",
-                office.seat.revision,
-                f"{self._prefix}outcome",
-                f"{signature}\n{text}",
-                lease,
+            if not self.failed.done():
+                self.failed.set_exception(defect)
+        elif self._leadership is not None:
+            self._publishing = self._start_task(
+                self._leadership.publish_outcome(self._prefix, self._settings.run_id, self._token, ended.result())
             )
-        except (Unavailable, Denied) as error:
-            log.warning("the job's end could not be noted in etcd: %s", error)
 
     # following --------------------------------------------------------------------------------------------------------
 
-    def _follow(self, seat: Leader) -> None:
-        own = self._office is not None and self._office.seat.revision == seat.revision
-        self._seated(seat.address, self._office.coordinator if self._office and own else None)
-        old = self._followed
-        self._followed = new = WebSocketLink(
-            seat.address,
+    def _follow(self, leader: Leader) -> None:
+        leadership = self._leadership
+        is_own = leadership is not None and leadership.leader.revision == leader.revision
+        self._on_leader(leader.address, leadership.coordinator if leadership and is_own else None)
+        old = self._link
+        self._link = new = WebSocketLink(
+            leader.address,
             run_id=self._settings.run_id,
             node=self._node,
             token=self._token,
             lease=self._settings.timing.lease,
-            tls=self._linked_tls,
+            tls=self._client_tls,
         )
         if old is not None:
-            self._task(old.close())
-        if self._linked:
-            self.on_unlinked(f"the coordinator is at {seat.address} now")
+            self._start_task(old.close())
+        if self._is_connected:
+            self.on_disconnected(f"the coordinator is at {leader.address} now")
         if self._listener is not None:
             new.open(self)
 
-    def on_linked(self) -> None:
-        self._linked = self._member = True
+    def on_connected(self) -> None:
+        self._is_connected = self._was_connected = True
         if self._listener is not None:
-            self._listener.on_linked()
+            self._listener.on_connected()
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Closed):
-            self._told_the_end = True
+            self._received_outcome = True
         if self._listener is not None:
             self._listener.on_message(message)
 
-    def on_unlinked(self, why: str) -> None:
-        self._linked = False
-        self._look.set()
+    def on_disconnected(self, why: str) -> None:
+        self._is_connected = False
+        self._reread.set()
         if self._listener is not None:
-            self._listener.on_unlinked(why)
+            self._listener.on_disconnected(why)
 
-    def on_refused(self, why: str) -> None:
-        self._refuse(why)
+    def on_rejected(self, why: str) -> None:
+        if self._listener is not None:
+            self._listener.on_rejected(why)
 
-    def _task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _now() -> float:
-    """Seconds that go on while the machine sleeps, as etcd's do."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,7 +1,7 @@
-"""What ripstop leaves in a store that others use too, and how it knows its own again.  Pure.
+"""Records in a store that other programs share, such as etcd.  Pure.
 
-A JSON object with `ripstop`, the version that wrote it, and `run_id`, the job it is for.  What another program, version
-or job wrote is a `ProtocolError`, and is left as it is by whoever reads it.
+A record is a JSON object with `ripstop`, the version that wrote it, and `run_id`, its job.  A record of another
+program, version or job is a `ProtocolError`; the reader leaves it unchanged.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 from ripstop.model.errors import ProtocolError
 
 
-def opened(text: str | bytes, run_id: str, *, version: int, most: int) -> dict[str, Any]:
-    """The object, if this version wrote it for this job; `most` is the longest that it can be."""
+def parse_record(text: str | bytes, run_id: str, *, version: int, max_size: int) -> dict[str, Any]:
+    """The JSON object, if this version wrote it for this job."""
     try:
-        value: Any = json.loads(text) if len(text) <= most else None
+        value: Any = json.loads(text) if len(text) <= max_size else None
     except (ValueError, RecursionError):
         value = None
     match value:
@@ -23,9 +23,9 @@ def opened(text: str | bytes, run_id: str, *, version: int, most: int) -> dict[s
             raise ProtocolError(f"it was written for job {other[:80]!r}, not for {run_id!r}")
         case {"ripstop": int(), "run_id": str()}:
             return dict(value)
-    raise foreign(text)
+    raise foreign_record(text)
 
 
-def foreign(text: str | bytes) -> ProtocolError:
-    """The error for what is none of ours."""
+def foreign_record(text: str | bytes) -> ProtocolError:
+    """The error for a value that ripstop did not write."""
     return ProtocolError(f"it was not written by ripstop: found {text[:80]!r}")

@@ -1,4 +1,4 @@
 """Connections between agents and the coordinator.
 
-WebSocket server and client, pre-authentication, TLS, the in-process link.
+WebSocket server and client, authentication, TLS, the in-process link.
 """

@@ -1,14 +1,18 @@
-"""The agent's link to a coordinator elsewhere: one WebSocket, sought again whenever it breaks.
+"""The agent's link to a coordinator on another machine: one WebSocket, which reconnects when it breaks.
 
-It keeps the rules of `link.py`.  While linked it beats three times a lease, and a coordinator that says nothing for a
-lease counts as gone, unless it was this process that was away.  A coordinator must prove that it knows the job's secret
-before anything it says is acted on, and with TLS its certificate must be good for the endpoint's name.  Its refusal is
-final, except that a node which was once welcome does not give up for the word of a stranger at the same address.
+It keeps the rules of `link.py`, and these:
+
+1.  The agent sends three heartbeats a lease.  It reconnects if the coordinator sends nothing for a lease, unless the
+    agent's own process was suspended.
+2.  The coordinator must prove the job's secret before the agent acts on a message.  With TLS, its certificate must be
+    valid for the endpoint's name.
+3.  A rejection is final.  But a node that was connected once retries, because an unauthenticated peer may now have the
+    coordinator's address.
+4.  The agent follows no HTTP redirect: the server that sends it has proven nothing.
 """
 
 import asyncio
 import contextlib
-import os
 import random
 import secrets
 import socket
@@ -16,6 +20,7 @@ import ssl
 import time
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import TypeVar
 
 import aiohttp
@@ -35,32 +40,38 @@ from ripstop.protocol.messages import (
     Rejected,
     Welcome,
 )
-from ripstop.transport.keepalive import tune
+from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.transport.link import Listener
-from ripstop.transport.outbox import FLUSH, HANDSHAKE, PATH, PREAUTH_HEADER, RETURNING, Outbox, receive
 from ripstop.transport.resolver import Resolver
-from ripstop.transport.tls import describe as describe_tls
+from ripstop.transport.tls import describe_tls_error
+from ripstop.transport.websocket import (
+    AGENT_PATH,
+    CLOSE_CODE_RETURNING,
+    FLUSH_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    PREAUTH_HEADER,
+    Outbox,
+    receive,
+    write_and_close,
+)
 
-FIRST_PAUSE = 0.05  # seconds before the second try; doubled up to a third of the lease
-LEAST_CONNECT_TIMEOUT_S = 0.5
-PATIENCE = 4  # handshakes that are broken off without a word, until it is taken for a refusal
-NO_TLS = 426  # the HTTP status for a client without TLS where there is TLS
+FIRST_RETRY_DELAY_S = 0.05  # doubled up to a third of the lease
+MIN_CONNECT_TIMEOUT_S = 0.5
+MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
-A = TypeVar("A", Challenge, Welcome)
-CHALLENGE: tuple[type[Challenge | Rejected], ...] = (Challenge, Rejected)
-ANSWER: tuple[type[Welcome | Rejected], ...] = (Welcome, Rejected)
+Expected = TypeVar("Expected", Challenge, Welcome)
 
 
-class _Refused(Exception):
-    """The coordinator does not take this node, and asking again will not help."""
+class _FinalRejection(Exception):
+    """The coordinator rejects this node, and a retry does not help."""
 
 
-class _TryAgain(Exception):
-    """The coordinator does not take this node now."""
+class _Retry(Exception):
+    """This connection failed or ended; connect again."""
 
 
 class WebSocketLink:
-    """A `Link` over the network; to be made inside a running event loop."""
+    """A `Link` over the network; create it inside a running event loop."""
 
     def __init__(
         self,
@@ -77,18 +88,18 @@ class WebSocketLink:
         self._run_id = run_id
         self._node = node
         self._token = token
-        self._lease = lease  # the coordinator's own, once it has told it
+        self._lease = lease  # after the first handshake, the coordinator's
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
-        self._outbox: Outbox | None = None  # while linked
+        self._outbox: Outbox | None = None  # while connected
         self._local_host: str | None = None
-        self._distance: float | None = None  # this machine's uptime less the coordinator's clock
+        self._clock_offset: float | None = None  # this machine's monotonic clock minus the coordinator's time
         self._tls = tls
-        self._broken_off = 0  # TLS handshakes that ended without a word, in a row
-        self._welcome = False  # has been linked at least once
-        self._since = time.time()
+        self._aborted_handshakes = 0  # in a row
+        self._was_connected = False
+        self._disconnected_at = time.time()
         self._tries = 0
-        self._last = "not tried yet"
+        self._last_error = "not tried yet"
 
     @property
     def local_host(self) -> str | None:
@@ -96,16 +107,17 @@ class WebSocketLink:
 
     @property
     def skew(self) -> float | None:
-        if self._distance is None:
+        if self._clock_offset is None:
             return None
-        return self._distance + (time.time() - time.monotonic())  # so a clock that was set since is noticed
+        return self._clock_offset + (time.time() - time.monotonic())  # includes later changes of this node's clock
 
     @property
-    def trouble(self) -> str:
+    def disconnect_reason(self) -> str:
         if self._outbox is not None:
             return ""
-        since = time.strftime("%H:%M:%S", time.localtime(self._since))
-        return f"{self._endpoint}: {self._last}, since {since}, {self._tries} {'try' if self._tries == 1 else 'tries'}"
+        since = time.strftime("%H:%M:%S", time.localtime(self._disconnected_at))
+        tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
+        return f"{self._endpoint}: {self._last_error}, since {since}, {tries}"
 
     def open(self, listener: Listener) -> None:
         self._listener = listener
@@ -121,76 +133,71 @@ class WebSocketLink:
             return
         if self._outbox is not None:
             self._outbox.finish()
-            await asyncio.wait([self._task], timeout=2 * FLUSH)
+            await asyncio.wait([self._task], timeout=2 * FLUSH_TIMEOUT_S)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    def _tell(self, call: Callable[[Listener], None]) -> None:
-        """Call the listener in a turn of its own, so that its errors are never taken for the link's."""
-        self._loop.call_soon(self._call, call)
+    def _notify(self, call: Callable[[Listener], None]) -> None:
+        """Call the listener in a later turn of the event loop, so that the link does not handle its errors."""
+        self._loop.call_soon(lambda: call(self._listener) if self._listener is not None else None)
 
-    def _call(self, call: Callable[[Listener], None]) -> None:
-        if self._listener is not None:
-            call(self._listener)
-
-    # linking ----------------------------------------------------------------------------------------------------------
+    # connecting -------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        pause = FIRST_PAUSE
+        delay = FIRST_RETRY_DELAY_S
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         redirects = aiohttp.TraceConfig()
-        redirects.on_request_redirect.append(_refuse_redirect)
+        redirects.on_request_redirect.append(_reject_redirect)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects]) as http:
             while True:
                 began = self._loop.time()
                 self._tries += 1
                 try:
-                    await self._link(http)
-                except _Refused as error:
-                    self._refuse(str(error))
+                    await self._connect_once(http)
+                except _FinalRejection as error:
+                    self._reject(str(error))
                     return
-                except (aiohttp.ClientError, OSError, ProtocolError, _TryAgain) as error:
-                    self._last = _describe(error)
+                except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
+                    self._last_error = _describe(error)
                 if self._listener is None:
                     return
-                if self._loop.time() - began > HANDSHAKE + self._lease:
-                    pause = FIRST_PAUSE  # that one had held
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, max(self._lease / 3, FIRST_PAUSE))
+                if self._loop.time() - began > HANDSHAKE_TIMEOUT_S + self._lease:
+                    delay = FIRST_RETRY_DELAY_S  # the last connection worked
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, max(self._lease / 3, FIRST_RETRY_DELAY_S))
+
+    def _reject(self, why: str) -> None:
+        self._last_error = why
+        self._notify(lambda listener: listener.on_rejected(why))
 
     @property
     def _connect_timeout(self) -> float:
-        """Seconds for a TCP connection.
+        """Seconds for a TCP connection, and with TLS for its handshake too.
 
-        The address of a machine or pod that is gone does not answer, and meanwhile the name may have another address.
-        So it is looked up again as often as a coordinator expects us to try.  With TLS the time includes its handshake.
+        The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
+        timeout looks the name up again soon.
         """
-        return HANDSHAKE if self._tls else max(self._lease / 3, LEAST_CONNECT_TIMEOUT_S)
+        return HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
 
-    def _refuse(self, why: str) -> None:
-        self._last = why
-        self._tell(lambda listener: listener.on_refused(why))
-
-    async def _link(self, http: aiohttp.ClientSession) -> None:
-        """One connection, from its making to its end."""
-        url = URL.build(
-            scheme="wss" if self._tls else "ws", host=self._endpoint.host, port=self._endpoint.port, path=PATH
-        )
-        async with asyncio.timeout(HANDSHAKE) as limit, contextlib.AsyncExitStack() as stack:
+    async def _connect_once(self, http: aiohttp.ClientSession) -> None:
+        """One connection, from its start to its end."""
+        scheme = "wss" if self._tls else "ws"
+        url = URL.build(scheme=scheme, host=self._endpoint.host, port=self._endpoint.port, path=AGENT_PATH)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as limit, contextlib.AsyncExitStack() as stack:
             ws = await self._connect(http, url)
             stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
-            tune(connection)
-            await self._greet(ws)
+            enable_keepalive(connection)
+            await self._handshake(ws)
             limit.reschedule(None)
             self._local_host = connection.getsockname()[0]
-            await self._talk(ws, connection, limit)
+            await self._exchange_messages(ws, connection, limit)
 
     async def _connect(self, http: aiohttp.ClientSession, url: URL) -> aiohttp.ClientWebSocketResponse:
-        """A WebSocket, to somebody whose certificate is good.  What TLS objects to will not mend itself."""
-        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH)
+        """A WebSocket to a server with a valid certificate.  TLS errors are rejections: they do not go away."""
+        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH_TIMEOUT_S)
         try:
             ws = await http.ws_connect(
                 url,
@@ -200,175 +207,168 @@ class WebSocketLink:
                 headers={PREAUTH_HEADER: encode(self._hello(challenge=""))},
             )
         except aiohttp.ClientConnectorCertificateError as error:
-            raise self._no(describe_tls(error.certificate_error), "is not trusted") from error
+            raise self._rejection(describe_tls_error(error.certificate_error), "is not trusted") from error
         except aiohttp.ClientConnectorSSLError as error:
-            raise self._no(describe_tls(error.os_error), "is not understood") from error
+            raise self._rejection(describe_tls_error(error.os_error), "cannot be used") from error
         except aiohttp.WSServerHandshakeError as error:
-            if error.status != NO_TLS:
+            if error.status != HTTPStatus.UPGRADE_REQUIRED:
                 raise
-            raise self._no("it speaks TLS only; add tls_ca=FILE to --rdzv-conf, as on the other nodes") from error
+            raise self._rejection("it requires TLS; add tls_ca=FILE to --rdzv-conf, as on the other nodes") from error
         except (aiohttp.ServerDisconnectedError, ConnectionError) as error:
-            # The reason is in the coordinator's log only, and it may also just be going down.
-            self._broken_off += 1
-            if self._tls is None or self._broken_off < PATIENCE:
+            # Only the coordinator's log has the reason; it may also be shutting down.
+            self._aborted_handshakes += 1
+            if self._tls is None or self._aborted_handshakes < MAX_ABORTED_HANDSHAKES:
                 raise
-            raise self._no(
-                "it breaks off after the TLS handshake; give this node a certificate that the coordinator's tls_ca "
-                "has signed (tls_cert, tls_key); its log says more"
+            raise self._rejection(
+                "it disconnects after the TLS handshake; give this node a certificate that the coordinator's tls_ca "
+                "has signed (tls_cert, tls_key), and see the coordinator's log"
             ) from error
-        self._broken_off = 0
+        self._aborted_handshakes = 0
         return ws
 
-    async def _greet(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+    async def _handshake(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
-            challenge = self._unless_rejected(decode(await _expect(ws), CHALLENGE))
+            challenge = await self._expect(ws, Challenge)
             hello = self._hello(challenge.nonce)
-            asked = time.monotonic()
+            sent_at = time.monotonic()
             await ws.send_str(encode(hello))
-            answer = self._unless_rejected(decode(await _expect(ws), ANSWER))
-            heard = time.monotonic()
+            welcome = await self._expect(ws, Welcome)
+            received_at = time.monotonic()
         except VersionMismatch as error:
-            raise self._no(str(error)) from error
+            raise self._rejection(str(error)) from error
         exchange = secret.Exchange(hello.run_id, hello.node, challenge.nonce, hello.nonce)
-        if not secret.proofs_match(answer.proof, exchange.coordinator_proof(self._token)):
-            raise self._no("it does not know the job's secret; set the same RIPSTOP_TOKEN on every node")
-        if not 0 < answer.lease < 86400:
-            raise ProtocolError(f"a lease is between 0 s and a day, received {answer.lease}")
-        self._lease = answer.lease
-        self._distance = (asked + heard) / 2 - answer.time
+        if not secret.proofs_match(welcome.proof, exchange.coordinator_proof(self._token)):
+            raise self._rejection("it does not have the job's secret; set the same RIPSTOP_TOKEN on every node")
+        if not 0 < welcome.lease < 86400:
+            raise ProtocolError(f"a lease is between 0 s and a day, received {welcome.lease}")
+        self._lease = welcome.lease
+        self._clock_offset = (sent_at + received_at) / 2 - welcome.time
 
     def _hello(self, challenge: str) -> Hello:
         exchange = secret.Exchange(self._run_id, self._node, challenge, secrets.token_hex(16))
         return Hello(self._run_id, self._node, exchange.agent_nonce, exchange.agent_proof(self._token))
 
-    def _unless_rejected(self, answer: A | Rejected) -> A:
-        if isinstance(answer, Rejected):
-            raise self._no(answer.why) if answer.final else _TryAgain(answer.why)
-        return answer
+    async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:
+        """The next message of the handshake."""
+        text = await receive(ws)
+        if text is None:
+            raise _Retry("the connection was closed during the handshake")
+        kinds: tuple[type[Expected | Rejected], ...] = (kind, Rejected)
+        message = decode(text, kinds)
+        if isinstance(message, Rejected):
+            raise self._rejection(message.why) if message.final else _Retry(message.why)
+        return message
 
-    def _no(self, why: str, how: str = "refused") -> _Refused | _TryAgain:
-        """A refusal by somebody who has proven nothing ends this node only if it never was part of the job."""
-        return _TryAgain(why) if self._welcome else _Refused(f"the coordinator at {self._endpoint} {how}: {why}")
+    def _rejection(self, why: str, verb: str = "rejected this node") -> _FinalRejection | _Retry:
+        """The error for a rejection by a peer that has not proven the secret (rule 3)."""
+        if self._was_connected:
+            return _Retry(why)
+        return _FinalRejection(f"the coordinator at {self._endpoint} {verb}: {why}")
 
-    # linked -----------------------------------------------------------------------------------------------------------
+    # connected --------------------------------------------------------------------------------------------------------
 
-    async def _talk(
+    async def _exchange_messages(
         self, ws: aiohttp.ClientWebSocketResponse, connection: socket.socket, limit: asyncio.Timeout
     ) -> None:
-        self._outbox = Outbox(ws.send_str, partial(_cut_off, connection))
-        writer = asyncio.create_task(_write(ws, self._outbox), name="ripstop-to-coordinator")
-        pulse = _Pulse(
-            self._lease, beat=partial(self.send, Heartbeat()), give_up=lambda: limit.reschedule(self._loop.time())
+        self._outbox = Outbox(ws.send_str, partial(_shut_down, connection))
+        writer = asyncio.create_task(write_and_close(ws, self._outbox), name="ripstop-to-coordinator")
+        heartbeats = _Heartbeats(
+            self._lease,
+            send=partial(self.send, Heartbeat()),
+            on_expired=lambda: limit.reschedule(self._loop.time()),
         )
-        self._welcome = True
-        self._tell(lambda listener: listener.on_linked())
+        self._was_connected = True
+        self._notify(lambda listener: listener.on_connected())
         why = "the coordinator closed the connection"
         try:
             while (text := await receive(ws)) is not None:
-                pulse.heard()
-                self._hear(decode(text, FROM_COORDINATOR))
+                heartbeats.on_received()
+                self._on_message(decode(text, FROM_COORDINATOR))
         except asyncio.CancelledError:
-            if not pulse.silent:
+            if not heartbeats.expired:
                 raise
-            why = f"nothing was heard for {self._lease:g} s"
+            why = f"the coordinator sent nothing for {self._lease:g} s"
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH):
-                    await ws.close(code=RETURNING)
+                async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                    await ws.close(code=CLOSE_CODE_RETURNING)
         except (OSError, ProtocolError) as error:
             why = _describe(error)
         finally:
-            pulse.stop()
+            heartbeats.stop()
             self._outbox = None
-            self._since, self._tries = time.time(), 0
+            self._disconnected_at, self._tries = time.time(), 0
             if self._listener is not None:
                 writer.cancel()
             await asyncio.wait([writer])
-            self._tell(lambda listener: listener.on_unlinked(why))
-        raise _TryAgain(why)
+            self._notify(lambda listener: listener.on_disconnected(why))
+        raise _Retry(why)
 
-    def _hear(self, message: FromCoordinator) -> None:
+    def _on_message(self, message: FromCoordinator) -> None:
         match message:
             case Heartbeat():
                 pass
             case Rejected(why, final):
-                raise _Refused(why) if final else _TryAgain(why)
+                raise _FinalRejection(why) if final else _Retry(why)
             case _:
-                self._tell(lambda listener: listener.on_message(message))
+                self._notify(lambda listener: listener.on_message(message))
 
 
-class _Pulse:
-    """Beats three times a lease, and says so when nothing was heard for a whole one."""
+class _Heartbeats:
+    """Sends three heartbeats a lease, and detects that the coordinator sent nothing for a lease."""
 
-    def __init__(self, lease: float, *, beat: Callable[[], None], give_up: Callable[[], None]) -> None:
+    def __init__(self, lease: float, *, send: Callable[[], None], on_expired: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._lease = lease
-        self._beat = beat
-        self._give_up = give_up
-        self._heard = self._loop.time()
-        self._beating = self._loop.call_later(lease / 3, self._on_beat)
-        self._watching = self._loop.call_later(lease, self._on_lease)
-        self.silent = False
+        self._send = send
+        self._on_expired = on_expired
+        self._received_at = self._loop.time()
+        self._send_timer = self._loop.call_later(lease / 3, self._on_send_timer)
+        self._lease_timer = self._loop.call_later(lease, self._on_lease_timer)
+        self.expired = False
 
-    def heard(self) -> None:
-        """The coordinator lives."""
-        self._heard = self._loop.time()
+    def on_received(self) -> None:
+        """The coordinator sent a message."""
+        self._received_at = self._loop.time()
 
     def stop(self) -> None:
-        """No more timers."""
-        self._beating.cancel()
-        self._watching.cancel()
+        self._send_timer.cancel()
+        self._lease_timer.cancel()
 
-    def _on_beat(self) -> None:
-        self._beat()
-        self._beating = self._loop.call_later(self._lease / 3, self._on_beat)
+    def _on_send_timer(self) -> None:
+        self._send()
+        self._send_timer = self._loop.call_later(self._lease / 3, self._on_send_timer)
 
-    def _on_lease(self) -> None:
+    def _on_lease_timer(self) -> None:
         now = self._loop.time()
-        due = self._heard + self._lease
-        if now - self._watching.when() > self._lease / 2:
-            due = now + self._lease  # it was us who were away: what came meanwhile is still to be read
-        if due > now:
-            self._watching = self._loop.call_at(due, self._on_lease)
+        deadline = self._received_at + self._lease
+        if now - self._lease_timer.when() > self._lease / 2:
+            deadline = now + self._lease  # this process was suspended: messages may be waiting in the socket
+        if deadline > now:
+            self._lease_timer = self._loop.call_at(deadline, self._on_lease_timer)
         else:
-            self.silent = True
-            self._give_up()
+            self.expired = True
+            self._on_expired()
 
 
-async def _refuse_redirect(_: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-    """Whoever answers has proven nothing yet, and does not say where requests go."""
+async def _reject_redirect(_: aiohttp.ClientSession, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
     redirect.response.close()
-    raise _TryAgain(f"answers HTTP {redirect.response.status}, so it is no ripstop coordinator")
+    raise _Retry(_not_a_coordinator(redirect.response.status))
 
 
-async def _write(ws: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
-    await outbox.run()
-    await ws.close()
-
-
-async def _expect(ws: aiohttp.ClientWebSocketResponse) -> str:
-    text = await receive(ws)
-    if text is None:
-        raise _TryAgain("the connection was closed in the handshake")
-    return text
-
-
-def _cut_off(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is gone already
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _describe(error: BaseException) -> str:
     match error:
-        case aiohttp.ClientConnectorDNSError() | socket.gaierror():
-            return "the name has no address"
-        case aiohttp.ClientConnectorError():
-            number = error.os_error.errno
-            return os.strerror(number).lower() if number else str(error.os_error)
         case aiohttp.WSServerHandshakeError():
-            return f"answers HTTP {error.status}, so it is no ripstop coordinator"
+            return _not_a_coordinator(error.status)
         case aiohttp.ConnectionTimeoutError():
             return "the address does not answer"
-        case TimeoutError():
-            return f"no answer in {HANDSHAKE:g} s"
         case _:
-            return str(error) or type(error).__name__
+            return describe_network_error(error, HANDSHAKE_TIMEOUT_S)
+
+
+def _not_a_coordinator(status: int) -> str:
+    return f"answers HTTP {status}, so it is not a ripstop coordinator"

@@ -1,11 +1,11 @@
-"""What an agent's driver holds of its coordinator: a link, wherever the coordinator is.
+"""The agent's connection to its coordinator, as an interface.
 
-`local.py` links within one process, `client.py` over the network.  Rules both keep:
+`in_process.py` connects within one process, `client.py` over the network.  Rules for both:
 
-1. Callbacks come from the event loop, never from within a call of the agent's.
-2. `on_linked` comes first and again after every `on_unlinked`; messages come only between the two.
-3. What is sent while there is no link is gone.  A `Join` after `on_linked` tells everything again.
-4. `on_refused` is final, and after `close()` there are no callbacks.
+1.  Callbacks come from the event loop, never from within a call by the agent.
+2.  `on_connected` comes first, and again after every `on_disconnected`.  Messages come only between the two.
+3.  A message sent while disconnected is dropped.  The `Join` after `on_connected` carries the agent's whole state.
+4.  `on_rejected` is final.  There are no callbacks after `close()`.
 """
 
 from typing import Protocol
@@ -14,41 +14,41 @@ from ripstop.protocol.messages import FromAgent, FromCoordinator
 
 
 class Listener(Protocol):
-    """The agent's side of a link."""
+    """The callbacks of an agent."""
 
-    def on_linked(self) -> None:
-        """The coordinator is there and knows the job's secret."""
+    def on_connected(self) -> None:
+        """The coordinator is connected and has proven the job's secret."""
 
     def on_message(self, message: FromCoordinator) -> None:
-        """It said something."""
+        """The coordinator sent a message."""
 
-    def on_unlinked(self, why: str) -> None:
-        """The link broke; another is being sought."""
+    def on_disconnected(self, why: str) -> None:
+        """The connection is lost; the link reconnects."""
 
-    def on_refused(self, why: str) -> None:
-        """It will not have this node, and asking again will not help."""
+    def on_rejected(self, why: str) -> None:
+        """The coordinator rejects this node, and a retry does not help."""
 
 
 class Link(Protocol):
-    """The coordinator's side, as the agent sees it."""
+    """A connection to the coordinator that reconnects by itself."""
 
     @property
     def local_host(self) -> str | None:
-        """This node's address on the way to the coordinator, once known; None within one process."""
+        """This node's address on the route to the coordinator, once known; None within one process."""
 
     @property
     def skew(self) -> float | None:
-        """Seconds that this node's clock is ahead of the coordinator's; None within one process, or before a link."""
+        """Seconds that this node's clock is ahead of the coordinator's; None within one process, or if unknown."""
 
     @property
-    def trouble(self) -> str:
-        """Why there is no link now, since when, and what was tried; empty while linked."""
+    def disconnect_reason(self) -> str:
+        """Why there is no connection, since when, and the number of tries; empty while connected."""
 
     def open(self, listener: Listener) -> None:
-        """Start linking; call once, in the event loop."""
+        """Start to connect; call once, in the event loop."""
 
     def send(self, message: FromAgent) -> None:
-        """Say something, in order."""
+        """Queue a message; messages keep their order."""
 
     async def close(self) -> None:
-        """Let what was sent go out, briefly, and end the link."""
+        """Write the queued messages within a short time limit, and disconnect."""

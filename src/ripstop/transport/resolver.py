@@ -1,7 +1,7 @@
-"""Names to addresses, in a thread that nobody waits for.
+"""A DNS resolver for aiohttp that never delays the end of the process.
 
-A look-up can hang for as long as the system's resolver likes, and cannot be interrupted.  In asyncio's own pool it
-would hold up the end of the process; here whoever asked may give up, and the late answer goes nowhere.
+A lookup cannot be interrupted, and may take as long as the system's resolver allows.  In asyncio's thread pool it would
+delay the end of the process.  Here it runs in a daemon thread: the caller may give up, and a late result is dropped.
 """
 
 import asyncio
@@ -14,44 +14,38 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class Resolver(AbstractResolver):
-    """What aiohttp asks for addresses."""
-
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Any]] = loop.create_future()
+        result: asyncio.Future[list[Any]] = loop.create_future()
 
         def look_up() -> None:
+            found: list[Any] | OSError
             try:
                 found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
             except OSError as error:
-                tell(_fail, error)
-            else:
-                tell(_succeed, found)
-
-        def tell(how: Any, what: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(how, answer, what)
+                found = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_complete, result, found)
 
         threading.Thread(target=look_up, name="ripstop-resolve", daemon=True).start()
         return [
             ResolveResult(hostname=host, host=_numeric(address), port=port, family=kind, proto=protocol, flags=0)
-            for kind, _, protocol, _, address in await answer
+            for kind, _, protocol, _, address in await result
         ]
 
     async def close(self) -> None:
         pass
 
 
-def _succeed(answer: asyncio.Future[list[Any]], found: list[Any]) -> None:
-    if not answer.done():
-        answer.set_result(found)
-
-
-def _fail(answer: asyncio.Future[list[Any]], error: OSError) -> None:
-    if not answer.done():
-        answer.set_exception(error)
+def _complete(result: asyncio.Future[list[Any]], found: list[Any] | OSError) -> None:
+    if result.done():
+        return  # the caller gave up
+    if isinstance(found, OSError):
+        result.set_exception(found)
+    else:
+        result.set_result(found)
 
 
 def _numeric(address: tuple[Any, ...]) -> str:

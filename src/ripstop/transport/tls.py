@@ -1,8 +1,12 @@
-"""TLS between agents and the coordinator: contexts from certificates, and words for what is wrong with them.
+"""TLS between agents and the coordinator: contexts, checks of the own certificates, and error texts.
 
-TLS 1.3 and nothing older, since both ends are ours.  An agent checks the coordinator's certificate against `ca` (the
-system's authorities without one) and the endpoint's host name; a coordinator with a `ca` wants every agent to show a
-certificate of it.  What can be wrong with one's own certificates is found at the start, by a handshake in memory.
+Rules:
+
+1.  TLS 1.3 is required, because both ends are ripstop.
+2.  An agent verifies the coordinator's certificate against `ca` (by default, the system's authorities) and against the
+    endpoint's host name.
+3.  A coordinator with a `ca` requires a certificate signed by it from every agent.
+4.  A node checks its own certificates at the start, by a handshake in memory.
 """
 
 import asyncio
@@ -16,13 +20,14 @@ from ripstop.model.config import Tls
 from ripstop.model.errors import UsageError
 
 CLIENT_HELLO = b"\x16"  # the first byte of a TLS connection
-WRONG_PURPOSE = 26  # OpenSSL's X509_V_ERR_INVALID_PURPOSE
-WRONG_NAME = (62, 64)  # …_HOSTNAME_MISMATCH, …_IP_ADDRESS_MISMATCH
-UNKNOWN_SIGNER = (18, 19, 20, 21)  # self-signed, or nobody that is trusted has signed it
+# OpenSSL's X509_V_ERR_…
+WRONG_PURPOSE = 26  # INVALID_PURPOSE
+WRONG_NAMES = (62, 64)  # HOSTNAME_MISMATCH, IP_ADDRESS_MISMATCH
+UNTRUSTED_SIGNERS = (18, 19, 20, 21)  # self-signed, or signed by an unknown authority
 
 
-def for_coordinator(tls: Tls) -> ssl.SSLContext:
-    """What the coordinator accepts connections with."""
+def server_context(tls: Tls) -> ssl.SSLContext:
+    """For the coordinator."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, tls)
     if tls.ca is not None:
         context.load_verify_locations(tls.ca)
@@ -30,8 +35,8 @@ def for_coordinator(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def for_agent(tls: Tls) -> ssl.SSLContext:
-    """What an agent connects with."""
+def client_context(tls: Tls) -> ssl.SSLContext:
+    """For agents and operators."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, tls)
     if tls.ca is None:
         context.load_default_certs()
@@ -49,69 +54,69 @@ def _context(side: int, tls: Tls) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise UsageError("tls_key: is encrypted, and nobody is there to type its password; give a key without one")
+    raise UsageError("tls_key: is encrypted, and ripstop cannot ask for its password; give a key without one")
 
 
-# one's own certificates -----------------------------------------------------------------------------------------------
+# checks of the own certificates ---------------------------------------------------------------------------------------
 
 
-def examine(name: str, tls: Tls) -> None:
-    """Refuse certificates that no peer would accept; `name` is what the user calls `--rdzv-conf`."""
+def check_certificates(name: str, tls: Tls) -> None:
+    """Raise `UsageError` for certificates that no peer would accept; `name` is the flag or variable they come from."""
     if tls.ca is not None:
-        _examine_ca(f"{name} tls_ca={tls.ca}", tls.ca)
+        _check_ca(f"{name} tls_ca={tls.ca}", tls.ca)
     if tls.cert is None or tls.key is None:
         return
     label = f"{name} tls_cert={tls.cert}"
     try:
-        context = for_coordinator(tls)
+        context = server_context(tls)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise UsageError(f"{label}: does not go with tls_key={tls.key}; name the key it was made with") from error
+            raise UsageError(f"{label}: does not match tls_key={tls.key}; give the key of this certificate") from error
         raise UsageError(
-            f"{label}, tls_key={tls.key}: no certificate and key in PEM form ({_reason(error)}); name such files"
+            f"{label}, tls_key={tls.key}: not a certificate and a key in PEM form ({_reason(error)}); give PEM files"
         ) from error
     try:
-        _shake_hands(context, _trusting(tls, tls.cert))
+        _handshake_in_memory(context, _peer_context(tls, tls.cert))
     except ssl.SSLCertVerificationError as error:
         if error.verify_code == WRONG_PURPOSE:
-            return  # good for an agent alone; a host is asked more
-        raise UsageError(f"{label}: {_objection(error)}") from error
+            return  # valid for an agent; `check_coordinator_certificate` requires more
+        raise UsageError(f"{label}: {_problem(error)}") from error
 
 
-def examine_host(tls: Tls, host: str) -> None:
-    """Refuse a certificate that agents would not take for the endpoint's."""
+def check_coordinator_certificate(tls: Tls, host: str) -> None:
+    """Raise `UsageError` for a certificate that agents would not accept for the endpoint's host."""
     if tls.cert is None:
         raise UsageError(
-            f"--rdzv-conf tls_ca={tls.ca}: this node hosts the coordinator, which shows a certificate; "
-            "add tls_cert=FILE,tls_key=FILE, or is_host=0 if it is to be elsewhere"
+            f"--rdzv-conf tls_ca={tls.ca}: this node hosts the coordinator, which needs a certificate; "
+            "add tls_cert=FILE,tls_key=FILE, or is_host=0 if another node is the host"
         )
-    agent = _trusting(tls, tls.cert)
+    agent = _peer_context(tls, tls.cert)
     agent.check_hostname = True
     try:
-        _shake_hands(for_coordinator(Tls(tls.cert, tls.key)), agent, host)
+        _handshake_in_memory(server_context(Tls(tls.cert, tls.key)), agent, host)
     except ssl.SSLCertVerificationError as error:
-        raise UsageError(f"--rdzv-conf tls_cert={tls.cert}: {_objection(error)}") from error
+        raise UsageError(f"--rdzv-conf tls_cert={tls.cert}: {_problem(error)}") from error
 
 
-def _examine_ca(label: str, path: Path) -> None:
+def _check_ca(label: str, path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise UsageError(f"{label}: no certificate in PEM form ({_reason(error)}); name such a file") from error
+        raise UsageError(f"{label}: not a certificate in PEM form ({_reason(error)}); give a PEM file") from error
     authorities = context.get_ca_certs()
     if not authorities:
         raise UsageError(
-            f"{label}: is no authority's certificate (no CA:TRUE in it), so it can have signed no other; "
-            "name the one that signed the nodes'"
+            f"{label}: is not the certificate of an authority (it has no CA:TRUE), so it cannot sign others; "
+            "give the certificate of the authority that signed the nodes' certificates"
         )
     ends = [str(authority["notAfter"]) for authority in authorities]
     if all(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
-        raise UsageError(f"{label}: has expired ({ends[-1]}); renew the authority, or mend this machine's clock")
+        raise UsageError(f"{label}: has expired ({ends[-1]}); renew it, or correct this machine's clock")
 
 
-def _trusting(tls: Tls, cert: Path) -> ssl.SSLContext:
-    """An agent of the same job; without a `ca` it trusts this one certificate, as who signed it is not known here."""
+def _peer_context(tls: Tls, cert: Path) -> ssl.SSLContext:
+    """The context of another agent of the job.  Without a `ca` it trusts this certificate: the signer is unknown."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(tls.ca or cert)
@@ -122,8 +127,8 @@ def _trusting(tls: Tls, cert: Path) -> ssl.SSLContext:
     return context
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "") -> None:
-    """A handshake without a network; raises what the two would object to."""
+def _handshake_in_memory(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "") -> None:
+    """A handshake without a network; raises the error that either side would raise."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server, server_hostname=host or None),
@@ -135,19 +140,19 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "")
                 end.do_handshake()
 
 
-# words ----------------------------------------------------------------------------------------------------------------
+# error texts ----------------------------------------------------------------------------------------------------------
 
 
-def describe(error: Exception) -> str:
-    """What TLS objects to in a peer, and what to do."""
+def describe_tls_error(error: Exception) -> str:
+    """Why TLS rejects a peer, and what to do."""
     match error:
         case ssl.SSLCertVerificationError():
-            return f"its certificate {_objection(error)}"
+            return f"its certificate {_problem(error)}"
         case ssl.SSLError(reason="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
-            return "it showed no certificate, and this job's tls_ca wants one; give that node tls_cert and tls_key"
+            return "it sent no certificate, and this job's tls_ca requires one; give that node tls_cert and tls_key"
         case ssl.SSLError(reason="WRONG_VERSION_NUMBER" | "RECORD_LAYER_FAILURE"):
             return (
-                "it does not speak TLS; give the coordinator tls_cert and tls_key, or take tls_… from --rdzv-conf here"
+                "it does not use TLS; give the coordinator tls_cert and tls_key, or remove tls_… from --rdzv-conf here"
             )
         case ssl.SSLError():
             return f"TLS failed: {_reason(error)}"
@@ -155,28 +160,28 @@ def describe(error: Exception) -> str:
             return f"TLS failed: {error}"
 
 
-def _objection(error: ssl.SSLCertVerificationError) -> str:
+def _problem(error: ssl.SSLCertVerificationError) -> str:
     match error.verify_code:
-        case code if code in WRONG_NAME:
-            said = error.verify_message.partition("certificate is not valid for")[2].strip(" '.") or "the endpoint"
-            return f"is not for {said}; make one with that name or address as subjectAltName, or mend --rdzv-endpoint"
-        case code if code in UNKNOWN_SIGNER:
+        case code if code in WRONG_NAMES:
+            name = error.verify_message.partition("certificate is not valid for")[2].strip(" '.") or "the endpoint"
+            return f"is not for {name}; add it as subjectAltName to the certificate, or correct --rdzv-endpoint"
+        case code if code in UNTRUSTED_SIGNERS:
             return (
-                f"was not signed by an authority that is trusted here ({error.verify_message}); name the right tls_ca"
+                f"was not signed by an authority that is trusted here ({error.verify_message}); give the right tls_ca"
             )
         case _:
-            return f"is not good ({error.verify_message}); renew it, or mend this machine's clock if that is wrong"
+            return f"is not valid ({error.verify_message}); renew it, or correct this machine's clock if it is wrong"
 
 
 def _reason(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).replace("_", " ").lower()
 
 
-# the wire -------------------------------------------------------------------------------------------------------------
+# detection ------------------------------------------------------------------------------------------------------------
 
 
-async def speaks_tls(connection: socket.socket) -> bool:
-    """Does a connection begin as TLS does?  Nothing is taken from it."""
+async def starts_tls(connection: socket.socket) -> bool:
+    """Whether the first byte starts TLS; the byte stays in the socket."""
     loop = asyncio.get_running_loop()
     connection.setblocking(False)
     readable = loop.create_future()

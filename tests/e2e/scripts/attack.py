@@ -1,9 +1,9 @@
-"""Does to a coordinator's port what a stranger might: python attack.py KIND HOST:PORT SECONDS [COUNT [SPREAD]]
+"""Attacks a coordinator's port: python attack.py KIND HOST:PORT SECONDS [COUNT [SPREAD]]
 
-COUNT connections are made over the first SPREAD seconds, of SECONDS in all.  Prints one JSON line: how many were made,
-how many were cut off or refused by the other side, how many were let in.  A `replay` first makes one honest handshake,
-with the secret in $ATTACK_TOKEN, and then repeats its words.  `expired` shows the certificate in $ATTACK_CERT, with the
-key in $ATTACK_KEY.
+Opens COUNT connections over the first SPREAD of SECONDS seconds.  Prints one JSON line: the connections that were
+opened, those that the coordinator rejected or closed, and those that it accepted.  `replay` first makes one valid
+handshake, with the secret in $ATTACK_TOKEN, and then repeats its messages.  `expired` uses the certificate in
+$ATTACK_CERT, with the key in $ATTACK_KEY.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ UPGRADE = (
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n"
 )
 JOB = "e2e"
-tally = {"tried": 0, "refused": 0, "accepted": 0}
+tally = {"tried": 0, "rejected": 0, "accepted": 0}
 
 
 def frame(payload):
@@ -31,16 +31,16 @@ def frame(payload):
 
 def hello(job, challenge, token):
     nonce = secrets.token_hex(16)
-    parts = [part.encode() for part in ("agent", job, "stranger", challenge, nonce)]
+    parts = [part.encode() for part in ("agent", job, "attacker", challenge, nonce)]
     framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     proof = hmac.new(token.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
-    words = {"v": 1, "type": "Hello", "run_id": job, "node": "stranger", "nonce": nonce, "proof": proof}
-    return json.dumps(words).encode()
+    message = {"v": 1, "type": "Hello", "run_id": job, "node": "attacker", "nonce": nonce, "proof": proof}
+    return json.dumps(message).encode()
 
 
-def request(knock):
-    """An agent's, with what it says of itself before it was challenged."""
-    return UPGRADE + b"Ripstop-Knock: " + knock + b"\r\n\r\n"
+def request(preauth_hello):
+    """An agent's request."""
+    return UPGRADE + b"Ripstop-Preauth: " + preauth_hello + b"\r\n\r\n"
 
 
 async def receive(reader):
@@ -49,26 +49,26 @@ async def receive(reader):
     return json.loads(await reader.readexactly(size))
 
 
-async def shake(reader, writer, words):
-    """A handshake: `words` makes a Hello of the coordinator's nonce, and of none before.  What the answer was."""
-    writer.write(request(words("")))
+async def handshake(reader, writer, make_hello):
+    """The type of the coordinator's last message.  `make_hello` gets the challenge; empty for pre-authentication."""
+    writer.write(request(make_hello("")))
     await reader.readuntil(b"\r\n\r\n")
-    answer = await receive(reader)
-    if answer["type"] == "Challenge":
-        writer.write(frame(words(answer["nonce"])))
-        answer = await receive(reader)
-    return answer["type"]
+    reply = await receive(reader)
+    if reply["type"] == "Challenge":
+        writer.write(frame(make_hello(reply["nonce"])))
+        reply = await receive(reader)
+    return reply["type"]
 
 
-async def liar(reader, writer, words):
-    answer = await shake(reader, writer, words)
-    tally["accepted" if answer == "Welcome" else "refused"] += 1
+async def impostor(reader, writer, make_hello):
+    reply = await handshake(reader, writer, make_hello)
+    tally["accepted" if reply == "Welcome" else "rejected"] += 1
 
 
 async def wait_for_end(reader):
     while await reader.read(65536):
         pass
-    tally["refused"] += 1
+    tally["rejected"] += 1
 
 
 async def idle(reader, writer):
@@ -91,7 +91,7 @@ async def slow(reader, writer):
 
 
 async def huge(reader, writer):
-    """A frame of 1 GB is announced, and sent as far as anybody takes it, by one who knows how to knock."""
+    """Announce a frame of 1 GB after pre-authentication, and send it until the coordinator disconnects."""
     writer.write(request(hello(JOB, "", os.environ["ATTACK_TOKEN"])))
     await reader.readuntil(b"\r\n\r\n")
     await receive(reader)
@@ -108,27 +108,27 @@ async def huge(reader, writer):
 
 
 async def record(host, port):
-    """An honest handshake, as it was heard on the wire: what was said to no challenge, and to the one there was."""
+    """The messages of a valid handshake: False: of pre-authentication, True: to the challenge."""
     reader, writer = await asyncio.open_connection(host, port)
-    heard = {}
+    recorded = {}
 
-    def words(nonce):
-        heard[bool(nonce)] = hello(JOB, nonce, os.environ["ATTACK_TOKEN"])
-        return heard[bool(nonce)]
+    def make_hello(nonce):
+        recorded[bool(nonce)] = hello(JOB, nonce, os.environ["ATTACK_TOKEN"])
+        return recorded[bool(nonce)]
 
-    assert await shake(reader, writer, words) == "Welcome"
+    assert await handshake(reader, writer, make_hello) == "Welcome"
     writer.close()
-    return heard
+    return recorded
 
 
 async def plain(reader, writer):
-    """An agent that knows the secret, and nothing of TLS."""
+    """An agent that has the secret, but does not use TLS."""
     writer.write(request(hello(JOB, "", os.environ["ATTACK_TOKEN"])))
     await wait_for_end(reader)
 
 
 def expired():
-    """What an agent with such a certificate connects with; whose the other side's is, it does not ask."""
+    """The TLS context of an agent with an expired certificate; it does not verify the coordinator's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(os.environ["ATTACK_CERT"], os.environ["ATTACK_KEY"])
@@ -147,12 +147,12 @@ async def one(act, host, port, end, tls):
     except TimeoutError:
         pass
     except (OSError, asyncio.IncompleteReadError):
-        tally["refused"] += 1
+        tally["rejected"] += 1
     finally:
         writer.transport.abort()
 
 
-async def siege(kind, where, seconds, count, spread):
+async def attack(kind, where, seconds, count, spread):
     host, _, port = where.rpartition(":")
     if kind == "replay":
         old = await record(host, port)
@@ -163,10 +163,10 @@ async def siege(kind, where, seconds, count, spread):
         "huge": huge,
         "plain": plain,
         "expired": plain,
-        "no-secret": lambda r, w: liar(r, w, lambda nonce: hello(JOB, nonce, "")),
-        "wrong-secret": lambda r, w: liar(r, w, lambda nonce: hello(JOB, nonce, "guess")),
-        "other-job": lambda r, w: liar(r, w, lambda nonce: hello("other", nonce, "theirs")),
-        "replay": lambda r, w: liar(r, w, lambda nonce: old[bool(nonce)]),
+        "no-secret": lambda r, w: impostor(r, w, lambda nonce: hello(JOB, nonce, "")),
+        "wrong-secret": lambda r, w: impostor(r, w, lambda nonce: hello(JOB, nonce, "guess")),
+        "other-job": lambda r, w: impostor(r, w, lambda nonce: hello("other", nonce, "theirs")),
+        "replay": lambda r, w: impostor(r, w, lambda nonce: old[bool(nonce)]),
     }
     tls = expired() if kind == "expired" else None
     loop = asyncio.get_running_loop()
@@ -174,7 +174,7 @@ async def siege(kind, where, seconds, count, spread):
     waves = []
     for number in range(count):
         waves.append(asyncio.create_task(one(kinds[kind], host, port, began + seconds, tls)))
-        await asyncio.sleep(began + (number + 1) * spread / count - loop.time())  # who is late catches up
+        await asyncio.sleep(began + (number + 1) * spread / count - loop.time())  # catches up after a delay
     await asyncio.wait(waves)
 
 
@@ -183,7 +183,7 @@ if __name__ == "__main__":
     seconds, count, spread = float(seconds), int([*more, 100][0]), float([*more, 0, 0][1]) or float(seconds) / 2
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    os.nice(10)  # a stranger has a machine of its own
+    os.nice(10)  # a real attacker uses another machine
     began = time.time()
-    asyncio.run(siege(kind, where, seconds, count, spread))
+    asyncio.run(attack(kind, where, seconds, count, spread))
     print(json.dumps({**tally, "began": began, "ended": time.time()}))

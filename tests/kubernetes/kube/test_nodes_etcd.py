@@ -40,7 +40,9 @@ def coordinator(training: Training) -> str:
 
     def elected() -> str | None:
         for pod in training.place.pods():
-            said = [line for line in training.do("logs", pod).splitlines() if "elected: " in line or "stops" in line]
+            said = [
+                line for line in training.do("logs", pod).splitlines() if "elected: " in line or "steps down" in line
+            ]
             if said and "elected: " in said[-1]:
                 return pod
         return None

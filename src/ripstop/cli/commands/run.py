@@ -304,9 +304,9 @@ def _api(given: Given, token: str, tls: Tls | None, *, local: bool, notes: list[
             "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE"
         )
     if tls is not None:
-        from ripstop.transport.tls import examine_host
+        from ripstop.transport.tls import check_coordinator_certificate
 
-        examine_host(tls, where.host)
+        check_coordinator_certificate(tls, where.host)
     return where
 
 

@@ -47,9 +47,9 @@ def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | 
     found, about = tls(name, conf)
     notes.extend(about)
     if found is not None:
-        from ripstop.transport.tls import examine  # ssl: only where there is something to encrypt
+        from ripstop.transport.tls import check_certificates  # ssl: only where there is something to encrypt
 
-        examine(name, found)
+        check_certificates(name, found)
     return found
 
 

@@ -122,13 +122,13 @@ class HandlerLink:
         return None  # there is no coordinator
 
     @property
-    def trouble(self) -> str:
+    def disconnect_reason(self) -> str:
         return ""
 
     def open(self, listener: Listener) -> None:
         self._listener = listener
         loop = asyncio.get_running_loop()
-        loop.call_soon(listener.on_linked)
+        loop.call_soon(listener.on_connected)
         self._task = loop.create_task(self._take_part())
 
     def send(self, message: FromAgent) -> None:

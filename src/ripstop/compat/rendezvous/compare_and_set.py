@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.coordinator import ranks
-from ripstop.election.stored_record import opened
+from ripstop.election.stored_record import parse_record
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address, Node
 
@@ -290,7 +290,7 @@ def encode(state: SharedState) -> bytes:
 
 def decode(blob: bytes, run_id: str) -> SharedState:
     """What `encode` wrote; anything else is another's, and a `ProtocolError` (rule 7)."""
-    value = opened(blob, run_id, version=VERSION, most=MAX_STATE)
+    value = parse_record(blob, run_id, version=VERSION, max_size=MAX_STATE)
     try:
         return _state(value)
     except (AttributeError, KeyError, TypeError, ValueError):

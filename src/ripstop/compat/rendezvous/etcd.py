@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable, as_etcd_answers, b64
+from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable, b64, parsing_reply
 from ripstop.model.config import Etcd
 
 __all__ = ["Client", "Denied", "Unavailable", "Value"]
@@ -59,7 +59,7 @@ class Client:
         for some in _batched(keys):
             looks = [_look(key) for key in some]
             answer = self._call("kv/txn", {"success": looks}, patience)
-            with as_etcd_answers():
+            with parsing_reply():
                 revision = revision or int(answer["header"]["revision"])
                 found.extend(_value(one) for one in answer["responses"])
         return revision, found
@@ -80,7 +80,7 @@ class Client:
         puts = [_put(name, value, lease) for name, value in values.items()]
         looks = [_look(name) for name in values]
         answer = self._call("kv/txn", {"compare": [same], "success": puts, "failure": looks}, patience)
-        with as_etcd_answers():
+        with parsing_reply():
             if answer.get("succeeded"):
                 return int(answer["header"]["revision"]), []
             return 0, [_value(one) for one in answer["responses"]]
@@ -88,14 +88,14 @@ class Client:
     def delete(self, key: bytes, patience: float) -> bool:
         """Whether it was there."""
         answer = self._call("kv/deleterange", {"key": b64(key)}, patience)
-        with as_etcd_answers():
+        with parsing_reply():
             return int(answer.get("deleted", 0)) > 0
 
     def names(self, first: bytes, end: bytes, patience: float) -> list[bytes]:
         """The keys from the first up to the end, which is not one of them."""
         body = {"key": b64(first), "range_end": b64(end), "keys_only": True}
         answer = self._call("kv/range", body, patience)
-        with as_etcd_answers():
+        with parsing_reply():
             return [b64decode(kv["key"]) for kv in answer.get("kvs", ())]
 
     def wait_for_change(self, key: bytes, revision: int, patience: float) -> None:
@@ -104,7 +104,7 @@ class Client:
         async def watch(client: EtcdClient) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(patience, LONGEST_WATCH)):
-                    if not await client.until_changed({"key": b64(key)}, revision):
+                    if not await client.wait_for_change({"key": b64(key)}, revision):
                         await asyncio.sleep(FIRST_PAUSE)
 
         self._do(watch)

@@ -1,0 +1,30 @@
+"""TCP options and error texts for connections to other machines."""
+
+import os
+import socket
+import ssl
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Send small messages at once, and let the kernel detect a lost peer within half a minute."""
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):  # some systems lack some options
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def describe_network_error(error: BaseException, timeout: float | None = None) -> str:
+    """Why a connection or a request failed, in a few words; `timeout` is the time limit of the request."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # aiohttp wraps the system's error
+    match cause:
+        case socket.gaierror():
+            return "the name has no address"
+        case ssl.SSLError():
+            return str(cause)
+        case OSError(errno=int(number)) if number > 0:  # asyncio replaces the text of the error, but not its number
+            return os.strerror(number).lower()
+        case TimeoutError():
+            return "no answer in time" if timeout is None else f"no answer in {timeout:g} s"
+        case _:
+            return str(cause) or type(cause).__name__
