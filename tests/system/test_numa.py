@@ -143,7 +143,7 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             machine(),
             [],
             1,
-            "--numa-binding=node: workers are bound near their GPUs, and none is visible; leave --numa-binding out",
+            "--numa-binding=node: workers are bound near their GPUs, and no GPU is visible; omit --numa-binding",
         ),
         (
             Numa.SOCKET,
@@ -151,7 +151,7 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             [0, 0],
             3,
             "--numa-binding=socket: 3 workers need a GPU each, and 2 are visible here; "
-            "start 2 workers, or leave --numa-binding out",
+            "start 2 workers, or omit --numa-binding",
         ),
         (
             Numa.NODE,
@@ -159,15 +159,15 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             [0, 5],
             2,
             "--numa-binding=node: GPU 1 is on NUMA node 5, which has no processor that may be used here "
-            "(there are 0-3, on nodes 0-1); allow some of its, or leave the NUMA binding out",
+            "(allowed are 0-3, on nodes 0-1); allow some of node 5, or omit the NUMA binding",
         ),
         (
             Numa.EXCLUSIVE,
             machine(cores=2, threads=2),
             [0, 0, 0],
             1,
-            "--numa-binding=exclusive: the 3 GPUs of NUMA node 0 cannot have a core each, there are 2 that may be "
-            "used; write node in place of exclusive",
+            "--numa-binding=exclusive: the 3 GPUs of NUMA node 0 need a core each, and 2 may be used; "
+            "write node instead of exclusive",
         ),
     ],
 )
@@ -229,14 +229,14 @@ def test_a_machine_is_read_from_sys(sys_tree: Path) -> None:
 
 
 def test_a_machine_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"topology cannot be read from .*; leave the NUMA binding out"):
+    with pytest.raises(UsageError, match=r"topology cannot be read from .*; omit the NUMA binding"):
         read_topology(tmp_path, frozenset({0}))
 
 
 def test_without_nvml_and_driver_gpus_are_what_the_pci_bus_has(sys_tree: Path, no_nvml: None) -> None:
     gpus = visible_gpus({}, sys_tree, sys_tree / "nothing")
     assert gpus.nodes == (1, 0, 0)
-    assert gpus.note == "the kernel does not know the NUMA node of GPU 0000:04:00.0: taken for 0"
+    assert gpus.note == "the kernel reports no NUMA node for GPU 0000:04:00.0: using 0"
 
 
 def test_the_driver_knows_which_gpus_are_ours_and_their_uuids(sys_tree: Path, no_nvml: None) -> None:
@@ -323,7 +323,8 @@ def start_bound(stage: Stage, binding: Binding | None, start: StartMethod) -> tu
 
     async def run() -> Exit:
         ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        spawner, children = Spawner(script, dict(os.environ), start, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, script, dict(os.environ), start, ())
         try:
             group = Group(children, spawner, [ProcessSpec(dict(os.environ), script, *files, binding)], ended.set_result)
             try:

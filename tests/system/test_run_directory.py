@@ -16,14 +16,14 @@ def test_the_directory_is_this_users_alone(tmp_path: Path) -> None:
 
 def test_a_directory_that_lets_others_in_is_refused(tmp_path: Path) -> None:
     run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}).chmod(0o755)
-    with pytest.raises(UsageError, match="alone"):
+    with pytest.raises(UsageError, match="private"):
         run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "ripstop").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="alone"):
+    with pytest.raises(UsageError, match="private"):
         run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
@@ -31,16 +31,16 @@ def test_the_last_to_leave_removes_it_and_nobody_before(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(tmp_path)}
     first, second = HeldDirectory(environ), HeldDirectory(environ)
     assert first.path == second.path
-    first.leave()
+    first.release()
     assert second.path.is_dir()
-    second.leave()
+    second.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_somebody_else_keeps_there_keeps_it(tmp_path: Path) -> None:
     held = HeldDirectory({"TMPDIR": str(tmp_path)})
     (held.path / "socket").touch()
-    held.leave()
+    held.release()
     assert (held.path / "socket").exists()
 
 

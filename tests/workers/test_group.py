@@ -55,15 +55,15 @@ class Scene:
         self.exits: list[Exit] = []
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         env = {**stage.env, "UP": str(stage.directory / "up")}
-        births = [
+        specs = [
             ProcessSpec(
                 {**env, "RANK": str(rank)}, self.entry, self.directory / f"{rank}.out", self.directory / f"{rank}.err"
             )
             for rank in range(workers)
         ]
-        self.children = Children()
-        self.spawner = Spawner(self.entry, env, start, ())
-        self.group = Group(self.children, self.spawner, births, self._on_exit)
+        self.children = Children().open()
+        self.spawner = Spawner(self.children, self.entry, env, start, ())
+        self.group = Group(self.children, self.spawner, specs, self._on_exit)
 
     def _on_exit(self, end: Exit) -> None:
         self.exits.append(end)
@@ -262,7 +262,7 @@ def test_a_group_stopped_as_it_starts_leaves_nothing(stage):
         for pause in (0.0, 0.001, 0.002, 0.004, 0.008):
             scene = Scene(stage, "time.sleep(600)", 2)
             try:
-                await scene.spawner.warm()
+                await scene.spawner.wait_ready()
                 start = asyncio.ensure_future(scene.group.start())
                 await asyncio.sleep(pause)
                 await scene.group.stop(0)
@@ -315,9 +315,10 @@ from ripstop.workers.spawner import ProcessSpec, Spawner
 
 async def main():
     entry = Script(sys.argv[1])
-    spawner, children = Spawner(entry, dict(os.environ), StartMethod(sys.argv[2]), ()), Children()
-    births = [ProcessSpec({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
-    group = Group(children, spawner, births, print)
+    children = Children().open()
+    spawner = Spawner(children, entry, dict(os.environ), StartMethod(sys.argv[2]), ())
+    specs = [ProcessSpec({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
+    group = Group(children, spawner, specs, print)
     await group.start()
     print(spawner._pid, *group.pids, flush=True)
     await asyncio.Event().wait()

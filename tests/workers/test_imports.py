@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.workers.zygote.imports import MOST_FILES, follow, imported_by, imported_names, worth_preloading
+from ripstop.workers.zygote.imports import MAX_FILES, follow, imported_by, imported_names, worth_preloading
 
 
 def preloads(text: str) -> list[str]:
@@ -145,4 +145,4 @@ def test_following_ends_however_many_modules_there_are():
         return f"import m{len(asked)}".encode(), ""
 
     follow(b"import m0", "", read)
-    assert len(asked) == MOST_FILES
+    assert len(asked) == MAX_FILES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
+from ripstop.workers.reports import MAX_BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
 
 DEADLINE = 20.0
 
@@ -121,9 +121,9 @@ def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_no
         heard: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
         reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: heard.set_result(report))
         try:
-            before = reports.audible()
+            before = reports.ensure_socket()
             lose(reports.path)
-            found = [before, reports.audible(), reports.audible()]
+            found = [before, reports.ensure_socket(), reports.ensure_socket()]
             code = "from ripstop import train; train.heartbeat(3)"
             await asyncio.get_running_loop().run_in_executor(None, worker, code, reports.path)
             async with asyncio.timeout(DEADLINE):
@@ -143,7 +143,7 @@ def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, capl
         reports = Reports({"XDG_RUNTIME_DIR": str(folder)}, lambda pid, report: None)
         try:
             shutil.rmtree(folder)
-            return [reports.audible(), reports.audible()]
+            return [reports.ensure_socket(), reports.ensure_socket()]
         finally:
             reports.close()
 
@@ -191,11 +191,11 @@ def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(
 def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
     def flood(path: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            for number in range(3 * BURST):
+            for number in range(3 * MAX_BURST):
                 sender.sendto(json.dumps({"beat": number, "step": None}).encode(), path)  # waits while it is full
 
-    found = heard(tmp_path, 3 * BURST, flood)
-    assert [report for _, report in found] == [WorkerHeartbeat(None, number) for number in range(3 * BURST)]
+    found = heard(tmp_path, 3 * MAX_BURST, flood)
+    assert [report for _, report in found] == [WorkerHeartbeat(None, number) for number in range(3 * MAX_BURST)]
 
 
 @pytest.mark.parametrize(

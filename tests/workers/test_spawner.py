@@ -11,7 +11,6 @@ import pytest
 
 from ripstop.model.config import Executable, Function, Module, Script, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.workers import processes
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Spawner
 
@@ -23,7 +22,7 @@ def test_workers_start_in_the_order_of_ranks(stage, start):
     outcome = stage.run(stage.script(HELLO), workers=3, start=start)
     assert outcome.out == ["hello 0\n", "hello 1\n", "hello 2\n"]
     assert [end.exitcode for end in outcome.exits] == [0, 0, 0]
-    assert outcome.warm.start is start
+    assert outcome.ready.start is start
     assert all(end.max_rss > 1 << 20 for end in outcome.exits)
 
 
@@ -85,15 +84,16 @@ def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
     one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
         try:
             entries = [Script(str(one), ("a",)), Script(str(one), ("b", "c")), Script(str(two)), Module("this")]
-            births = [
+            specs = [
                 ProcessSpec({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
                 for n, entry in enumerate(entries)
             ]
-            for pid in await spawner.spawn(births):
+            for pid in await spawner.spawn(specs):
                 children.watch(pid, ended.put_nowait)
             for _ in entries:
                 assert (await ended.get()).exitcode == 0
@@ -134,9 +134,10 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
     own = {"KEPT": "é", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "LONG": long}
 
     async def scenario() -> list[int]:
-        spawner, children = Spawner(Script(str(script), ("${local_rank}",)), zygotes, start, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script), ("${local_rank}",)), zygotes, start, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        births = [
+        specs = [
             ProcessSpec(
                 path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 Script(str(script), (str(rank),)),
@@ -146,9 +147,9 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
         ]
         try:
             async with asyncio.timeout(60):
-                for pid in await spawner.spawn(births):
+                for pid in await spawner.spawn(specs):
                     children.watch(pid, ended.put_nowait)
-                return [(await ended.get()).exitcode for _ in births]
+                return [(await ended.get()).exitcode for _ in specs]
         finally:
             spawner.close()
             children.close()
@@ -178,18 +179,18 @@ def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
     path = stage.script(HELLO)
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
-            births = [
+            specs = [
                 ProcessSpec({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
                 ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
             ]
             with pytest.raises(StartError, match=r"No such file or directory: .*absent/out"):
-                await spawner.spawn(births)
-            births[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
-            pids = await spawner.spawn(births)  # the zygote is none the worse for it
+                await spawner.spawn(specs)
+            specs[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
+            pids = await spawner.spawn(specs)  # the zygote is none the worse for it
             for pid in pids:
-                assert processes.reap(pid)[:2] == (0, None)
+                assert spawner.children.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -216,7 +217,7 @@ def test_workers_are_executed_if_a_preloaded_module(stage, what):
     if text is not None:
         stage.script(text, "unfit.py")
     outcome = stage.run(stage.script(HELLO), preload=("json", "unfit"), workers=2)
-    assert (outcome.warm.start, outcome.warm.preloaded, outcome.warm.why) == (StartMethod.EXEC, (), why)
+    assert (outcome.ready.start, outcome.ready.preloaded, outcome.ready.fallback_reason) == (StartMethod.EXEC, (), why)
     assert outcome.out == ["hello 0\n", "hello 1\n"]
 
 
@@ -224,14 +225,14 @@ def test_workers_are_executed_if_the_users_sitecustomize_starts_a_thread(stage):
     text, why = UNFIT["starts a thread"]
     stage.script(text, "lib/sitecustomize.py")
     outcome = stage.run(stage.script(HELLO), env={"PYTHONPATH": str(stage.directory / "lib")})
-    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, why)
+    assert (outcome.ready.start, outcome.ready.fallback_reason) == (StartMethod.EXEC, why)
     assert outcome.out == ["hello 0\n"]
 
 
 def test_a_script_without_torch_does_not_pay_for_it(stage):
     path = stage.script("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
     outcome = stage.run(path, preload=None)
-    assert outcome.warm.preloaded == ()
+    assert outcome.ready.preloaded == ()
     assert outcome.out == ["False False\n"]
 
 
@@ -248,8 +249,8 @@ def main():
 main()
 """)
     outcome = stage.run(path, preload=None, workers=2)
-    assert outcome.warm.preloaded[0] == "numpy"
-    assert outcome.warm.start is StartMethod.ZYGOTE, outcome.warm.why
+    assert outcome.ready.preloaded[0] == "numpy"
+    assert outcome.ready.start is StartMethod.ZYGOTE, outcome.ready.fallback_reason
     assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
 
 
@@ -257,7 +258,7 @@ def test_what_the_preload_finds_is_what_the_script_would_find(stage):
     stage.script("where = 'beside the script'", "numpy.py")
     path = stage.script("import numpy; print(numpy.where)")
     outcome = stage.run(path, preload=None)
-    assert outcome.warm.preloaded == ("numpy",)
+    assert outcome.ready.preloaded == ("numpy",)
     assert outcome.out == ["beside the script\n"]
 
 
@@ -265,13 +266,13 @@ def test_an_edited_script_is_read_anew_at_the_next_birth(stage):
     path = stage.script("print('old')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
             for text in ("print('old')", "import helper; print(helper.text)"):
                 path.write_text(text)
                 stage.script("text = 'new'", "helper.py")
                 (pid,) = await spawner.spawn([ProcessSpec(stage.env, Script(str(path)), stage.directory / "out")])
-                assert processes.reap(pid)[:2] == (0, None)
+                assert spawner.children.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -283,18 +284,19 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     path = stage.script("print('up'); input()")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",)), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",))
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        birth = ProcessSpec(stage.env, Executable(("sleep", "60")))
+        spec = ProcessSpec(stage.env, Executable(("sleep", "60")))
         try:
-            first = await spawner.spawn([birth])
+            first = await spawner.spawn([spec])
             children.watch(first[0], ended.put_nowait)
             zygote = spawner._pid
             os.kill(zygote, signal.SIGKILL)
-            second = await spawner.spawn([birth])
+            second = await spawner.spawn([spec])
             children.watch(second[0], ended.put_nowait)
             assert spawner._pid != zygote
-            assert (await spawner.warm()).preloaded == ("json",)
+            assert (await spawner.wait_ready()).preloaded == ("json",)
             assert ended.empty()
             for pid in first + second:
                 os.kill(pid, signal.SIGTERM)
@@ -310,14 +312,15 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
     path = stage.script("import time; time.sleep(600)")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        births = [ProcessSpec(stage.env, Script(str(path)))] * 2
+        specs = [ProcessSpec(stage.env, Script(str(path)))] * 2
         try:
             for n in range(20):
-                await spawner.warm()
+                await spawner.wait_ready()
                 zygote = spawner._pid
-                spawn = asyncio.ensure_future(spawner.spawn(births))
+                spawn = asyncio.ensure_future(spawner.spawn(specs))
                 await asyncio.sleep(n // 2 * 0.0005)
                 if spawner._pid == zygote:  # every second time it is the one killed before that is replaced now
                     os.kill(zygote, signal.SIGKILL)
@@ -341,7 +344,7 @@ def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
     path = stage.script("raise SystemExit('was started')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
         try:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
@@ -356,8 +359,8 @@ def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     path = stage.script("")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
-        children = Children()
+        spawner = Spawner(Children().open(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        children = spawner.children
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
 
         async def round_trip() -> None:
@@ -387,5 +390,5 @@ def test_a_sitecustomize_that_would_come_before_ours_rules_the_zygote_out(stage,
     rival = stage.script("", "rival/sitecustomize.py")
     monkeypatch.setattr(sys, "path", ["", str(rival.parent), *sys.path])
     outcome = stage.run(stage.script(HELLO))
-    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, f"{rival} comes before ours")
+    assert (outcome.ready.start, outcome.ready.fallback_reason) == (StartMethod.EXEC, f"{rival} comes before ours")
     assert outcome.out == ["hello 0\n"]

@@ -44,11 +44,12 @@ def test_clients_meet_at_the_store(stage, preload):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, preload), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, preload)
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):
-                await spawner.warm()
+                await spawner.wait_ready()
                 store.serve(spawner, stage.env, children)
                 assert await asyncio.gather(client(store.port, "a", "b"), client(store.port, "b", "a")) == ["here"] * 2
                 pid = store._pid
@@ -119,12 +120,13 @@ else:
         return exits
 
     async def scenario() -> None:
-        spawner, children = Spawner(entry, stage.env, StartMethod.ZYGOTE, None), Children()
+        children = Children().open()
+        spawner = Spawner(children, entry, stage.env, StartMethod.ZYGOTE, None)
         try:
             async with asyncio.timeout(DEADLINE):
-                warm = await spawner.warm()
-                assert warm.start is StartMethod.ZYGOTE, warm.why
-                assert "torch._dynamo" in warm.preloaded
+                ready = await spawner.wait_ready()
+                assert ready.start is StartMethod.ZYGOTE, ready.fallback_reason
+                assert "torch._dynamo" in ready.preloaded
                 rounds = [await a_round(number, spawner, children) for number in range(4)]
         finally:
             spawner.close()
@@ -136,10 +138,11 @@ else:
 
 def test_a_store_nobody_asks_for_has_no_process(stage):
     async def scenario() -> None:
-        spawner, children = Spawner(Executable(("true",)), stage.env, StartMethod.EXEC, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Executable(("true",)), stage.env, StartMethod.EXEC, ())
         store = StorePort("localhost")
         try:
-            await spawner.warm()
+            await spawner.wait_ready()
             store.serve(spawner, stage.env, children)
             await asyncio.sleep(0)
             assert store._pid is None
@@ -156,10 +159,11 @@ def test_without_torch_clients_are_refused_and_a_line_says_why(stage, capfd):
     env = {**stage.env, "PYTHONPATH": str(stage.directory)}
 
     async def scenario() -> None:
-        spawner, children = Spawner(Executable(("true",)), env, StartMethod.EXEC, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Executable(("true",)), env, StartMethod.EXEC, ())
         store = StorePort("127.0.0.1")
         try:
-            await spawner.warm()
+            await spawner.wait_ready()
             store.serve(spawner, env, children)
             async with asyncio.timeout(DEADLINE):
                 reader, writer = await asyncio.open_connection("127.0.0.1", store.port)
@@ -184,16 +188,17 @@ def test_a_store_that_died_refuses_its_clients(stage):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",)), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",))
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):
-                await spawner.warm()
+                await spawner.wait_ready()
                 store.serve(spawner, stage.env, children)
                 assert await client(store.port, "a", "a") == "here"
                 assert store._pid is not None
                 os.kill(store._pid, signal.SIGKILL)
-                await store._gone.wait()
+                await store._has_ended.wait()
                 with pytest.raises(ConnectionRefusedError):
                     await asyncio.open_connection("127.0.0.1", store.port)
         finally:
@@ -207,7 +212,7 @@ def test_a_store_that_died_refuses_its_clients(stage):
 def test_a_port_that_is_taken_is_said_to_be(stage):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}, and it cannot: Address already in use; choose"):
+        with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose"):
             StorePort("127.0.0.1", port)
 
 

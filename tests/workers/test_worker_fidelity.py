@@ -74,7 +74,7 @@ def seen_by(stage, entry: Entrypoint, plain: list[str], **options) -> tuple[dict
     outcome = stage.run(entry, env={"PROBE": str(files[1])}, **options)
     assert outcome.exits[0].exitcode == 0, outcome.err
     assert outcome.err == [files[3].read_text()]
-    assert outcome.warm.start is StartMethod.ZYGOTE, outcome.warm.why
+    assert outcome.ready.start is StartMethod.ZYGOTE, outcome.ready.fallback_reason
     plainly, forked = (json.loads(file.read_text()) for file in files[:2])
     for seen in (plainly, forked):
         assert seen["environ"].pop("PROBE")
@@ -283,7 +283,7 @@ print(json.dumps([random.random(), numpy.random.rand(), multiprocessing.current_
 def test_forked_siblings_do_not_share_torchs_seed(stage):
     path = stage.script("import torch; print(torch.initial_seed(), torch.rand(1).item())")
     outcome = stage.run(path, workers=2, preload=None)
-    assert outcome.warm.preloaded == ("torch",)
+    assert outcome.ready.preloaded == ("torch",)
     assert outcome.out[0] != outcome.out[1]
 
 
