@@ -44,10 +44,10 @@ MADV_DONTNEED = 4
 KILL_INTERVAL_S = 0.005
 
 
-def main(home: str, import_root: str) -> None:
+def main(home: str) -> None:
     """Serve the agent.  Returns only in workers."""
     try:
-        failed = Zygote(home, import_root).serve()
+        failed = Zygote(home).serve()
     except BaseException as error:  # rule 6
         sys.stderr.write(f"ripstop: the zygote failed: {type(error).__name__}: {error}\n")
         os._exit(BROKEN)
@@ -56,11 +56,9 @@ def main(home: str, import_root: str) -> None:
 
 
 class Zygote:
-    """`home` is this folder; `import_root` is the directory that has the ripstop package."""
-
-    def __init__(self, home: str, import_root: str) -> None:
-        self.home = home
-        self.import_root = import_root
+    def __init__(self, home: str) -> None:
+        self.home = home  # this folder
+        self.import_root = os.path.dirname(os.path.dirname(os.path.dirname(home)))  # has the ripstop package
         self.channel = Channel(int(os.environ.pop(CHANNEL_FD_VARIABLE)))
         os.environ.pop(PADDING_VARIABLE, None)
         self.can_release_pages = False

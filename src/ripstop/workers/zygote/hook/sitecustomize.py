@@ -10,20 +10,29 @@ Only its forked workers return from it, and Python then runs the script in them.
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
+def _take_modules() -> "dict[str, ModuleType]":
+    """Remove ripstop's modules from sys.modules, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "ripstop"}
+
+
+# The zygote's modules are imported from its folder into empty packages: that needs no sys.path and runs no other code.
+# Afterwards they are removed, because the script may import the real ones, or have a `ripstop` of its own.
 _home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_root = os.path.dirname(os.path.dirname(os.path.dirname(_home)))
-_modules, _directories = set(sys.modules), set(sys.path_importer_cache)
-sys.path.insert(0, _root)
+_before = _take_modules()
+for _name in ("ripstop", "ripstop.workers", "ripstop.workers.zygote"):
+    sys.modules[_name] = type(sys)(_name)
+sys.modules["ripstop.workers.zygote"].__path__ = [_home]
 from ripstop.workers.zygote.process import main  # noqa: E402
 
-# The script must not see that anything was imported, and may have a `ripstop` of its own.
-del sys.path[0]
-for _name in [name for name in sys.modules if name.startswith("ripstop") and name not in _modules]:
-    del sys.modules[_name]
-for _name in sys.path_importer_cache.keys() - _directories:
-    del sys.path_importer_cache[_name]
+_take_modules()
+sys.modules.update(_before)
+sys.path_importer_cache.pop(_home, None)
 
-main(_home, _root)
+main(_home)
 
 # Only a worker arrives here.  `main` has imported the user's own sitecustomize if there is one.
 if "sitecustomize" not in sys.modules:
