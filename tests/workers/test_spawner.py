@@ -1,4 +1,4 @@
-"""Starting workers by either way, and what happens when a zygote is unfit or dies."""
+"""Workers started by both methods, and a zygote that is unfit or dies."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def test_a_command_inherits_no_ignored_signal_and_no_descriptor(stage):
 
 
 @pytest.mark.parametrize(("name", "code"), [("no-such-program", 127), ("/etc/hostname", 126)])
-def test_a_command_that_cannot_run_says_so_as_a_shell_would(stage, name, code):
+def test_a_command_that_cannot_run_exits_like_in_a_shell(stage, name, code):
     outcome = stage.run(Executable((name,)))
     assert outcome.exits[0].exitcode == code
     assert outcome.err[0].startswith(f"ripstop: cannot execute '{name}': ")
@@ -65,7 +65,7 @@ def test_a_function_is_called_and_its_result_kept(stage, start):
     assert pickle.loads(result.read_bytes()) == (3, 2)
 
 
-def test_a_functions_exception_shows_the_function_alone(stage):
+def test_a_functions_traceback_shows_only_the_function(stage):
     stage.script("def fail(n):\n    raise ValueError(n)\n", "mine.py")
     call, result = stage.directory / "call", stage.directory / "result"
     call.write_bytes(b"(cmine\nfail\n(I7\ntt.")
@@ -80,7 +80,7 @@ def test_a_functions_exception_shows_the_function_alone(stage):
     assert not result.exists()
 
 
-def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
+def test_processes_with_other_arguments_or_another_script_share_a_zygote(stage):
     one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
 
     async def scenario() -> None:
@@ -126,8 +126,8 @@ print(json.dumps({
 
 @pytest.mark.parametrize("long", ["", "x" * 100_000])
 @pytest.mark.parametrize("start", list(StartMethod))
-def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage, start, long):
-    """Except for one so large that there is no room for it in the zygote's."""
+def test_a_worker_has_its_own_environment_in_proc_python_libc_and_its_children(stage, start, long):
+    """Except in /proc, if the zygote's is too small for it."""
     script = stage.script(ENVIRONMENTS)
     path = {"PATH": os.environ["PATH"]}
     zygotes = path | {"RANK": "7 of an outer job", "REMOVED": "1", "KEPT": "é", "OMP_NUM_THREADS": "16"}
@@ -158,7 +158,7 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
     for rank in range(2):
         seen = json.loads((stage.directory / f"{rank}.out").read_text())
         wanted = path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ours = {"LC_CTYPE"}  # Python's own doing, in the C locale
+        ours = {"LC_CTYPE"}  # set by Python in the C locale
         views = {view: {k: v for k, v in seen[view].items() if k not in ours} for view in ("python", "libc", "child")}
         assert views == dict.fromkeys(views, wanted)
         assert seen["removed"] is None
@@ -170,12 +170,12 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
         assert seen["cmdline"].rstrip("\0").split("\0") == words
 
 
-def test_output_is_appended_to_what_is_there(stage):
+def test_output_is_appended_to_an_existing_file(stage):
     (stage.directory / "0.out").write_text("before\n")
     assert stage.run(stage.script(HELLO)).out == ["before\nhello 0\n"]
 
 
-def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
+def test_an_output_file_that_cannot_be_opened_is_a_start_error(stage):
     path = stage.script(HELLO)
 
     async def scenario() -> None:
@@ -188,7 +188,7 @@ def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
             with pytest.raises(StartError, match=r"No such file or directory: .*absent/out"):
                 await spawner.spawn(specs)
             specs[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
-            pids = await spawner.spawn(specs)  # the zygote is none the worse for it
+            pids = await spawner.spawn(specs)  # the zygote still works
             for pid in pids:
                 assert spawner.children.reap(pid)[:2] == (0, None)
         finally:
@@ -229,14 +229,14 @@ def test_workers_are_executed_if_the_users_sitecustomize_starts_a_thread(stage):
     assert outcome.out == ["hello 0\n"]
 
 
-def test_a_script_without_torch_does_not_pay_for_it(stage):
+def test_torch_is_not_preloaded_for_a_script_without_it(stage):
     path = stage.script("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
     outcome = stage.run(path, preload=None)
     assert outcome.ready.preloaded == ()
     assert outcome.out == ["False False\n"]
 
 
-def test_torch_imported_anywhere_in_the_script_is_there_already(stage):
+def test_torch_is_preloaded_if_the_script_imports_it_anywhere(stage):
     path = stage.script("""
 import sys
 assert "torch" in sys.modules
@@ -254,7 +254,7 @@ main()
     assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
 
 
-def test_what_the_preload_finds_is_what_the_script_would_find(stage):
+def test_the_preload_uses_the_scripts_path(stage):
     stage.script("where = 'beside the script'", "numpy.py")
     path = stage.script("import numpy; print(numpy.where)")
     outcome = stage.run(path, preload=None)
@@ -262,7 +262,7 @@ def test_what_the_preload_finds_is_what_the_script_would_find(stage):
     assert outcome.out == ["beside the script\n"]
 
 
-def test_an_edited_script_is_read_anew_at_the_next_birth(stage):
+def test_an_edited_script_is_read_again_at_the_next_start(stage):
     path = stage.script("print('old')")
 
     async def scenario() -> None:
@@ -308,7 +308,7 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     asyncio.run(scenario())
 
 
-def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_none(stage):
+def test_a_zygote_killed_during_a_start_is_replaced_and_leaves_no_process(stage):
     path = stage.script("import time; time.sleep(600)")
 
     async def scenario() -> None:
@@ -322,7 +322,7 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
                 zygote = spawner._pid
                 spawn = asyncio.ensure_future(spawner.spawn(specs))
                 await asyncio.sleep(n // 2 * 0.0005)
-                if spawner._pid == zygote:  # every second time it is the one killed before that is replaced now
+                if spawner._pid == zygote:  # otherwise the one killed before is being replaced
                     os.kill(zygote, signal.SIGKILL)
                 pids = await spawn
                 for pid in pids:
@@ -331,7 +331,7 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
                 for pid in pids:
                     os.kill(pid, signal.SIGTERM)
                 assert {(await ended.get()).signal for _ in pids} == {signal.SIGTERM}
-            await children.end_trees((), 0)  # a middle process may have lost its zygote
+            await children.end_trees((), 0)  # an intermediate process may have lost its zygote
         finally:
             spawner.close()
             children.close()
@@ -339,7 +339,7 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
     asyncio.run(scenario())
 
 
-def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
+def test_a_start_cancelled_during_preloading_starts_nothing(stage):
     stage.script("import time; time.sleep(30)", "slow.py")
     path = stage.script("raise SystemExit('was started')")
 
@@ -355,7 +355,7 @@ def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
     asyncio.run(scenario())
 
 
-def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
+def test_a_hundred_starts_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     path = stage.script("")
 
     async def scenario() -> None:
@@ -385,7 +385,7 @@ def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     asyncio.run(scenario())
 
 
-def test_a_sitecustomize_that_would_come_before_ours_rules_the_zygote_out(stage, monkeypatch):
+def test_workers_are_executed_if_another_sitecustomize_comes_before_ours(stage, monkeypatch):
     # The zygote would otherwise run the script itself.
     rival = stage.script("", "rival/sitecustomize.py")
     monkeypatch.setattr(sys, "path", ["", str(rival.parent), *sys.path])

@@ -1,4 +1,4 @@
-"""The port of a round's store, and the process behind it."""
+"""The port of a round's store, and its process."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ async def client(port: int, mine: str, other: str) -> str:
 
 
 @pytest.mark.parametrize("preload", [("torch.distributed",), ()])
-def test_clients_meet_at_the_store(stage, preload):
+def test_clients_share_values_through_the_store(stage, preload):
     script = stage.script("")
 
     async def scenario() -> None:
@@ -68,7 +68,7 @@ def test_clients_meet_at_the_store(stage, preload):
     asyncio.run(scenario())
 
 
-def test_workers_meet_again_after_one_is_killed(stage):
+def test_workers_rendezvous_again_after_one_is_killed(stage):
     script = stage.script("""
 import os, signal, time
 import torch
@@ -136,7 +136,7 @@ else:
     asyncio.run(scenario())
 
 
-def test_a_store_nobody_asks_for_has_no_process(stage):
+def test_a_store_without_clients_has_no_process(stage):
     async def scenario() -> None:
         children = Children().open()
         spawner = Spawner(children, Executable(("true",)), stage.env, StartMethod.EXEC, ())
@@ -154,7 +154,7 @@ def test_a_store_nobody_asks_for_has_no_process(stage):
     asyncio.run(scenario())
 
 
-def test_without_torch_clients_are_refused_and_a_line_says_why(stage, capfd):
+def test_without_torch_clients_are_refused_and_the_reason_is_printed(stage, capfd):
     stage.script("raise ImportError('not for this machine')", "torch.py")
     env = {**stage.env, "PYTHONPATH": str(stage.directory)}
 
@@ -209,20 +209,20 @@ def test_a_store_that_died_refuses_its_clients(stage):
     asyncio.run(scenario())
 
 
-def test_a_port_that_is_taken_is_said_to_be(stage):
+def test_a_port_in_use_is_a_start_error(stage):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose"):
             StorePort("127.0.0.1", port)
 
 
-def test_a_host_that_does_not_resolve_is_said_not_to():
+def test_a_host_that_does_not_resolve_is_a_start_error():
     with pytest.raises(StartError, match=r"'no\.such\.host\.invalid' cannot be resolved"):
         StorePort("no.such.host.invalid")
 
 
 def test_an_address_of_another_machine_is_served_on_all_interfaces():
-    # Behind an address translation the public address leads here but is not ours.
+    # Behind an address translation the public address is not a local one.
     async def scenario() -> None:
         store = StorePort("192.0.2.7")
         try:

@@ -14,6 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
 
+
 def _take_modules() -> "dict[str, ModuleType]":
     """Remove ripstop's modules from sys.modules, and return them."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "ripstop"}
