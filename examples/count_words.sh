@@ -1,9 +1,10 @@
 #!/bin/sh
-# Counts the words of the files in a folder, each worker its share: any program can be a worker, torch or not.
+# Counts the words of the files in a folder; each worker counts a part.  A worker can be any program, with or without
+# torch.
 #
 #     ripstop run --standalone --nproc-per-node=4 --max-restarts=3 --no-python sh examples/count_words.sh IN OUT
 #
-# What is done is on disk, whole, under its final name; so a worker that was killed does not do it again.
+# A finished file has its final name, so that a restarted worker does not count it again.
 set -eu
 in=$1 out=$2
 mkdir -p "$out"

@@ -1,10 +1,10 @@
-"""A small DDP training that resumes from its checkpoint: what a script needs to survive the loss of a worker.
+"""A small DDP training that resumes from its checkpoint: all that a script needs to survive the loss of a worker.
 
     ripstop run --standalone --nproc-per-node=2 --max-restarts=3 examples/ddp_resume.py --checkpoint /tmp/demo.pt
 
-There is nothing of ripstop in it.  Every worker loads the newest checkpoint when it starts, and rank 0 writes one every
-few steps, by rename, so that a kill in the middle of writing leaves the old one.  It is loaded after the process group
-has met: by then nobody who could write another is left of the round before, and all load the same.
+It does not import ripstop.  Every worker loads the newest checkpoint when it starts.  Rank 0 writes one every few steps
+and renames it into place, so that a kill during the write leaves the old one.  Workers load it after
+`init_process_group`: by then all workers of the previous round have ended, so all load the same checkpoint.
 """
 
 import argparse
@@ -24,7 +24,9 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = resume(args.checkpoint, model, optimizer)
-    print(f"worker {dist.get_rank()} is process {os.getpid()}\n", end="", flush=True)  # one write: lines do not mix
+    print(
+        f"worker {dist.get_rank()} is process {os.getpid()}\n", end="", flush=True
+    )  # one write, so that lines do not mix
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"training from step {first} to {args.steps}, {dist.get_world_size()} workers", flush=True)
@@ -37,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, required=True, help="the file to resume from and to write")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--step-time", type=float, default=0.05, help="seconds that a step takes at least")
+    parser.add_argument("--step-time", type=float, default=0.05, help="minimum seconds for a step")
     return parser.parse_args()
 
 
@@ -46,7 +48,7 @@ def train(
 ) -> None:
     rank = dist.get_rank()
     for step in range(first, args.steps):
-        noise = torch.Generator().manual_seed(step * 1000 + rank)  # the same data again when a step is done again
+        noise = torch.Generator().manual_seed(step * 1000 + rank)  # the same data when a step is repeated
         inputs = torch.randn(32, 16, generator=noise)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
         optimizer.zero_grad()
@@ -65,7 +67,7 @@ def save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def resume(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint where there is one; the step to begin with."""
+    """Load the checkpoint if there is one; return the first step."""
     if not path.exists():
         return 0
     state = torch.load(path)

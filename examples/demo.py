@@ -1,7 +1,7 @@
-"""`make demo`: a two-worker training loses a worker and goes on.
+"""`make demo`: a training with two workers loses one and recovers.
 
-Starts examples/ddp_resume.py under `ripstop run`, kills worker 1 with SIGKILL half-way, and times how long it takes
-until the training is back.  Exits 0 only if the training finished.
+Starts examples/ddp_resume.py under `ripstop run`, kills worker 1 with SIGKILL half-way, and measures the time until the
+training continues.  Exits 0 only if the training has finished.
 """
 
 import os
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def watch(job: subprocess.Popen[str], started: float) -> float | None:
-    """Show the training's output and kill a worker on the way; seconds from the kill to training again."""
+    """Print the training's output and kill a worker; return the seconds from the kill until training continues."""
     assert job.stdout is not None
     workers: dict[int, int] = {}
     killed_at = healed = None

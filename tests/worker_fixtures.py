@@ -1,4 +1,4 @@
-"""Worker processes for tests: real ones, born of a real zygote, gone when the test is over."""
+"""Real worker processes for tests, started by a real zygote and ended with the test."""
 
 import asyncio
 import os
@@ -13,24 +13,24 @@ from ripstop.model.config import Entrypoint, Script, StartMethod
 from ripstop.system import linux
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import ProcessSpec, Spawner, Warm
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner
 
 DEADLINE = 60.0
 
 
 @dataclass
 class Outcome:
-    """What became of a group of workers."""
+    """How a group of workers ended."""
 
     exits: list[Exit]
     out: list[str]
     err: list[str]
-    warm: Warm
+    ready: PreloadResult
 
 
 @dataclass
 class Stage:
-    """Makes scripts, and runs them as workers."""
+    """Writes scripts and runs them as workers."""
 
     directory: Path
     env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -51,7 +51,7 @@ class Stage:
         env: dict[str, str] | None = None,
         meanwhile: Callable[[Group], None] = lambda group: None,
     ) -> Outcome:
-        """Runs workers to their end; their output is in files, as in a job with `--redirects`."""
+        """Run workers to their end; their output goes to files, as with `--redirects`."""
         if isinstance(entry, Path):
             entry = Script(str(entry))
         return asyncio.run(self._run(entry, workers, start, preload, {**self.env, **(env or {})}, meanwhile))
@@ -66,7 +66,7 @@ class Stage:
         meanwhile: Callable[[Group], None],
     ) -> Outcome:
         files = [(self.directory / f"{rank}.out", self.directory / f"{rank}.err") for rank in range(workers)]
-        births = [ProcessSpec({**env, "RANK": str(rank)}, entry, *files[rank]) for rank in range(workers)]
+        specs = [ProcessSpec({**env, "RANK": str(rank)}, entry, *files[rank]) for rank in range(workers)]
         exits: list[Exit] = []
         done = asyncio.Event()
 
@@ -75,10 +75,10 @@ class Stage:
             if len(exits) == workers:
                 done.set()
 
-        spawner = Spawner(entry, env, start, preload)
-        children = Children()
+        children = Children().open()
+        spawner = Spawner(children, entry, env, start, preload)
         try:
-            group = Group(children, spawner, births, on_exit)
+            group = Group(children, spawner, specs, on_exit)
             async with asyncio.timeout(DEADLINE):
                 try:
                     await group.start()
@@ -86,17 +86,17 @@ class Stage:
                     await done.wait()
                 finally:
                     await group.stop(0)
-            warm = await spawner.warm()
+            ready = await spawner.wait_ready()
         finally:
             spawner.close()
             children.close()
         exits.sort(key=lambda end: end.local_rank)
-        return Outcome(exits, [out.read_text() for out, _ in files], [err.read_text() for _, err in files], warm)
+        return Outcome(exits, [out.read_text() for out, _ in files], [err.read_text() for _, err in files], ready)
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    linux.become_subreaper()  # as an agent is: workers are its own children
+    linux.become_subreaper()  # as in an agent: workers are its own children
     before = set(_children())
     yield Stage(tmp_path)
     left = [pid for pid in _children() if pid not in before]

@@ -53,6 +53,7 @@ from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.in_process import InProcessLink
 from ripstop.transport.link import Link
 from ripstop.workers.environment import shared_environment
+from ripstop.workers.processes import Children
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -86,9 +87,11 @@ def _run(config: RunConfig, link: Link | None) -> tuple[ExitAgent, LogDirectory]
         probed = probes.listen("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
     # before all else, because what it imports takes longest; the rest is loaded meanwhile
-    spawner = Spawner(config.entry, shared_environment(environ, config.slots), config.start, config.preload)
+    children = Children()
+    shared = shared_environment(environ, config.slots)
+    spawner = Spawner(children, config.entry, shared, config.start, config.preload)
     try:
-        with _torch_handler(config, environ) as sinks:
+        with _torch_handler(config, environ, children) as sinks:
             part = take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link, probed=probed)
             end = asyncio.run(part)
     finally:
@@ -322,14 +325,14 @@ def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: 
 
 
 @contextmanager
-def _torch_handler(config: RunConfig, environ: dict[str, str]) -> Iterator[list[Sink]]:
+def _torch_handler(config: RunConfig, environ: dict[str, str], children: Children) -> Iterator[list[Sink]]:
     """A handler of torch's kind, while the job runs."""
     if not config.event_handler:
         yield []
         return
     from ripstop.telemetry.torch_handler import EventHandler
 
-    handler = EventHandler(config.event_handler, environ)
+    handler = EventHandler(config.event_handler, environ, children)
     try:
         yield [torch_sink(config, _program(config.entry), handler.put)]
     finally:

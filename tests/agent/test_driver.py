@@ -18,7 +18,8 @@ from ripstop.model.round import Node
 from ripstop.protocol.codec import encode
 from ripstop.protocol.messages import FromAgent, Inspected, Query, Reply
 from ripstop.transport.link import Listener
-from ripstop.workers.spawner import ProcessSpec, Warm
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import PreloadResult, ProcessSpec
 
 DEADLINE = 20.0
 
@@ -52,8 +53,11 @@ class Coordinator:
 class NoWorkers:
     """A starter of whom nothing is asked."""
 
-    async def warm(self) -> Warm:
-        return Warm(StartMethod.EXEC, (), "", 0.0)
+    def __init__(self) -> None:
+        self.children = Children()
+
+    async def wait_ready(self) -> PreloadResult:
+        return PreloadResult(StartMethod.EXEC, (), "", 0.0)
 
     async def spawn(self, births: list[ProcessSpec]) -> list[int]:
         raise AssertionError("no round was assigned")

@@ -174,7 +174,7 @@ def test_without_a_thread_left_what_was_seen_before_stands(monkeypatch: pytest.M
 def _all_gone(pids: Path) -> None:
     end = time.monotonic() + DEADLINE
     for pid in map(int, pids.read_text().split()):
-        while (process := linux.look(pid)) is not None and not process.dead:
+        while (process := linux.read_process(pid)) is not None and not process.dead:
             assert time.monotonic() < end, f"{pid} is still there"
             time.sleep(0.01)
 

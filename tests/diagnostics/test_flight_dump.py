@@ -16,10 +16,9 @@ from ripstop.diagnostics import flight_dump
 from ripstop.diagnostics.flight_dump import Flight, ask
 from ripstop.diagnostics.flight_recorder import in_words, odd_ones
 from ripstop.model.config import Script, StartMethod
-from ripstop.workers import processes
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.zygote.process import recorded
+from ripstop.workers.zygote.worker_hooks import flight_recorder_dump
 from tests.e2e.harness import wait_until
 
 DEADLINE = 60.0
@@ -56,14 +55,15 @@ def with_workers(
 
     async def scenario() -> None:
         entry = Script(str(stage.script(code)), (str(stage.directory / "store"), *args))
-        children, spawner = Children(), Spawner(entry, stage.env, start, None)
+        children = Children().open()
+        spawner = Spawner(children, entry, stage.env, start, None)
         pids: list[int] = []
         try:
-            births = [
+            specs = [
                 ProcessSpec(stage.env | {"RANK": str(rank)}, entry, outs[rank], recorder=sockets[rank])
                 for rank in range(2)
             ]
-            pids = await spawner.spawn(births)
+            pids = await spawner.spawn(specs)
             ready = [lambda out=out: "ready" in out.read_text() or None for out in outs]
             for one in ready:
                 await asyncio.to_thread(wait_until, one)
@@ -72,7 +72,7 @@ def with_workers(
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-                processes.reap(pid)
+                children.reap(pid)
             spawner.close()
             children.close()
 
@@ -137,8 +137,8 @@ def test_a_healthy_worker_is_not_asked_for_what_nccl_records(monkeypatch: pytest
         _dump_nccl_trace_json = staticmethod(lambda: b"2")
 
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Torch)
-    assert recorded(hanging=False) == b'{"fr": 1}'
-    assert recorded(hanging=True) == b'{"fr": 1, "nccl": 2}'
+    assert flight_recorder_dump(is_hanging=False) == b'{"fr": 1}'
+    assert flight_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
 # answers that are none ------------------------------------------------------------------------------------------------

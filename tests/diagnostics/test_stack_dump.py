@@ -22,7 +22,6 @@ from ripstop.model.events import Event, WorkerHangs
 from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
 from ripstop.system import linux
-from ripstop.workers import processes
 from ripstop.workers.processes import Children
 from ripstop.workers.reports import WorkerHeartbeat
 from ripstop.workers.spawner import ProcessSpec, Spawner
@@ -49,19 +48,19 @@ class Asleep:
     async def __aenter__(self) -> Workers:
         self.logs.prepare()
         entry = Script(str(self.stage.script(WORKER)))
-        self.children = Children()
-        self.spawner = Spawner(entry, self.stage.env, self.start, ())
+        self.children = Children().open()
+        self.spawner = Spawner(self.children, entry, self.stage.env, self.start, ())
         outs = [self.stage.directory / f"{rank}.out" for rank in range(2)]
         files = [(int(stack_dump.SIGNAL), self.logs.stack_file(rank)) for rank in range(2)]
-        births = [ProcessSpec(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
-        self.pids = await self.spawner.spawn(births)
+        specs = [ProcessSpec(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
+        self.pids = await self.spawner.spawn(specs)
         await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
         return Workers(PLACE, tuple(self.pids), self.logs, {})
 
     async def __aexit__(self, *_: object) -> None:
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
-            processes.reap(pid)
+            self.children.reap(pid)
         self.spawner.close()
         self.children.close()
 

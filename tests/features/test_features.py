@@ -1,6 +1,6 @@
-"""What torch offers to a distributed program, under our launcher: each script in `scripts/` uses one part of it.
+"""torch's distributed features under ripstop: each script in `scripts/` uses one of them.
 
-A script checks what it does itself and says `ok` at its end; two workers, gloo.
+A script checks its own results and prints `ok` at its end.  It runs as two workers, with gloo.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "debug": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"},
     "flight_recorder": {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"},
 }
-TYPED = ["sh", "-c", r"""printf 'up\n!answer = 42\nc\n' | "$@" """, "sh"]  # what a person would type at the debugger
+TYPED = ["sh", "-c", r"""printf 'up\n!answer = 42\nc\n' | "$@" """, "sh"]  # input for the debugger
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -46,9 +46,9 @@ def test_a_feature_of_torch_works_under_ripstop(feature: str, tmp_path: Path) ->
             wrap=TYPED if feature == "breakpoint" else None,
         )
         assert agent.wait() == 0, f"{FEATURES[feature]}\n{agent.err}"
-        said = [path.read_text() for path in sorted(job.logs.glob("*/round_1/*/stdout.log"))]
-        assert len(said) == 2
-        assert all(words.endswith("ok\n") for words in said), said
+        outputs = [path.read_text() for path in sorted(job.logs.glob("*/round_1/*/stdout.log"))]
+        assert len(outputs) == 2
+        assert all(output.endswith("ok\n") for output in outputs), outputs
 
 
 def test_every_script_is_run() -> None:

@@ -1,4 +1,4 @@
-"""Workers near their GPUs: on described machines, and for real on this one."""
+"""Workers bound near their GPUs: on simulated machines, and on this one."""
 
 import asyncio
 import json
@@ -27,19 +27,19 @@ NAME = "--numa-binding"
 def machine(
     *, sockets: int = 1, nodes: int = 1, caches: int = 1, cores: int = 4, threads: int = 1, without: str = ""
 ) -> Topology:
-    """So many nodes a socket, caches a node, cores a cache and threads a core; as Linux does, all cores are counted
-    before the second threads are.  `without` are processors that may not be used."""
-    in_all = sockets * nodes * caches * cores
+    """Nodes per socket, caches per node, cores per cache, threads per core.  As in Linux, the first threads of all
+    cores have the lowest numbers.  `without` are processors that must not be used."""
+    all_cores = sockets * nodes * caches * cores
     cpus = [
         Cpu(
-            number=core + thread * in_all,
+            number=core + thread * all_cores,
             core=core,
             cache=core // cores * cores,
             node=core // (cores * caches),
             socket=core // (cores * caches * nodes),
         )
         for thread in range(threads)
-        for core in range(in_all)
+        for core in range(all_cores)
     ]
     forbidden = parse_ranges(without)
     return Topology(tuple(cpu for cpu in cpus if cpu.number not in forbidden), frozenset(range(sockets * nodes)))
@@ -50,7 +50,7 @@ def bound(mode: Numa, topology: Topology, gpu_nodes: list[int], slots: int | Non
     return [format_ranges(binding.cpus) for binding in found]
 
 
-# described machines -------------------------------------------------------------------------------------------------
+# simulated machines -------------------------------------------------------------------------------------------------
 
 
 def test_node_gives_a_worker_all_processors_of_its_gpus_node() -> None:
@@ -72,15 +72,15 @@ def test_exclusive_divides_a_nodes_cores_among_its_gpus() -> None:
     assert bound(Numa.EXCLUSIVE, machine(sockets=2, cores=16), [0, 0, 1, 1]) == ["0-7", "8-15", "16-23", "24-31"]
 
 
-def test_exclusive_keeps_the_threads_of_a_core_together_and_gives_what_is_left_to_the_first() -> None:
+def test_exclusive_keeps_the_threads_of_a_core_together_and_gives_the_remainder_to_the_first() -> None:
     assert bound(Numa.EXCLUSIVE, machine(cores=5, threads=2), [0, 0, 0]) == ["0-1,5-6", "2-3,7-8", "4,9"]
 
 
-def test_exclusive_leaves_room_for_gpus_that_have_no_worker_here() -> None:
+def test_exclusive_reserves_cores_for_gpus_without_a_worker() -> None:
     assert bound(Numa.EXCLUSIVE, machine(cores=4), [0, 0], slots=1) == ["0-1"]
 
 
-def test_core_complex_gives_each_worker_a_cache_of_its_own_while_there_are_some() -> None:
+def test_core_complex_gives_each_worker_its_own_cache_if_there_are_enough() -> None:
     topology = machine(sockets=2, caches=2, cores=8)
     assert bound(Numa.CORE_COMPLEX, topology, [1, 1]) == ["16-23", "24-31"]
     assert bound(Numa.CORE_COMPLEX, topology, [0, 0, 0]) == ["0-7", "8-15", "0-7"]
@@ -90,13 +90,13 @@ def test_core_complex_gives_the_largest_first() -> None:
     assert bound(Numa.CORE_COMPLEX, machine(caches=3, cores=4, without="0-1,5"), [0, 0, 0]) == ["8-11", "4,6-7", "2-3"]
 
 
-def test_only_processors_that_may_be_used_are_given() -> None:
+def test_only_allowed_processors_are_used() -> None:
     topology = machine(sockets=2, cores=4, without="0,4-6")
     assert bound(Numa.NODE, topology, [0, 1]) == ["1-3", "7"]
     assert bound(Numa.EXCLUSIVE, topology, [0, 0]) == ["1-2", "3"]
 
 
-def test_memory_comes_from_the_gpus_node_if_that_has_any() -> None:
+def test_memory_is_on_the_gpus_node_if_that_node_has_memory() -> None:
     topology = Topology(machine(sockets=2).cpus, frozenset({0}))
     assert [b.memory for b in bindings(NAME, Numa.SOCKET, topology, [0, 1], 2)] == [0, None]
 
@@ -112,7 +112,7 @@ def test_memory_comes_from_the_gpus_node_if_that_has_any() -> None:
     ),
     st.data(),
 )
-def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_shared_by_none(
+def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_not_shared(
     topology: Topology, data: st.DataObject
 ) -> None:
     nodes = sorted({cpu.node for cpu in topology.cpus})
@@ -131,7 +131,7 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
         return
     cores = [{core_of[cpu] for cpu in binding.cpus} for binding in exclusive]
     assert sum(map(len, cores)) == len(set().union(*cores))
-    for node in set(gpu_nodes):  # and nothing is left over
+    for node in set(gpu_nodes):  # without a remainder
         assert set().union(*(b.cpus for b, n in zip(exclusive, gpu_nodes, strict=True) if n == node)) == near[node]
 
 
@@ -143,7 +143,7 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             machine(),
             [],
             1,
-            "--numa-binding=node: workers are bound near their GPUs, and none is visible; leave --numa-binding out",
+            "--numa-binding=node: workers are bound near their GPUs, and no GPU is visible; omit --numa-binding",
         ),
         (
             Numa.SOCKET,
@@ -151,7 +151,7 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             [0, 0],
             3,
             "--numa-binding=socket: 3 workers need a GPU each, and 2 are visible here; "
-            "start 2 workers, or leave --numa-binding out",
+            "start 2 workers, or omit --numa-binding",
         ),
         (
             Numa.NODE,
@@ -159,19 +159,19 @@ def test_on_any_machine_every_worker_has_processors_and_exclusive_ones_are_share
             [0, 5],
             2,
             "--numa-binding=node: GPU 1 is on NUMA node 5, which has no processor that may be used here "
-            "(there are 0-3, on nodes 0-1); allow some of its, or leave the NUMA binding out",
+            "(allowed are 0-3, on nodes 0-1); allow some of node 5, or omit the NUMA binding",
         ),
         (
             Numa.EXCLUSIVE,
             machine(cores=2, threads=2),
             [0, 0, 0],
             1,
-            "--numa-binding=exclusive: the 3 GPUs of NUMA node 0 cannot have a core each, there are 2 that may be "
-            "used; write node in place of exclusive",
+            "--numa-binding=exclusive: the 3 GPUs of NUMA node 0 need a core each, and 2 may be used; "
+            "write node instead of exclusive",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_an_impossible_binding_is_a_usage_error(
     mode: Numa, topology: Topology, gpu_nodes: list[int], slots: int, line: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -180,7 +180,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 @given(st.frozensets(st.integers(0, 300)))
-def test_numbers_are_written_and_read_as_the_kernel_does(numbers: frozenset[int]) -> None:
+def test_ranges_are_parsed_and_formatted_as_the_kernel_does(numbers: frozenset[int]) -> None:
     assert numbers == (parse_ranges(format_ranges(numbers)) if numbers else frozenset())
 
 
@@ -189,7 +189,7 @@ def test_numbers_are_written_and_read_as_the_kernel_does(numbers: frozenset[int]
 
 @pytest.fixture
 def sys_tree(tmp_path: Path) -> Path:
-    """A /sys of two nodes with a core of two threads each, and GPUs on both; one does not know its node."""
+    """A /sys of two nodes with a core of two threads each, and GPUs on both; one has no known node."""
     for cpu in range(4):
         core = cpu % 2
         write(tmp_path, f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{core},{core + 2}")
@@ -229,17 +229,17 @@ def test_a_machine_is_read_from_sys(sys_tree: Path) -> None:
 
 
 def test_a_machine_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"topology cannot be read from .*; leave the NUMA binding out"):
+    with pytest.raises(UsageError, match=r"topology cannot be read from .*; omit the NUMA binding"):
         read_topology(tmp_path, frozenset({0}))
 
 
-def test_without_nvml_and_driver_gpus_are_what_the_pci_bus_has(sys_tree: Path, no_nvml: None) -> None:
+def test_without_nvml_and_driver_gpus_are_read_from_the_pci_bus(sys_tree: Path, no_nvml: None) -> None:
     gpus = visible_gpus({}, sys_tree, sys_tree / "nothing")
     assert gpus.nodes == (1, 0, 0)
-    assert gpus.note == "the kernel does not know the NUMA node of GPU 0000:04:00.0: taken for 0"
+    assert gpus.note == "the kernel reports no NUMA node for GPU 0000:04:00.0: using 0"
 
 
-def test_the_driver_knows_which_gpus_are_ours_and_their_uuids(sys_tree: Path, no_nvml: None) -> None:
+def test_the_drivers_list_of_gpus_is_used_without_nvml(sys_tree: Path, no_nvml: None) -> None:
     proc = sys_tree / "proc"
     write(proc, "0000:02:00.0/information", "Model: \t\t NVIDIA H200\nGPU UUID:   \t GPU-bb")
     write(proc, "0000:01:00.0/information", "Model: \t\t NVIDIA H100\nGPU UUID:   \t GPU-aa")
@@ -248,7 +248,7 @@ def test_the_driver_knows_which_gpus_are_ours_and_their_uuids(sys_tree: Path, no
     assert visible_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, sys_tree, proc).note == ""
 
 
-def test_nvml_is_asked_first(sys_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_is_preferred(sys_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NVMLError(Exception):
         pass
 
@@ -301,7 +301,7 @@ def test_devices_are_chosen_by_cudas_rule(choice: str | None, chosen: str) -> No
     assert "".join(gpu.pci for gpu in choose(choice, gpus)) == chosen
 
 
-# for real -----------------------------------------------------------------------------------------------------------
+# this machine -------------------------------------------------------------------------------------------------------
 
 REPORT = """
 import ctypes, json, os, threading
@@ -317,13 +317,14 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), seen[0], mode.value, mask[0]]
 
 
 def start_bound(stage: Stage, binding: Binding | None, start: StartMethod) -> tuple[Exit, str, str]:
-    """Run a worker that tells where it is."""
+    """Run a worker that prints its processors and memory policy."""
     script = Script(str(stage.script(REPORT)))
     files = stage.directory / "out", stage.directory / "err"
 
     async def run() -> Exit:
         ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        spawner, children = Spawner(script, dict(os.environ), start, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, script, dict(os.environ), start, ())
         try:
             group = Group(children, spawner, [ProcessSpec(dict(os.environ), script, *files, binding)], ended.set_result)
             try:
@@ -339,7 +340,7 @@ def start_bound(stage: Stage, binding: Binding | None, start: StartMethod) -> tu
 
 
 @pytest.mark.parametrize("start", list(StartMethod))
-def test_a_worker_runs_where_it_was_bound_with_its_threads_and_memory(stage: Stage, start: StartMethod) -> None:
+def test_a_worker_its_threads_and_its_memory_are_bound(stage: Stage, start: StartMethod) -> None:
     topology = read_topology()
     last = topology.cpus[-1]
     memory = last.node if last.node in topology.memory else None
@@ -357,7 +358,7 @@ def test_a_worker_that_is_not_bound_runs_anywhere(stage: Stage) -> None:
     assert json.loads(out)[0] == sorted(os.sched_getaffinity(0))
 
 
-def test_a_worker_that_cannot_be_bound_says_so_and_does_not_run(stage: Stage) -> None:
+def test_a_worker_that_cannot_be_bound_reports_it_and_does_not_run(stage: Stage) -> None:
     end, out, err = start_bound(stage, Binding((1023,)), StartMethod.ZYGOTE)
     assert end.exitcode not in (0, None)
     assert out == ""
@@ -372,7 +373,7 @@ def test_this_machine_can_be_bound_in_every_mode() -> None:
         assert set(binding.cpus) <= os.sched_getaffinity(0)
 
 
-def test_where_there_are_gpus_we_choose_what_torch_chooses() -> None:
+def test_bindings_equal_torchs_on_a_machine_with_gpus() -> None:
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("torch.numa.binding")
     if not torch.cuda.is_available():

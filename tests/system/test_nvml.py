@@ -1,4 +1,4 @@
-"""What opening NVML comes to, on machines that have it and on those that do not."""
+"""Opening NVML, on machines with and without it."""
 
 import sys
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_a_machine_without_bindings_or_driver_has_no_nvml(monkeypatch: pytest.Mo
         nvml.load()
 
 
-def test_a_driver_in_trouble_is_there_all_the_same(bindings: Any) -> None:
+def test_a_failing_driver_is_not_reported_as_missing(bindings: Any) -> None:
     def mismatch() -> None:
         raise _Error("library and driver differ")
 
@@ -53,7 +53,7 @@ def test_a_driver_in_trouble_is_there_all_the_same(bindings: Any) -> None:
     assert not isinstance(caught.value, nvml.NoNvml)
 
 
-def test_nvml_is_closed_also_when_it_has_no_answer(bindings: Any) -> None:
+def test_nvml_is_closed_after_an_error_too(bindings: Any) -> None:
     with pytest.raises(nvml.NvmlError, match="lost"), nvml.opened():
         raise _Error("the GPU is lost")
     with nvml.opened() as found:

@@ -9,6 +9,7 @@ import pytest
 
 from ripstop.telemetry import torch_handler
 from ripstop.telemetry.torch_handler import EventHandler
+from ripstop.workers.processes import Children
 
 PATIENCE = 30.0
 
@@ -27,7 +28,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {module}\nVersion: 1\n")
         (info / "entry_points.txt").write_text(f"[torchrun.event_handlers]\nmine = {module}:make\n")
-        made.append(EventHandler("mine", os.environ | {"PYTHONPATH": str(tmp_path)}))
+        made.append(EventHandler("mine", os.environ | {"PYTHONPATH": str(tmp_path)}, Children()))
         return made[-1]
 
     yield start

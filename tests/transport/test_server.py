@@ -108,7 +108,19 @@ def test_a_wrong_secret_is_rejected_with_the_remedy(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "\ud800"])
+def test_a_name_with_a_lone_surrogate_is_rejected(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving() as (_, address), connection(address) as ws:
+            await ws.receive_str()
+            await ws.send_str('{"v":1,"type":"Hello","run_id":"job","node":"\\ud800","nonce":"n","proof":"p"}')
+            answer = decode(await ws.receive_str(), (Rejected,))
+            assert "surrogate pair" in answer.why
+            await wait_closed(ws)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
 def test_a_node_without_a_proper_name_is_rejected(harness: Any, name: str) -> None:
     async def scenario() -> None:
         async with harness.serving() as (_, address), connection(address) as ws:

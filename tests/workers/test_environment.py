@@ -1,4 +1,4 @@
-"""A worker's environment is torchrun's."""
+"""A worker's environment equals torchrun's."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def environment(base: dict[str, str], place: Place = PLACE, local_rank: int = 1)
     )
 
 
-def test_a_worker_learns_its_place() -> None:
+def test_the_environment_describes_the_workers_place() -> None:
     assert environment({"HOME": "/root"}) == {
         "HOME": "/root",
         "RANK": "5",
@@ -65,7 +65,9 @@ def test_a_worker_learns_its_place() -> None:
         ({"CUDA_VISIBLE_DEVICES": "GPU-aa"}, ["GPU-aa", ""]),
     ],
 )
-def test_a_virtual_local_rank_is_0_and_the_workers_gpu_the_only_one(base: dict[str, str], gpus: list[str]) -> None:
+def test_with_a_virtual_local_rank_every_worker_is_local_rank_0_and_sees_one_gpu(
+    base: dict[str, str], gpus: list[str]
+) -> None:
     for local_rank, gpu in enumerate(gpus):
         env = worker_environment(
             base,
@@ -80,7 +82,7 @@ def test_a_virtual_local_rank_is_0_and_the_workers_gpu_the_only_one(base: dict[s
         assert (env["LOCAL_RANK"], env["RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", str(4 + local_rank), gpu)
 
 
-def test_what_the_user_set_is_kept() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert environment(mine).items() >= mine.items()
 
@@ -101,7 +103,7 @@ def test_the_given_environment_is_not_changed() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="compares with the real torchrun")
-def test_the_environment_is_the_one_that_torchrun_gives(tmp_path: Path) -> None:
+def test_the_environment_equals_torchruns(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(
         "import json, os, sys\n"

@@ -1,4 +1,4 @@
-"""A group of workers ends as a whole: no survivor, no orphan, no zombie."""
+"""A group of workers ends completely: no survivor, no orphan, no zombie."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from ripstop.workers.spawner import ProcessSpec, Spawner
 
 DEADLINE = 30.0
 
-# A worker that says it is up, and then does as it is told.
+# For a worker that reports that it runs.
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 def up(*words):
@@ -30,7 +30,7 @@ def up(*words):
 """
 LEAVE_A_DAEMON = """
 def daemon(ignore=False):
-    "A grandchild in a session of its own, whose parent is gone."
+    "A grandchild in its own session, whose parent has exited."
     read, write = os.pipe()
     if os.fork() == 0:
         os.setsid()
@@ -47,7 +47,7 @@ def daemon(ignore=False):
 
 
 class Scene:
-    """A group, the workers' words, and their exits."""
+    """A group, the reports of its workers, and their exits."""
 
     def __init__(self, stage, text: str, workers: int, start: StartMethod = StartMethod.ZYGOTE) -> None:
         self.directory: Path = stage.directory
@@ -55,22 +55,22 @@ class Scene:
         self.exits: list[Exit] = []
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         env = {**stage.env, "UP": str(stage.directory / "up")}
-        births = [
+        specs = [
             ProcessSpec(
                 {**env, "RANK": str(rank)}, self.entry, self.directory / f"{rank}.out", self.directory / f"{rank}.err"
             )
             for rank in range(workers)
         ]
-        self.children = Children()
-        self.spawner = Spawner(self.entry, env, start, ())
-        self.group = Group(self.children, self.spawner, births, self._on_exit)
+        self.children = Children().open()
+        self.spawner = Spawner(self.children, self.entry, env, start, ())
+        self.group = Group(self.children, self.spawner, specs, self._on_exit)
 
     def _on_exit(self, end: Exit) -> None:
         self.exits.append(end)
         self.ended.put_nowait(end)
 
-    async def words(self, rank: int) -> list[str]:
-        """What the worker said when it was up."""
+    async def report(self, rank: int) -> list[str]:
+        """What the worker has passed to `up`."""
         file = self.directory / f"up{rank}"
         end = time.monotonic() + DEADLINE
         while not (file.exists() and file.read_text().endswith("\n")):
@@ -79,7 +79,7 @@ class Scene:
         return file.read_text().split()
 
 
-def play(stage, text: str, scenario: Callable[[Scene], Awaitable[None]], workers: int = 1) -> None:
+def run_scenario(stage, text: str, scenario: Callable[[Scene], Awaitable[None]], workers: int = 1) -> None:
     async def run() -> None:
         scene = Scene(stage, text, workers)
         try:
@@ -94,11 +94,11 @@ def play(stage, text: str, scenario: Callable[[Scene], Awaitable[None]], workers
     asyncio.run(run())
 
 
-def is_there(pid: int | str) -> bool:
+def exists(pid: int | str) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_exits_are_told_as_they_come(stage):
+def test_every_exit_is_reported(stage):
     async def scenario(scene: Scene) -> None:
         for _ in range(3):
             await scene.ended.get()
@@ -111,87 +111,87 @@ def test_exits_are_told_as_they_come(stage):
         assert all(abs(e.at - time.time()) < DEADLINE for e in scene.exits)
 
     text = "r = int(os.environ['RANK'])\nif r == 2: os.kill(os.getpid(), 9)\nsys.exit(r * 7)"
-    play(stage, text, scenario, workers=3)
+    run_scenario(stage, text, scenario, workers=3)
 
 
-def test_stopping_ends_live_workers_by_the_signal_given(stage):
+def test_stop_sends_the_given_signal_to_live_workers(stage):
     async def scenario(scene: Scene) -> None:
         for rank in range(2):
-            await scene.words(rank)
+            await scene.report(rank)
         await scene.group.stop(DEADLINE, signal.SIGHUP)
         assert [e.signal for e in scene.exits] == [signal.SIGHUP] * 2
-        assert not any(map(is_there, scene.group.pids))
+        assert not any(map(exists, scene.group.pids))
 
-    play(stage, "up(); time.sleep(600)", scenario, workers=2)
+    run_scenario(stage, "up(); time.sleep(600)", scenario, workers=2)
 
 
-def test_a_worker_may_use_the_grace(stage):
+def test_a_worker_can_exit_by_itself_within_the_grace(stage):
     async def scenario(scene: Scene) -> None:
-        await scene.words(0)
+        await scene.report(0)
         await scene.group.stop(DEADLINE)
         assert [e.exitcode for e in scene.exits] == [3]
 
-    play(stage, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); up(); time.sleep(600)", scenario)
+    run_scenario(stage, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); up(); time.sleep(600)", scenario)
 
 
 def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(stage):
     async def scenario(scene: Scene) -> None:
-        await scene.words(0)
+        await scene.report(0)
         await scene.group.stop(0.1)
         assert [e.signal for e in scene.exits] == [signal.SIGKILL]
 
-    play(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
+    run_scenario(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
 
 
-def test_a_stopped_worker_takes_the_signal_at_once(stage):
+def test_a_suspended_worker_takes_the_signal_at_once(stage):
     async def scenario(scene: Scene) -> None:
-        await scene.words(0)
+        await scene.report(0)
         os.kill(scene.group.pids[0], signal.SIGSTOP)
         await scene.group.stop(DEADLINE * 10)
         assert [e.signal for e in scene.exits] == [signal.SIGTERM]
 
-    play(stage, "up(); time.sleep(600)", scenario)
+    run_scenario(stage, "up(); time.sleep(600)", scenario)
 
 
-def test_children_of_a_worker_go_with_it(stage):
+def test_children_of_a_worker_end_with_it(stage):
     async def scenario(scene: Scene) -> None:
-        (child, deaf) = await scene.words(0)
+        (child, ignoring) = await scene.report(0)
         await scene.group.stop(DEADLINE)
-        assert not is_there(child)
-        assert not is_there(deaf)
+        assert not exists(child)
+        assert not exists(ignoring)
 
     text = """
 child = subprocess.Popen(["sleep", "600"])
-deaf = subprocess.Popen([sys.executable, "-c",
+ignoring = subprocess.Popen([sys.executable, "-c",
     "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"],
     stdout=subprocess.PIPE)
-deaf.stdout.read(1)
-up(child.pid, deaf.pid); time.sleep(600)
+ignoring.stdout.read(1)
+up(child.pid, ignoring.pid); time.sleep(600)
 """
-    play(stage, text, scenario)
+    run_scenario(stage, text, scenario)
 
 
 @pytest.mark.parametrize("end", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "sys.exit(1)", "sys.exit(0)"])
-def test_a_daemon_that_a_worker_left_behind_goes_with_it(stage, end):
+def test_a_daemon_of_a_worker_ends_with_the_group(stage, end):
     async def scenario(scene: Scene) -> None:
-        (daemon,) = await scene.words(0)
-        assert is_there(daemon)
+        (daemon,) = await scene.report(0)
+        assert exists(daemon)
         if "600" not in end:
             await scene.ended.get()
         await scene.group.stop(DEADLINE)
-        assert not is_there(daemon)
+        assert not exists(daemon)
 
-    play(stage, f"up(daemon()); {end}", scenario)
+    run_scenario(stage, f"up(daemon()); {end}", scenario)
 
 
-def test_what_a_successful_worker_left_behind_has_the_grace_too(stage):
+def test_subprocesses_of_a_successful_worker_get_the_grace_too(stage):
     async def scenario(scene: Scene) -> None:
-        (pid,) = await scene.words(0)
+        (pid,) = await scene.report(0)
         await scene.ended.get()
-        assert is_there(pid)
+        assert exists(pid)
         await scene.group.stop(DEADLINE)
         assert (scene.directory / "saved").read_text() == "all of it"
-        assert not is_there(pid)
+        assert not exists(pid)
 
     text = """
 uploader = '''
@@ -207,68 +207,68 @@ child = subprocess.Popen([sys.executable, "-c", uploader, os.environ["UP"][:-2] 
 child.stdout.read(1)
 up(child.pid)
 """
-    play(stage, text, scenario)
+    run_scenario(stage, text, scenario)
 
 
 def test_a_leftover_that_ignores_the_grace_is_killed(stage):
     async def scenario(scene: Scene) -> None:
-        (pid,) = await scene.words(0)
+        (pid,) = await scene.report(0)
         await scene.ended.get()
         await scene.group.stop(0.1)
-        assert not is_there(pid)
+        assert not exists(pid)
 
-    play(stage, "up(daemon(ignore=True))", scenario)
+    run_scenario(stage, "up(daemon(ignore=True))", scenario)
 
 
 def test_orphans_do_not_stay_as_zombies(stage):
     async def scenario(scene: Scene) -> None:
-        (daemon,) = await scene.words(0)
+        (daemon,) = await scene.report(0)
         os.kill(int(daemon), signal.SIGKILL)
         end = time.monotonic() + DEADLINE
-        while is_there(daemon):
+        while exists(daemon):
             assert time.monotonic() < end
             await asyncio.sleep(0.01)
 
-    play(stage, "up(daemon()); time.sleep(600)", scenario)
+    run_scenario(stage, "up(daemon()); time.sleep(600)", scenario)
 
 
 def test_the_agents_own_subprocesses_are_left_alone(stage):
     with subprocess.Popen(["sleep", "600"]) as mine, subprocess.Popen(["false"]) as dead:
 
         async def scenario(scene: Scene) -> None:
-            await scene.words(0)
+            await scene.report(0)
             await scene.group.stop(DEADLINE)
 
         try:
-            play(stage, "up(); time.sleep(600)", scenario)
+            run_scenario(stage, "up(); time.sleep(600)", scenario)
             assert mine.poll() is None
             assert dead.wait() == 1
         finally:
             mine.kill()
 
 
-def test_stopping_again_or_twice_at_once_is_fine(stage):
+def test_stop_may_be_called_again_and_concurrently(stage):
     async def scenario(scene: Scene) -> None:
-        await scene.words(0)
+        await scene.report(0)
         await asyncio.gather(scene.group.stop(DEADLINE * 10), scene.group.stop(0.05))
         await scene.group.stop(1)
         assert [e.signal for e in scene.exits] == [signal.SIGKILL]
 
-    play(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
+    run_scenario(stage, "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(600)", scenario)
 
 
-def test_a_group_stopped_as_it_starts_leaves_nothing(stage):
+def test_a_group_stopped_during_its_start_leaves_no_process(stage):
     async def run() -> None:
         for pause in (0.0, 0.001, 0.002, 0.004, 0.008):
             scene = Scene(stage, "time.sleep(600)", 2)
             try:
-                await scene.spawner.warm()
+                await scene.spawner.wait_ready()
                 start = asyncio.ensure_future(scene.group.start())
                 await asyncio.sleep(pause)
                 await scene.group.stop(0)
                 await asyncio.wait([start])
                 assert len(scene.exits) in (0, 2)
-                assert not any(map(is_there, scene.group.pids))
+                assert not any(map(exists, scene.group.pids))
             finally:
                 scene.spawner.close()
                 scene.children.close()
@@ -292,7 +292,7 @@ def test_a_group_that_was_stopped_does_not_start(stage):
 
 def test_signals_reach_the_workers_process_groups(stage):
     async def scenario(scene: Scene) -> None:
-        await scene.words(0)
+        await scene.report(0)
         scene.group.signal(signal.SIGUSR1)
         assert (await scene.ended.get()).exitcode == 0
 
@@ -302,7 +302,7 @@ signal.signal(signal.SIGUSR1, lambda *_: None)
 up()
 sys.exit(child.wait() != -signal.SIGUSR1)
 """
-    play(stage, text, scenario)
+    run_scenario(stage, text, scenario)
 
 
 AGENT = """
@@ -315,9 +315,10 @@ from ripstop.workers.spawner import ProcessSpec, Spawner
 
 async def main():
     entry = Script(sys.argv[1])
-    spawner, children = Spawner(entry, dict(os.environ), StartMethod(sys.argv[2]), ()), Children()
-    births = [ProcessSpec({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
-    group = Group(children, spawner, births, print)
+    children = Children().open()
+    spawner = Spawner(children, entry, dict(os.environ), StartMethod(sys.argv[2]), ())
+    specs = [ProcessSpec({**os.environ, "RANK": str(rank)}, entry) for rank in range(2)]
+    group = Group(children, spawner, specs, print)
     await group.start()
     print(spawner._pid, *group.pids, flush=True)
     await asyncio.Event().wait()
@@ -327,7 +328,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("start", list(StartMethod))
-def test_nothing_outlives_a_killed_agent(stage, start):
+def test_no_process_outlives_a_killed_agent(stage, start):
     worker = stage.script(
         PREAMBLE
         + "child = subprocess.Popen(['sleep', '600'])\n"
@@ -335,7 +336,7 @@ def test_nothing_outlives_a_killed_agent(stage, start):
         + "up(child.pid); time.sleep(600)",
         "worker.py",
     )
-    linux.become_subreaper()  # what the agent leaves behind becomes ours, and ours to reap
+    linux.become_subreaper()  # this process adopts and reaps what the agent leaves
     env = {**stage.env, "UP": str(stage.directory / "up")}
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, str(worker), start.value], env=env, stdout=subprocess.PIPE, text=True
@@ -368,19 +369,19 @@ def test_nothing_outlives_a_killed_agent(stage, start):
             os.close(pidfd)
 
 
-def test_one_process_is_signalled_if_it_is_a_workers(stage) -> None:
+def test_a_single_process_is_signalled_only_if_it_belongs_to_a_worker(stage) -> None:
     text = """
 child = subprocess.Popen(["sleep", "600"])
 apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
 up(child.pid, apart.pid, daemon())
 sys.exit(7 if child.wait() == -signal.SIGTERM else 8)
 """
-    stranger = subprocess.Popen(["sleep", "600"])
+    unrelated = subprocess.Popen(["sleep", "600"])
 
     async def scenario(scene: Scene) -> None:
-        child, apart, daemon = map(int, await scene.words(1))
+        child, apart, daemon = map(int, await scene.report(1))
         assert [scene.group.rank_of(pid) for pid in (*scene.group.pids, child, apart)] == [0, 1, 1, 1]
-        for pid in (stranger.pid, daemon, os.getpid(), 1, 1 << 22):
+        for pid in (unrelated.pid, daemon, os.getpid(), 1, 1 << 22):
             assert scene.group.rank_of(pid) is None
             scene.group.send(pid, signal.SIGKILL)
         scene.group.send(child, signal.SIGTERM)
@@ -388,11 +389,11 @@ sys.exit(7 if child.wait() == -signal.SIGTERM else 8)
         scene.group.send(scene.group.pids[0], signal.SIGUSR1)
         assert (await scene.ended.get()).signal == signal.SIGUSR1
         assert scene.group.rank_of(scene.group.pids[0]) is None
-        assert stranger.poll() is None
-        os.kill(daemon, 0)  # it is there
+        assert unrelated.poll() is None
+        os.kill(daemon, 0)  # it exists
 
     try:
-        play(stage, text, scenario, workers=2)
+        run_scenario(stage, text, scenario, workers=2)
     finally:
-        stranger.kill()
-        stranger.wait()
+        unrelated.kill()
+        unrelated.wait()

@@ -1,8 +1,8 @@
-"""What is read from a script's text, without running it."""
+"""The imports found in a script's text, without running it."""
 
 import pytest
 
-from ripstop.workers.zygote.imports import MOST_FILES, follow, imported_by, imported_names, worth_preloading
+from ripstop.workers.zygote.imports import MAX_FILES, follow, imported_by, imported_names, worth_preloading
 
 
 def preloads(text: str) -> list[str]:
@@ -25,7 +25,7 @@ def preloads(text: str) -> list[str]:
         ("'import a'\n# import b", set()),
     ],
 )
-def test_imports_are_found_wherever_they_stand(text, names):
+def test_imports_are_found_anywhere_in_the_text(text, names):
     assert imported_names(text.encode()) == names
 
 
@@ -60,7 +60,7 @@ def test_relative_imports_are_resolved_against_the_package(text, package, names)
         ("import torchless, numpyro", []),
     ],
 )  # fmt: skip
-def test_only_what_is_known_to_survive_a_fork_is_preloaded(text, modules):
+def test_only_packages_that_can_be_forked_are_preloaded(text, modules):
     assert preloads(text) == modules
 
 
@@ -92,8 +92,8 @@ def installed(site, **files):
         path.write_text(text)
 
 
-def test_of_an_installed_module_its_own_package_is_followed_alone(tmp_path):
-    """Beside it lies all that is installed."""
+def test_of_an_installed_module_only_its_own_package_is_followed(tmp_path):
+    """All other installed packages are beside it."""
     installed(
         tmp_path,
         tool__in____init__="",
@@ -116,7 +116,7 @@ def test_modules_beside_one_of_the_current_directory_are_followed(tmp_path, monk
     assert worth_preloading(imported_by("module", "train", [str(tmp_path)])) == ["torch"]
 
 
-def test_a_directory_is_read_by_its_main(tmp_path):
+def test_a_directory_is_read_from_its_main_module(tmp_path):
     (tmp_path / "__main__.py").write_text("import helper")
     (tmp_path / "helper.py").write_text("import torch")
     assert worth_preloading(imported_by("script", str(tmp_path), [])) == ["torch"]
@@ -128,7 +128,7 @@ def test_a_script_that_cannot_be_parsed_preloads_nothing(tmp_path, content):
     assert imported_by("script", str(tmp_path / "script.py"), []) == set()
 
 
-def test_a_script_that_is_not_there_preloads_nothing(tmp_path):
+def test_a_missing_script_preloads_nothing(tmp_path):
     assert imported_by("script", str(tmp_path / "script.py"), []) == set()
 
 
@@ -137,7 +137,7 @@ def test_a_script_in_another_encoding_is_read_as_python_reads_it(tmp_path):
     assert imported_by("script", str(tmp_path / "script.py"), []) == {"torch"}
 
 
-def test_following_ends_however_many_modules_there_are():
+def test_the_number_of_followed_modules_is_limited():
     asked: list[str] = []
 
     def read(name: str) -> tuple[bytes, str]:
@@ -145,4 +145,4 @@ def test_following_ends_however_many_modules_there_are():
         return f"import m{len(asked)}".encode(), ""
 
     follow(b"import m0", "", read)
-    assert len(asked) == MOST_FILES
+    assert len(asked) == MAX_FILES

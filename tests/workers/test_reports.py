@@ -1,4 +1,4 @@
-"""What workers tell their agent, over a real socket."""
+"""Progress reports of workers, over a real socket."""
 
 import asyncio
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
+from ripstop.workers.reports import MAX_BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
 
 DEADLINE = 20.0
 
 
-def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[int, JobReport]]:
-    """What arrives when somebody speaks, until there are so many reports."""
+def received(folder: Path, count: int, send: Callable[[str], None]) -> list[tuple[int, JobReport]]:
+    """The reports that arrive while `send` runs, at least `count`."""
 
     async def listen() -> list[tuple[int, JobReport]]:
         found: list[tuple[int, JobReport]] = []
@@ -32,7 +32,7 @@ def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[
 
         reports = Reports({"TMPDIR": str(folder)}, on_report)
         try:
-            await asyncio.get_running_loop().run_in_executor(None, speak, reports.path)
+            await asyncio.get_running_loop().run_in_executor(None, send, reports.path)
             async with asyncio.timeout(DEADLINE):
                 await enough.wait()
         finally:
@@ -47,7 +47,7 @@ def heard(folder: Path, count: int, speak: Callable[[str], None]) -> list[tuple[
 
 
 def worker(code: str, path: str) -> int:
-    """Runs a script as a worker would; its pid."""
+    """Run a script as a worker; return its pid."""
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RIPSTOP_SOCKET": path})
     assert process.wait(DEADLINE) == 0
     return process.pid
@@ -56,24 +56,24 @@ def worker(code: str, path: str) -> int:
 def test_a_heartbeat_arrives_with_the_senders_pid_and_without_torch(tmp_path: Path) -> None:
     pids: list[int] = []
     code = "import sys; from ripstop import train; train.heartbeat(7); assert 'torch' not in sys.modules"
-    assert heard(tmp_path, 1, lambda path: pids.append(worker(code, path))) == [(pids[0], WorkerHeartbeat(7, 1))]
+    assert received(tmp_path, 1, lambda path: pids.append(worker(code, path))) == [(pids[0], WorkerHeartbeat(7, 1))]
 
 
-def test_a_thousand_heartbeats_are_a_few_datagrams_and_the_last_step_is_told(tmp_path: Path) -> None:
+def test_a_thousand_heartbeats_are_a_few_datagrams_and_the_last_step_is_sent(tmp_path: Path) -> None:
     code = "from ripstop import train\nfor n in range(1000): train.heartbeat(n)\ntrain.checkpoint_saved(999, 'x')"
-    found = [report for _, report in heard(tmp_path, 3, lambda path: worker(code, path) and None)]
+    found = [report for _, report in received(tmp_path, 3, lambda path: worker(code, path) and None)]
     assert found[0] == WorkerHeartbeat(0, 1)
     assert found[-2:] == [CheckpointReport(999, "x"), WorkerHeartbeat(999, 1000)]
     assert len(found) < 20
 
 
-def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
+def test_a_forked_child_reports_under_its_own_pid(tmp_path: Path) -> None:
     code = (
         "import os; from ripstop import train; train.heartbeat(1)\n"
         "if (child := os.fork()) == 0: train.heartbeat(2); os._exit(0)\n"
         "os.waitpid(child, 0)"
     )
-    (first, one), (second, two) = heard(tmp_path, 2, lambda path: worker(code, path) and None)
+    (first, one), (second, two) = received(tmp_path, 2, lambda path: worker(code, path) and None)
     assert (one, two) == (WorkerHeartbeat(1, 1), WorkerHeartbeat(2, 2))
     assert first != second
 
@@ -84,12 +84,12 @@ def test_without_an_agent_nothing_happens(path: str) -> None:
 
 
 def test_a_worker_never_waits_for_an_agent_that_does_not_read(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
-        deaf.bind(str(tmp_path / "deaf"))
-        worker("from ripstop import train\nfor n in range(2_000): train.checkpoint_saved(n)", str(tmp_path / "deaf"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unread:
+        unread.bind(str(tmp_path / "unread"))
+        worker("from ripstop import train\nfor n in range(2_000): train.checkpoint_saved(n)", str(tmp_path / "unread"))
 
 
-def test_the_latest_checkpoint_is_told_when_there_is_room_again(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: Path) -> None:
     code = (
         "from ripstop import train\n"
         "for n in range(1000): train.checkpoint_saved(n)\n"
@@ -112,22 +112,22 @@ def test_the_latest_checkpoint_is_told_when_there_is_room_again(tmp_path: Path) 
         assert [read(slow.recv(4096)) for _ in range(2)] == [CheckpointReport(999, ""), WorkerHeartbeat(1, 1)]
 
 
-def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_nothing(tmp_path: Path) -> None:
+def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(tmp_path: Path) -> None:
     def lose(path: str) -> None:
         Path(path).unlink()
         Path(path).parent.rmdir()
 
     async def scenario() -> tuple[list[bool], JobReport]:
-        heard: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
-        reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: heard.set_result(report))
+        report_received: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
+        reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: report_received.set_result(report))
         try:
-            before = reports.audible()
+            before = reports.ensure_socket()
             lose(reports.path)
-            found = [before, reports.audible(), reports.audible()]
+            found = [before, reports.ensure_socket(), reports.ensure_socket()]
             code = "from ripstop import train; train.heartbeat(3)"
             await asyncio.get_running_loop().run_in_executor(None, worker, code, reports.path)
             async with asyncio.timeout(DEADLINE):
-                return found, await heard
+                return found, await report_received
         finally:
             reports.close()
 
@@ -135,7 +135,9 @@ def test_a_socket_whose_name_is_gone_is_made_anew_and_silence_until_then_says_no
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
 
@@ -143,7 +145,7 @@ def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, capl
         reports = Reports({"XDG_RUNTIME_DIR": str(folder)}, lambda pid, report: None)
         try:
             shutil.rmtree(folder)
-            return [reports.audible(), reports.audible()]
+            return [reports.ensure_socket(), reports.ensure_socket()]
         finally:
             reports.close()
 
@@ -151,7 +153,7 @@ def test_where_it_cannot_be_made_anew_nobody_is_ever_missed(tmp_path: Path, capl
     assert len(caplog.messages) == 1
 
 
-def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+def test_the_next_agent_removes_only_the_sockets_of_killed_agents(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, sys; from ripstop.workers.reports import Reports\n"
         "async def main():\n"
@@ -178,9 +180,9 @@ def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(
         killed.kill()
         killed.wait()
         pid, _, end = dead.name.split("-")
-        elsewhere = dead.with_name(f"{pid}-01234567-{end}")  # another machine's: nobody here can tell
+        elsewhere = dead.with_name(f"{pid}-01234567-{end}")  # another machine's
         os.link(dead, elsewhere)
-        unseen = dead.with_name(dead.name + "0")  # its process cannot be seen, and it listens
+        unseen = dead.with_name(dead.name + "0")  # a socket with a process that is not visible here
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
             listening.bind(str(unseen))
             asyncio.run(next_one())
@@ -188,14 +190,14 @@ def test_what_a_killed_agent_leaves_is_removed_by_the_next_one_and_nothing_else(
         alive.kill()
 
 
-def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
+def test_a_flood_is_read_in_bursts(tmp_path: Path) -> None:
     def flood(path: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            for number in range(3 * BURST):
+            for number in range(3 * MAX_BURST):
                 sender.sendto(json.dumps({"beat": number, "step": None}).encode(), path)  # waits while it is full
 
-    found = heard(tmp_path, 3 * BURST, flood)
-    assert [report for _, report in found] == [WorkerHeartbeat(None, number) for number in range(3 * BURST)]
+    found = received(tmp_path, 3 * MAX_BURST, flood)
+    assert [report for _, report in found] == [WorkerHeartbeat(None, number) for number in range(3 * MAX_BURST)]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +208,12 @@ def test_a_flood_is_read_in_turns(tmp_path: Path) -> None:
         b'{"saved": 1, "path": 2}', b"\xff", b"[" * 4000, b'{"saved": 1, "path": "' + b"x" * 5000 + b'"}',
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_no_report(data: bytes) -> None:
+def test_an_invalid_datagram_is_no_report(data: bytes) -> None:
     assert read(data) is None
 
 
-def test_a_name_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    found = heard(long, 1, lambda path: worker("from ripstop import train; train.heartbeat()", path) and None)
+    found = received(long, 1, lambda path: worker("from ripstop import train; train.heartbeat()", path) and None)
     assert [report for _, report in found] == [WorkerHeartbeat(None, 1)]

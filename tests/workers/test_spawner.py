@@ -1,4 +1,4 @@
-"""Starting workers by either way, and what happens when a zygote is unfit or dies."""
+"""Workers started by both methods, and a zygote that is unfit or dies."""
 
 import asyncio
 import json
@@ -11,7 +11,6 @@ import pytest
 
 from ripstop.model.config import Executable, Function, Module, Script, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.workers import processes
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Spawner
 
@@ -23,7 +22,7 @@ def test_workers_start_in_the_order_of_ranks(stage, start):
     outcome = stage.run(stage.script(HELLO), workers=3, start=start)
     assert outcome.out == ["hello 0\n", "hello 1\n", "hello 2\n"]
     assert [end.exitcode for end in outcome.exits] == [0, 0, 0]
-    assert outcome.warm.start is start
+    assert outcome.ready.start is start
     assert all(end.max_rss > 1 << 20 for end in outcome.exits)
 
 
@@ -50,7 +49,7 @@ def test_a_command_inherits_no_ignored_signal_and_no_descriptor(stage):
 
 
 @pytest.mark.parametrize(("name", "code"), [("no-such-program", 127), ("/etc/hostname", 126)])
-def test_a_command_that_cannot_run_says_so_as_a_shell_would(stage, name, code):
+def test_a_command_that_cannot_run_exits_like_in_a_shell(stage, name, code):
     outcome = stage.run(Executable((name,)))
     assert outcome.exits[0].exitcode == code
     assert outcome.err[0].startswith(f"ripstop: cannot execute '{name}': ")
@@ -66,7 +65,7 @@ def test_a_function_is_called_and_its_result_kept(stage, start):
     assert pickle.loads(result.read_bytes()) == (3, 2)
 
 
-def test_a_functions_exception_shows_the_function_alone(stage):
+def test_a_functions_traceback_shows_only_the_function(stage):
     stage.script("def fail(n):\n    raise ValueError(n)\n", "mine.py")
     call, result = stage.directory / "call", stage.directory / "result"
     call.write_bytes(b"(cmine\nfail\n(I7\ntt.")
@@ -81,19 +80,20 @@ def test_a_functions_exception_shows_the_function_alone(stage):
     assert not result.exists()
 
 
-def test_births_with_other_arguments_or_another_script_share_a_zygote(stage):
+def test_processes_with_other_arguments_or_another_script_share_a_zygote(stage):
     one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
         try:
             entries = [Script(str(one), ("a",)), Script(str(one), ("b", "c")), Script(str(two)), Module("this")]
-            births = [
+            specs = [
                 ProcessSpec({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
                 for n, entry in enumerate(entries)
             ]
-            for pid in await spawner.spawn(births):
+            for pid in await spawner.spawn(specs):
                 children.watch(pid, ended.put_nowait)
             for _ in entries:
                 assert (await ended.get()).exitcode == 0
@@ -126,17 +126,18 @@ print(json.dumps({
 
 @pytest.mark.parametrize("long", ["", "x" * 100_000])
 @pytest.mark.parametrize("start", list(StartMethod))
-def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage, start, long):
-    """Except for one so large that there is no room for it in the zygote's."""
+def test_a_worker_has_its_own_environment_in_proc_python_libc_and_its_children(stage, start, long):
+    """Except in /proc, if the zygote's is too small for it."""
     script = stage.script(ENVIRONMENTS)
     path = {"PATH": os.environ["PATH"]}
     zygotes = path | {"RANK": "7 of an outer job", "REMOVED": "1", "KEPT": "é", "OMP_NUM_THREADS": "16"}
     own = {"KEPT": "é", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "LONG": long}
 
     async def scenario() -> list[int]:
-        spawner, children = Spawner(Script(str(script), ("${local_rank}",)), zygotes, start, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script), ("${local_rank}",)), zygotes, start, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        births = [
+        specs = [
             ProcessSpec(
                 path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 Script(str(script), (str(rank),)),
@@ -146,9 +147,9 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
         ]
         try:
             async with asyncio.timeout(60):
-                for pid in await spawner.spawn(births):
+                for pid in await spawner.spawn(specs):
                     children.watch(pid, ended.put_nowait)
-                return [(await ended.get()).exitcode for _ in births]
+                return [(await ended.get()).exitcode for _ in specs]
         finally:
             spawner.close()
             children.close()
@@ -157,7 +158,7 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
     for rank in range(2):
         seen = json.loads((stage.directory / f"{rank}.out").read_text())
         wanted = path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ours = {"LC_CTYPE"}  # Python's own doing, in the C locale
+        ours = {"LC_CTYPE"}  # set by Python in the C locale
         views = {view: {k: v for k, v in seen[view].items() if k not in ours} for view in ("python", "libc", "child")}
         assert views == dict.fromkeys(views, wanted)
         assert seen["removed"] is None
@@ -169,27 +170,27 @@ def test_proc_shows_a_workers_own_environment_and_so_does_everything_else(stage,
         assert seen["cmdline"].rstrip("\0").split("\0") == words
 
 
-def test_output_is_appended_to_what_is_there(stage):
+def test_output_is_appended_to_an_existing_file(stage):
     (stage.directory / "0.out").write_text("before\n")
     assert stage.run(stage.script(HELLO)).out == ["before\nhello 0\n"]
 
 
-def test_a_file_for_output_that_cannot_be_opened_is_a_start_error(stage):
+def test_an_output_file_that_cannot_be_opened_is_a_start_error(stage):
     path = stage.script(HELLO)
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
-            births = [
+            specs = [
                 ProcessSpec({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
                 ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
             ]
             with pytest.raises(StartError, match=r"No such file or directory: .*absent/out"):
-                await spawner.spawn(births)
-            births[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
-            pids = await spawner.spawn(births)  # the zygote is none the worse for it
+                await spawner.spawn(specs)
+            specs[1] = ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "1.out")
+            pids = await spawner.spawn(specs)  # the zygote still works
             for pid in pids:
-                assert processes.reap(pid)[:2] == (0, None)
+                assert spawner.children.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -216,7 +217,7 @@ def test_workers_are_executed_if_a_preloaded_module(stage, what):
     if text is not None:
         stage.script(text, "unfit.py")
     outcome = stage.run(stage.script(HELLO), preload=("json", "unfit"), workers=2)
-    assert (outcome.warm.start, outcome.warm.preloaded, outcome.warm.why) == (StartMethod.EXEC, (), why)
+    assert (outcome.ready.start, outcome.ready.preloaded, outcome.ready.fallback_reason) == (StartMethod.EXEC, (), why)
     assert outcome.out == ["hello 0\n", "hello 1\n"]
 
 
@@ -224,18 +225,18 @@ def test_workers_are_executed_if_the_users_sitecustomize_starts_a_thread(stage):
     text, why = UNFIT["starts a thread"]
     stage.script(text, "lib/sitecustomize.py")
     outcome = stage.run(stage.script(HELLO), env={"PYTHONPATH": str(stage.directory / "lib")})
-    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, why)
+    assert (outcome.ready.start, outcome.ready.fallback_reason) == (StartMethod.EXEC, why)
     assert outcome.out == ["hello 0\n"]
 
 
-def test_a_script_without_torch_does_not_pay_for_it(stage):
+def test_torch_is_not_preloaded_for_a_script_without_it(stage):
     path = stage.script("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
     outcome = stage.run(path, preload=None)
-    assert outcome.warm.preloaded == ()
+    assert outcome.ready.preloaded == ()
     assert outcome.out == ["False False\n"]
 
 
-def test_torch_imported_anywhere_in_the_script_is_there_already(stage):
+def test_torch_is_preloaded_if_the_script_imports_it_anywhere(stage):
     path = stage.script("""
 import sys
 assert "torch" in sys.modules
@@ -248,30 +249,30 @@ def main():
 main()
 """)
     outcome = stage.run(path, preload=None, workers=2)
-    assert outcome.warm.preloaded[0] == "numpy"
-    assert outcome.warm.start is StartMethod.ZYGOTE, outcome.warm.why
+    assert outcome.ready.preloaded[0] == "numpy"
+    assert outcome.ready.start is StartMethod.ZYGOTE, outcome.ready.fallback_reason
     assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
 
 
-def test_what_the_preload_finds_is_what_the_script_would_find(stage):
+def test_the_preload_uses_the_scripts_path(stage):
     stage.script("where = 'beside the script'", "numpy.py")
     path = stage.script("import numpy; print(numpy.where)")
     outcome = stage.run(path, preload=None)
-    assert outcome.warm.preloaded == ("numpy",)
+    assert outcome.ready.preloaded == ("numpy",)
     assert outcome.out == ["beside the script\n"]
 
 
-def test_an_edited_script_is_read_anew_at_the_next_birth(stage):
+def test_an_edited_script_is_read_again_at_the_next_start(stage):
     path = stage.script("print('old')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         try:
             for text in ("print('old')", "import helper; print(helper.text)"):
                 path.write_text(text)
                 stage.script("text = 'new'", "helper.py")
                 (pid,) = await spawner.spawn([ProcessSpec(stage.env, Script(str(path)), stage.directory / "out")])
-                assert processes.reap(pid)[:2] == (0, None)
+                assert spawner.children.reap(pid)[:2] == (0, None)
         finally:
             spawner.close()
 
@@ -283,18 +284,19 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     path = stage.script("print('up'); input()")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",)), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",))
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        birth = ProcessSpec(stage.env, Executable(("sleep", "60")))
+        spec = ProcessSpec(stage.env, Executable(("sleep", "60")))
         try:
-            first = await spawner.spawn([birth])
+            first = await spawner.spawn([spec])
             children.watch(first[0], ended.put_nowait)
             zygote = spawner._pid
             os.kill(zygote, signal.SIGKILL)
-            second = await spawner.spawn([birth])
+            second = await spawner.spawn([spec])
             children.watch(second[0], ended.put_nowait)
             assert spawner._pid != zygote
-            assert (await spawner.warm()).preloaded == ("json",)
+            assert (await spawner.wait_ready()).preloaded == ("json",)
             assert ended.empty()
             for pid in first + second:
                 os.kill(pid, signal.SIGTERM)
@@ -306,20 +308,21 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     asyncio.run(scenario())
 
 
-def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_none(stage):
+def test_a_zygote_killed_during_a_start_is_replaced_and_leaves_no_process(stage):
     path = stage.script("import time; time.sleep(600)")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        births = [ProcessSpec(stage.env, Script(str(path)))] * 2
+        specs = [ProcessSpec(stage.env, Script(str(path)))] * 2
         try:
             for n in range(20):
-                await spawner.warm()
+                await spawner.wait_ready()
                 zygote = spawner._pid
-                spawn = asyncio.ensure_future(spawner.spawn(births))
+                spawn = asyncio.ensure_future(spawner.spawn(specs))
                 await asyncio.sleep(n // 2 * 0.0005)
-                if spawner._pid == zygote:  # every second time it is the one killed before that is replaced now
+                if spawner._pid == zygote:  # otherwise the one killed before is being replaced
                     os.kill(zygote, signal.SIGKILL)
                 pids = await spawn
                 for pid in pids:
@@ -328,7 +331,7 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
                 for pid in pids:
                     os.kill(pid, signal.SIGTERM)
                 assert {(await ended.get()).signal for _ in pids} == {signal.SIGTERM}
-            await children.end_trees((), 0)  # a middle process may have lost its zygote
+            await children.end_trees((), 0)  # an intermediate process may have lost its zygote
         finally:
             spawner.close()
             children.close()
@@ -336,12 +339,12 @@ def test_a_zygote_killed_at_any_moment_of_a_birth_costs_no_worker_and_leaves_non
     asyncio.run(scenario())
 
 
-def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
+def test_a_start_cancelled_during_preloading_starts_nothing(stage):
     stage.script("import time; time.sleep(30)", "slow.py")
     path = stage.script("raise SystemExit('was started')")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
+        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
         try:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
@@ -352,12 +355,12 @@ def test_a_start_cancelled_while_the_zygote_warms_up_starts_nothing(stage):
     asyncio.run(scenario())
 
 
-def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
+def test_a_hundred_starts_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     path = stage.script("")
 
     async def scenario() -> None:
-        spawner = Spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
-        children = Children()
+        spawner = Spawner(Children().open(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
+        children = spawner.children
         ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
 
         async def round_trip() -> None:
@@ -382,10 +385,10 @@ def test_a_hundred_births_leak_no_descriptor_in_the_agent_or_the_zygote(stage):
     asyncio.run(scenario())
 
 
-def test_a_sitecustomize_that_would_come_before_ours_rules_the_zygote_out(stage, monkeypatch):
+def test_workers_are_executed_if_another_sitecustomize_comes_before_ours(stage, monkeypatch):
     # The zygote would otherwise run the script itself.
     rival = stage.script("", "rival/sitecustomize.py")
     monkeypatch.setattr(sys, "path", ["", str(rival.parent), *sys.path])
     outcome = stage.run(stage.script(HELLO))
-    assert (outcome.warm.start, outcome.warm.why) == (StartMethod.EXEC, f"{rival} comes before ours")
+    assert (outcome.ready.start, outcome.ready.fallback_reason) == (StartMethod.EXEC, f"{rival} comes before ours")
     assert outcome.out == ["hello 0\n"]

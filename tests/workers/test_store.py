@@ -1,4 +1,4 @@
-"""The port of a round's store, and the process behind it."""
+"""The port of a round's store, and its process."""
 
 import asyncio
 import os
@@ -40,15 +40,16 @@ async def client(port: int, mine: str, other: str) -> str:
 
 
 @pytest.mark.parametrize("preload", [("torch.distributed",), ()])
-def test_clients_meet_at_the_store(stage, preload):
+def test_clients_share_values_through_the_store(stage, preload):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, preload), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, preload)
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):
-                await spawner.warm()
+                await spawner.wait_ready()
                 store.serve(spawner, stage.env, children)
                 assert await asyncio.gather(client(store.port, "a", "b"), client(store.port, "b", "a")) == ["here"] * 2
                 pid = store._pid
@@ -67,7 +68,7 @@ def test_clients_meet_at_the_store(stage, preload):
     asyncio.run(scenario())
 
 
-def test_workers_meet_again_after_one_is_killed(stage):
+def test_workers_rendezvous_again_after_one_is_killed(stage):
     script = stage.script("""
 import os, signal, time
 import torch
@@ -119,12 +120,13 @@ else:
         return exits
 
     async def scenario() -> None:
-        spawner, children = Spawner(entry, stage.env, StartMethod.ZYGOTE, None), Children()
+        children = Children().open()
+        spawner = Spawner(children, entry, stage.env, StartMethod.ZYGOTE, None)
         try:
             async with asyncio.timeout(DEADLINE):
-                warm = await spawner.warm()
-                assert warm.start is StartMethod.ZYGOTE, warm.why
-                assert "torch._dynamo" in warm.preloaded
+                ready = await spawner.wait_ready()
+                assert ready.start is StartMethod.ZYGOTE, ready.fallback_reason
+                assert "torch._dynamo" in ready.preloaded
                 rounds = [await a_round(number, spawner, children) for number in range(4)]
         finally:
             spawner.close()
@@ -134,12 +136,13 @@ else:
     asyncio.run(scenario())
 
 
-def test_a_store_nobody_asks_for_has_no_process(stage):
+def test_a_store_without_clients_has_no_process(stage):
     async def scenario() -> None:
-        spawner, children = Spawner(Executable(("true",)), stage.env, StartMethod.EXEC, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Executable(("true",)), stage.env, StartMethod.EXEC, ())
         store = StorePort("localhost")
         try:
-            await spawner.warm()
+            await spawner.wait_ready()
             store.serve(spawner, stage.env, children)
             await asyncio.sleep(0)
             assert store._pid is None
@@ -151,15 +154,16 @@ def test_a_store_nobody_asks_for_has_no_process(stage):
     asyncio.run(scenario())
 
 
-def test_without_torch_clients_are_refused_and_a_line_says_why(stage, capfd):
+def test_without_torch_clients_are_refused_and_the_reason_is_printed(stage, capfd):
     stage.script("raise ImportError('not for this machine')", "torch.py")
     env = {**stage.env, "PYTHONPATH": str(stage.directory)}
 
     async def scenario() -> None:
-        spawner, children = Spawner(Executable(("true",)), env, StartMethod.EXEC, ()), Children()
+        children = Children().open()
+        spawner = Spawner(children, Executable(("true",)), env, StartMethod.EXEC, ())
         store = StorePort("127.0.0.1")
         try:
-            await spawner.warm()
+            await spawner.wait_ready()
             store.serve(spawner, env, children)
             async with asyncio.timeout(DEADLINE):
                 reader, writer = await asyncio.open_connection("127.0.0.1", store.port)
@@ -184,16 +188,17 @@ def test_a_store_that_died_refuses_its_clients(stage):
     script = stage.script("")
 
     async def scenario() -> None:
-        spawner, children = Spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",)), Children()
+        children = Children().open()
+        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",))
         store = StorePort("127.0.0.1")
         try:
             async with asyncio.timeout(DEADLINE):
-                await spawner.warm()
+                await spawner.wait_ready()
                 store.serve(spawner, stage.env, children)
                 assert await client(store.port, "a", "a") == "here"
                 assert store._pid is not None
                 os.kill(store._pid, signal.SIGKILL)
-                await store._gone.wait()
+                await store._has_ended.wait()
                 with pytest.raises(ConnectionRefusedError):
                     await asyncio.open_connection("127.0.0.1", store.port)
         finally:
@@ -204,20 +209,20 @@ def test_a_store_that_died_refuses_its_clients(stage):
     asyncio.run(scenario())
 
 
-def test_a_port_that_is_taken_is_said_to_be(stage):
+def test_a_port_in_use_is_a_start_error(stage):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}, and it cannot: Address already in use; choose"):
+        with pytest.raises(StartError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose"):
             StorePort("127.0.0.1", port)
 
 
-def test_a_host_that_does_not_resolve_is_said_not_to():
+def test_a_host_that_does_not_resolve_is_a_start_error():
     with pytest.raises(StartError, match=r"'no\.such\.host\.invalid' cannot be resolved"):
         StorePort("no.such.host.invalid")
 
 
 def test_an_address_of_another_machine_is_served_on_all_interfaces():
-    # Behind an address translation the public address leads here but is not ours.
+    # Behind an address translation the public address is not a local one.
     async def scenario() -> None:
         store = StorePort("192.0.2.7")
         try:

@@ -1,4 +1,4 @@
-"""A worker forked from the zygote cannot be told from `python -u script.py args`."""
+"""A worker forked from the zygote is indistinguishable from `python -u script.py args`."""
 
 import json
 import os
@@ -39,11 +39,12 @@ json.dump({
     "package": __package__, "cached": globals().get("__cached__"), "doc": __doc__, "loader": type(__loader__).__name__,
     "builtins": type(__builtins__).__name__, "main": sys.modules["__main__"].__dict__ is globals(),
     "ours": [m for m in modules if m.split(".")[0] in
-             ("ripstop", "zygote", "imports", "sitecustomize", "usercustomize", "serve_store")],
+             ("ripstop", "channel", "imports", "process", "sitecustomize", "store_process", "title", "usercustomize",
+              "worker_hooks", "worker_setup", "zygote")],
     "cache": sorted(p for p in sys.path_importer_cache if "ripstop" in p),
     "cwd": os.getcwd(), "environ": dict(os.environ),
     "signals": {str(s): str(signal.getsignal(s)) for s in signal.valid_signals()},
-    # less the C library's own two
+    # without the two that the C library uses
     "caught": [int(status[k], 16) & ~(3 << 31) for k in ("SigBlk", "SigIgn", "SigCgt")],
     "stdin": stream(sys.stdin), "stdout": stream(sys.stdout), "stderr": stream(sys.stderr),
     "dunder": [sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__, sys.excepthook is sys.__excepthook__],
@@ -59,7 +60,7 @@ json.dump({
 
 
 def seen_by(stage, entry: Entrypoint, plain: list[str], **options) -> tuple[dict, dict]:
-    """What the probe sees as a plain process and as a worker."""
+    """The probe's results in a plain process and in a worker."""
     env = {**stage.env, "RANK": "0"}
     files = [stage.directory / name for name in ("plain", "forked", "plain.out", "plain.err")]
     with files[2].open("a") as out, files[3].open("a") as err:
@@ -74,7 +75,7 @@ def seen_by(stage, entry: Entrypoint, plain: list[str], **options) -> tuple[dict
     outcome = stage.run(entry, env={"PROBE": str(files[1])}, **options)
     assert outcome.exits[0].exitcode == 0, outcome.err
     assert outcome.err == [files[3].read_text()]
-    assert outcome.warm.start is StartMethod.ZYGOTE, outcome.warm.why
+    assert outcome.ready.start is StartMethod.ZYGOTE, outcome.ready.fallback_reason
     plainly, forked = (json.loads(file.read_text()) for file in files[:2])
     for seen in (plainly, forked):
         assert seen["environ"].pop("PROBE")
@@ -232,7 +233,7 @@ def test_a_script_that(stage, what):
     assert outcome.err == [plain.stderr]
 
 
-def test_what_a_script_wrote_before_its_exception_is_on_disk(stage):
+def test_open_files_are_flushed_after_an_exception(stage):
     written = stage.directory / "unclosed"
     path = stage.script(f"file = open({str(written)!r}, 'w')\nfile.write('kept')\nraise ValueError")
     outcome = stage.run(path, env={"TORCHELASTIC_ERROR_FILE": str(stage.directory / "error.json")})
@@ -283,21 +284,19 @@ print(json.dumps([random.random(), numpy.random.rand(), multiprocessing.current_
 def test_forked_siblings_do_not_share_torchs_seed(stage):
     path = stage.script("import torch; print(torch.initial_seed(), torch.rand(1).item())")
     outcome = stage.run(path, workers=2, preload=None)
-    assert outcome.warm.preloaded == ("torch",)
+    assert outcome.ready.preloaded == ("torch",)
     assert outcome.out[0] != outcome.out[1]
 
 
 def test_a_module_beside_the_script_may_have_any_name(stage):
-    for name in ("zygote", "imports", "linux", "process", "group", "store", "hook", "ripstop"):
+    names = "channel, group, hook, imports, linux, process, ripstop, store, title, worker_hooks, zygote"
+    for name in names.split(", "):
         stage.script("mine = True", f"{name}.py")
-    path = stage.script("""
-import zygote, imports, linux, process, group, store, hook, ripstop
-assert all(m.mine for m in (zygote, imports, linux, process, group, store, hook, ripstop))
-""")
+    path = stage.script(f"import {names}\nassert all(m.mine for m in ({names}))")
     assert stage.run(path).exits[0].exitcode == 0
 
 
-def test_ps_shows_workers_as_the_script_and_the_zygote_not(stage):
+def test_ps_shows_only_workers_under_the_scripts_command_line(stage):
     path = stage.script("""
 import os
 mine = open("/proc/self/cmdline").read()
@@ -312,7 +311,7 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
     assert stage.run(path).out == ["True\n"]
 
 
-def test_an_uncaught_exception_is_told_in_the_error_file(stage, tmp_path):
+def test_an_uncaught_exception_is_written_to_the_error_file(stage, tmp_path):
     file = tmp_path / "error.json"
     path = stage.script("def step():\n    raise RuntimeError('diverged')\nstep()\n")
     outcome = stage.run(path, env={"TORCHELASTIC_ERROR_FILE": str(file)})
@@ -323,14 +322,14 @@ def test_an_uncaught_exception_is_told_in_the_error_file(stage, tmp_path):
     assert [f.name for f in tmp_path.iterdir() if "error.json" in f.name] == ["error.json"]
 
 
-def test_an_error_file_of_the_users_is_left_alone(stage, tmp_path):
+def test_an_existing_error_file_is_not_overwritten(stage, tmp_path):
     file = tmp_path / "error.json"
     path = stage.script(f"open({str(file)!r}, 'w').write('mine'); 1/0")
     stage.run(path, env={"TORCHELASTIC_ERROR_FILE": str(file)})
     assert file.read_text() == "mine"
 
 
-def test_the_error_file_is_the_one_torchs_record_writes(stage, tmp_path):
+def test_the_error_file_has_the_format_of_torchs_record(stage, tmp_path):
     body = "def main():\n    raise RuntimeError('diverged')\n"
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     stage.run(stage.script(f"{body}main()"), env={"TORCHELASTIC_ERROR_FILE": str(ours)})

@@ -74,7 +74,6 @@ from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Re
 from ripstop.transport.link import Link
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.processes import Children
 from ripstop.workers.reports import JobReport, Reports
 from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.store import StorePort
@@ -144,7 +143,7 @@ class Driver:
             ),
             self._loop.time(),
         )
-        self._children = Children()
+        self._children = spawner.children.open()
         self._checkup = HealthProbe(config.health, str(directory.path), environ)
         self._checking: asyncio.Task[None] | None = None
         self._questions = 0
@@ -323,8 +322,8 @@ class Driver:
             self._end.set_exception(error)
 
     async def _warm_up(self) -> None:
-        warm = await self._spawner.warm()
-        self._diary.record(WarmedUp(warm.start.value, tuple(warm.preloaded), warm.seconds, warm.why))
+        ready = await self._spawner.wait_ready()
+        self._diary.record(WarmedUp(ready.start.value, tuple(ready.preloaded), ready.seconds, ready.fallback_reason))
         self._feed(WarmupDone())
 
     async def _check_up(self) -> None:
@@ -412,7 +411,9 @@ class Driver:
             self._outage = self._outage or RecoveryClock(now - seconds, now)
             self._feed(WorkersFailed(place.round, failures))
 
-        running.watch = HangMonitor(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
+        running.watch = HangMonitor(
+            subject, self._config.hang_timeout, self._diary.record, hung, self._reports.ensure_socket
+        )
         for local_rank in running.ended:  # sooner than we came to it
             running.watch.gone(local_rank)
 
@@ -428,7 +429,7 @@ class Driver:
     def _load_plugin(self) -> LogsSource:
         from ripstop.logs.plugin import LogsPlugin
 
-        return LogsPlugin(self._config.logs, self._config.role, self._environ)
+        return LogsPlugin(self._config.logs, self._config.role, self._environ, self._children)
 
     def _environment(self, place: Place, local_rank: int, error_file: Path) -> dict[str, str]:
         return worker_environment(

@@ -24,7 +24,7 @@ class GpuUsageReader:
 
     async def sample(self, patience: float = PATIENCE) -> tuple[GpuSample, ...]:
         """What is known of them within this time: everything, or nothing."""
-        return () if self._absent else await self._look.take(patience) or ()
+        return () if self._absent else await self._look.call(patience) or ()
 
     def _ask(self) -> tuple[GpuSample, ...]:
         try:

@@ -101,7 +101,7 @@ class JobSocket:
         if self._listening is not None:
             self._listening.close()
         if self._held is not None:
-            self._held.leave()
+            self._held.release()
 
     def _say(self, **changes: Any) -> None:
         if self._registration is None:
@@ -135,7 +135,7 @@ class JobSocket:
 
     def _make_anew(self, held: HeldDirectory, registration: Registration) -> None:
         self._held = HeldDirectory(self._environ)
-        held.leave()
+        held.release()
         registration.close()
         if self._listening is not None:
             self._listen_anew(self._listening, self._held.path / f"{self._name}.sock")

@@ -1,6 +1,6 @@
 """torch's flight recorder, asked of workers: which collectives they have entered, and which they have not left.
 
-A worker that the zygote forked has a thread for it (`zygote.py`), which writes what torch remembers to whoever connects
+A worker that the zygote forked has a thread (`worker_hooks.py`), which writes what torch remembers to whoever connects
 to the worker's own socket.  It needs Python's lock for that, which a worker that waits in a collective does not hold.
 Rules: (1) nothing is recorded for it that torch would not record anyway, and nothing is done before somebody asks;
 (2) the socket lies beside the agent's (`reports.py`), in a directory of this user's alone; (3) an answer is bounded in
@@ -20,7 +20,7 @@ from ripstop.system.blocking_calls import run_in_daemon_thread
 
 PATIENCE = 2.0  # seconds for an answer
 READING = 1.5  # and to understand it; all nodes together have five
-HANGING, HEALTHY = b"!", b"?"  # what a worker is taken for by who asks it; `zygote.py` knows the first
+HANGING, HEALTHY = b"!", b"?"  # what a worker is taken for by who asks it; `worker_hooks.py` knows the first
 LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
 
 

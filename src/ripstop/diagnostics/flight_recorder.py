@@ -24,7 +24,7 @@ _TOLD = 3  # groups, and kinds of ranks in each, in one sentence
 _WORD = 80  # characters of a name that comes from a worker
 _NUMBERS = 2**62
 _DEFAULT = "default_pg"
-_BACKENDS = {"fr": "gloo", "nccl": "nccl"}  # whose recorder it is, as `workers/zygote/process.py` names them
+_BACKENDS = {"fr": "gloo", "nccl": "nccl"}  # whose recorder it is, as `workers/zygote/worker_hooks.py` names them
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"})
 
 

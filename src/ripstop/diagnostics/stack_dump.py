@@ -79,7 +79,7 @@ async def look_at(workers: Iterable[tuple[int, Path | None]]) -> list[ProcessSta
 
 
 async def _look(pid: int, file: Path | None, turns: asyncio.Semaphore, until: float) -> ProcessStack:
-    process = linux.look(pid)
+    process = linux.read_process(pid)
     found = ProcessStack(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
     if process is None or process.dead:
         return found

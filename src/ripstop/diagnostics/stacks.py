@@ -23,7 +23,7 @@ _LIBRARY = r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!stdin>|stri
 _COLLECTIVE = r"(?:^|/)torch/distributed/(?!elastic/|launcher/|run\.py)"
 _WRAPPER = r"<locals>|torch/distributed/c10d_logger\.py:wrapper$"  # faulthandler leaves out in what it was defined
 _FAULTHANDLER = r'  File "(.*)", line (\d+) in (.*)$'
-_OURS = r"/ripstop/workers/zygote\.py$"  # a thread that waits to be asked what it waits for
+_OURS = r"/ripstop/workers/zygote/\w+\.py$"  # a thread that waits to be asked what it waits for
 _GROUPS = 4  # of ranks, in one sentence
 
 

@@ -25,7 +25,7 @@ from ripstop.logs.console import AHEAD, Console, Kept
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
-from ripstop.system.linux import FULL, reserve_range
+from ripstop.system.linux import DISK_FULL_ERRORS, reserve_range
 from ripstop.system.own_directory import make_own_directory, no_follow
 from ripstop.telemetry.event_file import OF_JOB, OF_NODE
 
@@ -138,7 +138,7 @@ class RoundLogs:
             try:
                 self._prepare(local_rank)
             except OSError as error:
-                if error.errno not in FULL or self._has_files_to_keep():
+                if error.errno not in DISK_FULL_ERRORS or self._has_files_to_keep():
                     raise StartError(_unusable(self._round, error.strerror)) from error
                 full = True
         if full:
@@ -269,7 +269,7 @@ def _temporary_directory() -> Path:
             path.mkdir(mode=0o700)
         except OSError as error:
             why = error
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRORS:
                 break
         else:
             return path

@@ -20,7 +20,7 @@ from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
-from ripstop.workers import processes
+from ripstop.workers.processes import Children, cannot_start
 
 PROGRAM = Path(__file__).with_name("plugin_process.py")
 NULL = Path(os.devnull)
@@ -29,7 +29,8 @@ NULL = Path(os.devnull)
 class LogsPlugin:
     """The plugin's process; it loads while the rest of the agent gets ready."""
 
-    def __init__(self, logs: Logs, role: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, logs: Logs, role: str, environ: Mapping[str, str], children: Children) -> None:
+        self._children = children
         self._logs = logs
         self._role = role
         self._socket, theirs = socket.socketpair()
@@ -40,8 +41,8 @@ class LogsPlugin:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:
                 self._socket.close()
-                raise processes.cannot_start(f"--logs-specs={logs.specs}", error) from error
-        processes.claim(self._pid)
+                raise cannot_start(f"--logs-specs={logs.specs}", error) from error
+        children.claim(self._pid)
         self._socket.setblocking(False)
         self._loaded = False
 
@@ -55,7 +56,7 @@ class LogsPlugin:
     def close(self) -> None:
         self._socket.close()
         os.kill(self._pid, signal.SIGKILL)
-        processes.reap(self._pid)
+        self._children.reap(self._pid)
 
     def _settings(self) -> dict[str, Any]:
         logs = self._logs

@@ -1,15 +1,15 @@
-"""Lines that a thread of its own writes, so that whoever has something to say never waits for a disk or a console.
+"""A thread that writes lines, so that callers never wait for a disk or a console.
 
-When too many lines wait, new ones are dropped and counted.  What cannot be written hurts nobody.  Where the system has
-no thread left, whoever has something to say writes it.
+When the queue is full, new lines are dropped and counted.  Write errors never reach the caller.  If no thread can be
+started, the caller writes.
 """
 
 import queue
 import threading
 from collections.abc import Callable
 
-WAITING = 4096  # lines that may wait
-GOODBYE = 2.0  # seconds for the last ones
+MAX_QUEUED_LINES = 4096
+FLUSH_TIMEOUT_S = 2.0
 
 
 class BackgroundWriter:
@@ -24,7 +24,7 @@ class BackgroundWriter:
         failed: Callable[[OSError], None] | None = None,
     ) -> None:
         self._write = write
-        self._lost = lost  # a line that says how many are missing
+        self._lost = lost  # makes the line that reports the number of dropped lines
         self._failed = failed
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._dropped = 0
@@ -32,8 +32,8 @@ class BackgroundWriter:
         self._started = False
 
     def put(self, line: str) -> None:
-        """Have a line written, soon; it comes without its end."""
-        if self._lines.qsize() >= WAITING:
+        """Queue a line, without its newline."""
+        if self._lines.qsize() >= MAX_QUEUED_LINES:
             self._dropped += 1
             return
         if self._dropped and self._lost is not None:
@@ -44,14 +44,14 @@ class BackgroundWriter:
             try:
                 self._thread.start()
                 self._started = True
-            except RuntimeError:  # no thread is left
+            except RuntimeError:  # no more threads available
                 self._write_next(self._lines.get())
 
     def close(self) -> bool:
-        """Waits, briefly, until what was said is written; whether it is."""
+        """Wait up to FLUSH_TIMEOUT_S for the queued lines; return whether all are written."""
         if self._started:
             self._lines.put(None)
-            self._thread.join(GOODBYE)
+            self._thread.join(FLUSH_TIMEOUT_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

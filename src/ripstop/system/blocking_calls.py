@@ -1,6 +1,6 @@
-"""What may hang, at a file server or at a driver: done in a thread that is not waited for beyond its time.
+"""Calls that may block for ever, on a file server or a driver: they run in daemon threads, with a timeout.
 
-The threads are daemons, so that none of them keeps an agent from ending, and bounded in number.
+Daemon threads do not keep an agent from exiting.  Their number is limited.
 """
 
 import asyncio
@@ -14,91 +14,91 @@ log = logging.getLogger("ripstop.workers")
 
 T = TypeVar("T")
 
-PATIENCE = 4.0  # seconds, less than whoever asks an agent has
-MOST = 128  # threads that have not come back
+CALL_TIMEOUT_S = 4.0  # shorter than the timeout of a query to an agent
+MAX_BLOCKED_THREADS = 128
 
-_aside = 0
-_counting = threading.Lock()  # launches of one program may overlap, each in a thread of its own
+_running = 0
+_running_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
 
 
-async def run_in_daemon_thread(function: Callable[[], T], patience: float = PATIENCE) -> T:
-    """What a function finds, out of the loop's way.  TimeoutError: it hangs, or as many as there may be do."""
+async def run_in_daemon_thread(function: Callable[[], T], timeout: float = CALL_TIMEOUT_S) -> T:
+    """Call a function in a thread.  TimeoutError: it blocks, or MAX_BLOCKED_THREADS others do."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, Exception | None]] = loop.create_future()
 
     def run() -> None:
-        found: tuple[T | None, Exception | None]
+        outcome: tuple[T | None, Exception | None]
         try:
-            found = (function(), None)
+            outcome = (function(), None)
         except Exception as error:
-            found = (None, error)
+            outcome = (None, error)
         _count(-1)
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, done, found)
+            loop.call_soon_threadsafe(settle, done, outcome)
 
-    if _count(1) > MOST:
+    if _count(1) > MAX_BLOCKED_THREADS:
         _count(-1)
-        raise TimeoutError(f"{MOST} looks at files have not come back")
+        raise TimeoutError(f"{MAX_BLOCKED_THREADS} earlier calls still block")
     try:
-        threading.Thread(target=run, name="ripstop-aside", daemon=True).start()
+        threading.Thread(target=run, name="ripstop-call", daemon=True).start()
     except RuntimeError:
         _count(-1)
         raise
-    async with asyncio.timeout(patience):
-        found, error = await done
+    async with asyncio.timeout(timeout):
+        result, error = await done
     if error is not None:
         raise error
-    return found  # type: ignore[return-value]  # there is one or the other
+    return result  # type: ignore[return-value]  # the one or the other is set
 
 
 def _count(change: int) -> int:
-    global _aside
-    with _counting:
-        _aside += change
-        return _aside
+    global _running
+    with _running_lock:
+        _running += change
+        return _running
 
 
 class ExclusiveCall(Generic[T]):
-    """Calls `function` whenever a look is taken, and while it hangs not again; used in one event loop.
+    """Calls `function` in a thread, and not again while the last call blocks; used in one event loop.
 
-    When it raises, what it found last stands: `found`, if it never found anything.
+    If it raises, the last result is returned again, or `initial` if there is none.
     """
 
-    def __init__(self, function: Callable[[], T], found: T) -> None:
+    def __init__(self, function: Callable[[], T], initial: T) -> None:
         self._function = function
-        self._found = found
-        self._failed = False
+        self._result = initial
+        self._has_warned = False
         self._pending: asyncio.Future[T] | None = None
 
-    async def take(self, patience: float) -> T | None:
-        """What there is to see; None when the look does not come back within so many seconds."""
+    async def call(self, timeout: float) -> T | None:
+        """The result; None if the call takes longer than this."""
         pending = self._pending
         if pending is None or pending.done():
             pending = asyncio.get_running_loop().create_future()
             try:
-                threading.Thread(target=self._run, args=(pending,), name="ripstop-look", daemon=True).start()
-            except RuntimeError as defect:  # no thread is left
-                self._say(defect)
-                return self._found
+                threading.Thread(target=self._run, args=(pending,), name="ripstop-probe", daemon=True).start()
+            except RuntimeError as error:  # no more threads available
+                self._warn_once(error)
+                return self._result
             self._pending = pending
-        done, _ = await asyncio.wait([pending], timeout=patience)
+        done, _ = await asyncio.wait([pending], timeout=timeout)
         return pending.result() if done else None
 
     def _run(self, pending: asyncio.Future[T]) -> None:
         try:
-            self._found = self._function()
-        except Exception as defect:
-            self._say(defect)
+            self._result = self._function()
+        except Exception as error:
+            self._warn_once(error)
         with suppress(RuntimeError):  # the loop is closed
-            pending.get_loop().call_soon_threadsafe(settle, pending, self._found)
+            pending.get_loop().call_soon_threadsafe(settle, pending, self._result)
 
-    def _say(self, defect: Exception) -> None:
-        if not self._failed:
-            log.warning("a look at this node failed, and what was seen before stands (said once): %r", defect)
-        self._failed = True
+    def _warn_once(self, error: Exception) -> None:
+        if not self._has_warned:
+            log.warning("a probe of this node failed; its last result is used (logged once): %r", error)
+        self._has_warned = True
 
 
 def settle(future: asyncio.Future[T], value: T) -> None:
-    """The future has this value, unless nobody wants to know any more."""
+    """Set the result, unless the future is done or cancelled."""
     if not future.done():
         future.set_result(value)

@@ -1,9 +1,9 @@
-"""A word from the kernel when an open file has been written to: Linux's inotify, through ctypes.
+"""Notifications of writes to open files: Linux's inotify, through ctypes.
 
-Watches are one-shot: a file that gives a word is not watched until it is armed again.  A worker that writes a million
-lines so costs one event for each visit of the reader, and its writes in between cost nothing.  Arm first, then read to
-the end: what is written after the arming gives the next word.  Files are armed by descriptor, so that one that was
-renamed or deleted is still watched.
+Watches are one-shot: after an event, a file is not watched until it is armed again.  So a worker that writes a million
+lines costs one event for each read, and its writes in between cost nothing.  Arm first, then read to the end: a write
+after the arming causes the next event.  Files are armed by descriptor, so that a renamed or deleted file is still
+watched.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ _EVENT = struct.Struct("iIII")
 
 
 class InotifyWatch:
-    """The files of one reader; `fileno()` is readable when one of those armed has been written to.
+    """The files of one reader; `fileno()` is readable when an armed file was written to.
 
-    Raises OSError where the kernel has no inotify, or none left for this user.
+    Raises OSError if the kernel has no inotify, or if this user has no instance left.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class InotifyWatch:
         self._add, self._remove = libc.inotify_add_watch, libc.inotify_rm_watch
         self._add.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32)
         self._files: dict[int, int] = {}  # watch → descriptor of the file
-        self._watches: dict[int, int] = {}  # and back
+        self._watches: dict[int, int] = {}  # descriptor of the file → watch
         self._fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise _error()
@@ -38,7 +38,7 @@ class InotifyWatch:
         return self._fd
 
     def arm(self, fd: int) -> None:
-        """Watch this file for its next change; OSError when the user's watches are used up."""
+        """Watch this file for its next change; OSError if this user has no watch left."""
         watch = self._add(self._fd, b"/proc/self/fd/%d" % fd, _IN_MODIFY | _IN_ONESHOT)
         if watch < 0:
             raise _error()
@@ -46,14 +46,14 @@ class InotifyWatch:
         self._watches[fd] = watch
 
     def disarm(self, fd: int) -> None:
-        """Forget this file."""
+        """Stop watching this file."""
         watch = self._watches.pop(fd, None)
         if watch is not None:
             del self._files[watch]
             self._remove(self._fd, watch)
 
     def changed(self) -> set[int]:
-        """The descriptors that have been written to since they were armed; does not wait."""
+        """The descriptors whose files were written to since they were armed; does not wait."""
         fds: set[int] = set()
         try:
             events = os.read(self._fd, 65536)

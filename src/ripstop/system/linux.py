@@ -1,13 +1,14 @@
-"""The few things Linux offers and Python does not: prctl, memory policies, holes in files, and what /proc says.
+"""Linux features that Python does not have: prctl, memory policies, fallocate, and readers for /proc.
 
-A look at every process of a large host is cheap: one small file each, `/proc/PID/stat`.
+Reading every process of a large host is cheap: one small file each, `/proc/PID/stat`.
 """
 
-# Called for every process of the host.
+# Called for every process of the host: pathlib is too slow.
 # ruff: noqa: PTH123, PTH208
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -15,15 +16,18 @@ from msgspec import Struct
 
 from ripstop.model.errors import StartError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-NEWBORN = "ripstop-newborn"  # the name of a worker that the agent does not know yet; `zygote.py` gives and takes it
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no function
-_BLOCK = 1 << 16  # bytes: at least what a file system gives back at once
-_TICK = 1 / os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-# /proc/PID/stat, counted from 0; times are the process's own, and those of children that it has buried
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}  # libc has no wrapper
+
+_subreaper_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
+_subreaper_holds = 0  # counted for the process, since the kernel has one flag for it
+_was_subreaper = False  # before the first hold
+_PUNCH_BYTES = 1 << 16  # a multiple of every usual block size
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# fields of /proc/PID/stat, counted from 0; times include those of children that the process has reaped
 _NAME, _STATE, _PARENT, _SESSION, _TIMES, _THREADS, _RESIDENT = 1, 2, 3, 5, slice(13, 17), 19, 23
 
 
@@ -42,12 +46,12 @@ class Process(Struct, frozen=True):
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children instead of init's."""
+    """Adopt orphans among our descendants, instead of init."""
     import ctypes
 
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise StartError(
-            f"the agent must adopt its workers' orphans, and the kernel refused: {os.strerror(ctypes.get_errno())}; "
+            f"the agent must adopt its workers' orphans, and the kernel refuses: {os.strerror(ctypes.get_errno())}; "
             "allow prctl(PR_SET_CHILD_SUBREAPER)."
         )
 
@@ -55,9 +59,9 @@ def become_subreaper() -> None:
 def is_subreaper() -> bool:
     import ctypes
 
-    answer = ctypes.c_int()
-    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
-    return bool(answer.value)
+    flag = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(flag), 0, 0, 0)
+    return bool(flag.value)
 
 
 def stop_being_subreaper() -> None:
@@ -66,10 +70,28 @@ def stop_being_subreaper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def parent_death_signal(signum: int) -> Callable[[], None]:
-    """For a new child to call: the kernel sends it this signal when the thread that started it is gone.
+def hold_subreaper() -> None:
+    """Be a subreaper until `release_subreaper` was called as often as this."""
+    global _subreaper_holds, _was_subreaper
+    with _subreaper_lock:
+        if _subreaper_holds == 0:
+            _was_subreaper = is_subreaper()
+        become_subreaper()
+        _subreaper_holds += 1
 
-    Everything it needs is loaded now, so that it may be called between fork and exec.
+
+def release_subreaper() -> None:
+    global _subreaper_holds
+    with _subreaper_lock:
+        _subreaper_holds -= 1
+        if _subreaper_holds == 0 and not _was_subreaper:
+            stop_being_subreaper()
+
+
+def parent_death_signal(signum: int) -> Callable[[], None]:
+    """Return a function for a new child: the kernel sends it this signal when the thread that started it ends.
+
+    All imports happen now, so that the child may call it between fork and exec.
     """
     import ctypes
 
@@ -77,31 +99,30 @@ def parent_death_signal(signum: int) -> Callable[[], None]:
 
 
 def memory_policy_call() -> int | None:
-    """The number of the system call that sets a memory policy; None where it may not be made (most containers)."""
+    """The number of the set_mempolicy system call; None where it is not permitted (most containers)."""
     import ctypes
 
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is None:
         return None
-    no_such_policy = ctypes.c_long(0x7FFF)  # whoever may call is told that it is invalid, and nothing changes
+    no_such_policy = ctypes.c_long(0x7FFF)  # EINVAL if the call is permitted; nothing changes
     ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), no_such_policy, None, ctypes.c_long(0))
     return number if ctypes.get_errno() == errno.EINVAL else None
 
 
-def look(pid: int) -> Process | None:
-    """The process with this pid, or None."""
+def read_process(pid: int) -> Process | None:
     fields = stat_fields(pid)
     return None if fields is None else _process(pid, fields)
 
 
 def stat_fields(pid: int) -> list[bytes] | None:
-    """What `/proc/PID/stat` says, in the order of proc(5); None when there is no such process."""
+    """The fields of `/proc/PID/stat`, in the order of proc(5); None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             line = file.read(2048)
     except OSError:
         return None
-    head, _, rest = line.rpartition(b")")  # a name may hold spaces and brackets
+    head, _, rest = line.rpartition(b")")  # a name may contain spaces and brackets
     number, _, name = head.partition(b" (")
     fields = [number, name, *rest.split()]
     return fields if len(fields) > _RESIDENT else None
@@ -113,7 +134,7 @@ def _process(pid: int, fields: list[bytes]) -> Process:
 
 
 def processes() -> Iterator[Process]:
-    """Every process there is."""
+    """All processes of this machine."""
     return (_process(pid, fields) for pid, fields in _all_fields())
 
 
@@ -133,28 +154,28 @@ def children() -> list[Process]:
                 pids.update(map(int, file.read(1 << 20).split()))
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
         return [process for process in processes() if process.parent == me]
-    return [process for pid in pids if (process := look(pid)) is not None and process.parent == me]
+    return [process for pid in pids if (process := read_process(pid)) is not None and process.parent == me]
 
 
 class Usage(Struct):
-    """What the processes of one session use together; pages that they share count in each, as in `ps` and `top`."""
+    """The resources of one session's processes; shared pages count for each process, as in `ps` and `top`."""
 
-    cpu: float = 0.0  # seconds until now
+    cpu: float = 0.0  # seconds in total
     memory: int = 0
     threads: int = 0
     processes: int = 0
-    written: int = 0  # bytes until now
-    ready: bool = False  # one of them runs, or could
+    written: int = 0  # bytes in total
+    ready: bool = False  # at least one is running or runnable
 
 
 def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
-    """By session; those in which nobody lives are missing."""
+    """By session; without sessions that have no live process."""
     found = {session: Usage() for session in sessions}
     for pid, fields in _all_fields():
         used = found.get(int(fields[_SESSION]))
         if used is not None and fields[_STATE] not in b"ZX":
-            used.cpu += sum(map(int, fields[_TIMES])) * _TICK
-            used.memory += int(fields[_RESIDENT]) * _PAGE
+            used.cpu += sum(map(int, fields[_TIMES])) * _TICK_S
+            used.memory += int(fields[_RESIDENT]) * _PAGE_BYTES
             used.threads += int(fields[_THREADS])
             used.processes += 1
             used.written += _written(pid)
@@ -163,7 +184,7 @@ def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
 
 
 def _written(pid: int) -> int:
-    """Bytes; 0 where they are not ours to see, as those of a program with other rights."""
+    """Bytes; 0 if we may not read it, as for a program of another user."""
     try:
         with open(f"/proc/{pid}/io", "rb", buffering=0) as file:
             lines = file.read(1024).splitlines()
@@ -173,9 +194,9 @@ def _written(pid: int) -> int:
 
 
 def own_memory() -> int:
-    """Bytes that this process holds."""
+    """Resident bytes of this process."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(256).split()[1]) * _PAGE
+        return int(file.read(256).split()[1]) * _PAGE_BYTES
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -190,36 +211,36 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def free_range(fd: int, start: int, end: int) -> int:
-    """Gives the disk space of a part of a file back, without moving the rest; up to where it is free now."""
-    end -= end % _BLOCK
+    """Free the disk space of a part of a file, without moving the rest; return up to where it is free now."""
+    end -= end % _PUNCH_BYTES
     if end <= start:
         return start
     _fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, end - start)
-    return end  # a file system that cannot do it keeps it all
+    return end  # on a file system without holes, nothing is freed
 
 
 def reserve_range(fd: int, start: int, end: int) -> bool:
-    """Has disk space ready for what is going to be written there; false if the disk is full.
+    """Allocate disk space for a later write; False if the disk is full.
 
-    A file system that cannot do it has as much room as it says.
+    On a file system without allocation, the free space that it reports decides.
     """
-    why = _fallocate(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
-    if why in (errno.EOPNOTSUPP, errno.ENOSYS):
+    error = _fallocate(fd, _FALLOC_FL_KEEP_SIZE, start, end - start)
+    if error in (errno.EOPNOTSUPP, errno.ENOSYS):
         return not is_full(fd)
-    return why not in FULL
+    return error not in DISK_FULL_ERRORS
 
 
 def is_full(where: "int | str | os.PathLike[str]") -> bool:
-    """Whether nothing can be written to this file system any more."""
+    """Whether this file system has less than a page of free space."""
     try:
         found = os.statvfs(where)
     except OSError:
         return False
-    return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _PAGE
+    return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _PAGE_BYTES
 
 
 def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
-    """What went wrong, as a number; 0 if nothing did."""
+    """Return the errno; 0 for success."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,12 +1,12 @@
-"""Which processors a worker runs on, so that its memory is near its GPU: a pure function of the machine's topology.
+"""Selects the processors of a worker so that its memory is near its GPU: a pure function of the machine's topology.
 
-The worker with local rank n belongs to the n-th GPU that it sees, and its processors are of that GPU's NUMA node (or
-socket).  Rules: (1) only processors that the agent may use itself are given away; (2) all threads of a core go to the
-same worker; (3) cores, caches and GPUs are counted in the order of their numbers, and the earlier GPUs get what does
-not divide evenly, so every node of a job and every round comes to the same result; (4) a node is shared out among all
-GPUs on it, whether they have a worker in this job or not, because another job may have them.
+The worker with local rank n belongs to the n-th visible GPU, and gets processors of that GPU's NUMA node (or socket).
+Rules: (1) a worker gets only processors that the agent itself may use; (2) all threads of a core go to the same worker;
+(3) cores, caches and GPUs are ordered by number, and the remainder of a division goes to the first GPUs, so every node
+and every round gets the same result; (4) a NUMA node is divided among all its GPUs, with or without a worker of this
+job, because another job may use the others.
 
-`topology.py` reads the machine, the zygote binds.
+`topology.py` reads the machine; the zygote binds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from ripstop.model.errors import UsageError
 
 
 class Cpu(Struct, frozen=True):
-    """One processor.  A core and a cache are named by the lowest processor that shares them."""
+    """One processor.  A core and a cache have the number of the lowest processor that shares them."""
 
     number: int
     core: int
@@ -35,26 +35,27 @@ class Topology(Struct, frozen=True):
 
 
 def bindings(name: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[int], slots: int) -> tuple[Binding, ...]:
-    """The binding of each local rank.  `gpu_nodes` are the visible GPUs' NUMA nodes; `name` is for the errors."""
-    said = f"{name}={mode.value}"
+    """The binding of each local rank.  `gpu_nodes` are the visible GPUs' NUMA nodes; `name` is the option's."""
+    option = f"{name}={mode.value}"
     if not gpu_nodes:
-        raise UsageError(f"{said}: workers are bound near their GPUs, and none is visible; leave {name} out")
+        raise UsageError(f"{option}: workers are bound near their GPUs, and no GPU is visible; omit {name}")
     if slots > len(gpu_nodes):
         raise UsageError(
-            f"{said}: {slots} workers need a GPU each, and {len(gpu_nodes)} are visible here; "
-            f"start {len(gpu_nodes)} workers, or leave {name} out"
+            f"{option}: {slots} workers need a GPU each, and {len(gpu_nodes)} are visible here; "
+            f"start {len(gpu_nodes)} workers, or omit {name}"
         )
-    return tuple(_binding(said, mode, topology, gpu_nodes, gpu) for gpu in range(slots))
+    return tuple(_binding(option, mode, topology, gpu_nodes, gpu) for gpu in range(slots))
 
 
-def _binding(said: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[int], gpu: int) -> Binding:
+def _binding(option: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[int], gpu: int) -> Binding:
     node = gpu_nodes[gpu]
     near = [cpu for cpu in topology.cpus if cpu.node == node]
     if not near:
         raise UsageError(
-            f"{said}: GPU {gpu} is on NUMA node {node}, which has no processor that may be used here "
-            f"(there are {format_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
-            f"{format_ranges({cpu.node for cpu in topology.cpus})}); allow some of its, or leave the NUMA binding out"
+            f"{option}: GPU {gpu} is on NUMA node {node}, which has no processor that may be used here "
+            f"(allowed are {format_ranges(cpu.number for cpu in topology.cpus)}, on nodes "
+            f"{format_ranges({cpu.node for cpu in topology.cpus})}); allow some of node {node}, "
+            "or omit the NUMA binding"
         )
     gpus = [other for other, its_node in enumerate(gpu_nodes) if its_node == node]
     match mode:
@@ -64,21 +65,21 @@ def _binding(said: str, mode: Numa, topology: Topology, gpu_nodes: Sequence[int]
             socket = min(near, key=lambda cpu: cpu.number).socket
             chosen = [cpu for cpu in topology.cpus if cpu.socket == socket]
         case Numa.EXCLUSIVE:
-            chosen = _share(said, near, gpus, gpu)
+            chosen = _share(option, near, gpus, gpu)
         case Numa.CORE_COMPLEX:
             chosen = _complex(near, gpus.index(gpu))
     numbers = tuple(sorted(cpu.number for cpu in chosen))
     return Binding(numbers, node if node in topology.memory else None)
 
 
-def _share(said: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
-    """The cores of a node, shared out among its GPUs in runs of neighbours."""
+def _share(option: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> list[Cpu]:
+    """The cores of a node, divided among its GPUs into contiguous parts."""
     cores = sorted({cpu.core for cpu in near})
     each, left = divmod(len(cores), len(gpus))
     if not each:
         raise UsageError(
-            f"{said}: the {len(gpus)} GPUs of NUMA node {near[0].node} cannot have a core each, there are {len(cores)} "
-            "that may be used; write node in place of exclusive"
+            f"{option}: the {len(gpus)} GPUs of NUMA node {near[0].node} need a core each, "
+            f"and {len(cores)} may be used; write node instead of exclusive"
         )
     place = gpus.index(gpu)
     first = place * each + min(place, left)
@@ -87,7 +88,7 @@ def _share(said: str, near: Sequence[Cpu], gpus: Sequence[int], gpu: int) -> lis
 
 
 def _complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
-    """One group of a node's cores, the largest groups first; with more GPUs than groups, they start over."""
+    """One cache's processors, the largest groups first; with more GPUs than groups, groups are reused."""
     groups: dict[int, list[Cpu]] = {}
     for cpu in near:
         groups.setdefault(cpu.cache, []).append(cpu)
@@ -95,7 +96,7 @@ def _complex(near: Sequence[Cpu], place: int) -> list[Cpu]:
     return groups[order[place % len(order)]]
 
 
-# numbers as the kernel writes them -----------------------------------------------------------------------------------
+# ranges in the kernel's notation -------------------------------------------------------------------------------------
 
 
 def parse_ranges(text: str) -> frozenset[int]:

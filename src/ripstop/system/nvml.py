@@ -1,4 +1,4 @@
-"""NVML, NVIDIA's library that knows the GPUs: opened here and nowhere else, with its bindings (nvidia-ml-py) if any."""
+"""Access to NVML, NVIDIA's management library, through its Python bindings (nvidia-ml-py) if they are installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 class NvmlError(Exception):
-    """NVML has no answer."""
+    """An NVML call failed."""
 
 
 class NoNvml(NvmlError):
@@ -15,7 +15,7 @@ class NoNvml(NvmlError):
 
 @contextmanager
 def opened() -> Iterator[ModuleType]:
-    """The bindings, for as long as they are needed; NvmlError for whatever goes wrong with them."""
+    """The bindings, closed afterwards; their errors become NvmlError."""
     nvml = load()
     try:
         yield nvml
@@ -26,7 +26,7 @@ def opened() -> Iterator[ModuleType]:
 
 
 def load() -> ModuleType:
-    """The bindings, ready for use and for good: opening NVML may take seconds."""
+    """The bindings, initialised.  Opening NVML may take seconds, so a frequent user keeps them."""
     try:
         import pynvml
     except ImportError as error:
@@ -40,13 +40,13 @@ def load() -> ModuleType:
 
 
 def uuids(nvml: ModuleType, handle: object) -> tuple[str, ...]:
-    """Of a GPU, and of its MIG instances."""
+    """The UUIDs of a GPU and of its MIG instances."""
     return text(nvml.nvmlDeviceGetUUID(handle)), *_mig_uuids(nvml, handle)
 
 
 def _mig_uuids(nvml: ModuleType, handle: object) -> list[str]:
     uuids: list[str] = []
-    with suppress(nvml.NVMLError):  # no more of them, or none at all
+    with suppress(nvml.NVMLError):  # no further instance, or no MIG
         for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             uuids.append(text(nvml.nvmlDeviceGetUUID(instance)))
@@ -54,5 +54,5 @@ def _mig_uuids(nvml: ModuleType, handle: object) -> list[str]:
 
 
 def text(value: str | bytes) -> str:
-    """NVML's bindings have answered in bytes, and now do in text."""
+    """Older bindings return bytes, newer ones text."""
     return value.decode() if isinstance(value, bytes) else value

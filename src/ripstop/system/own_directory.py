@@ -1,9 +1,9 @@
-"""Directories of a run: made here, or found and known to be this user's.
+"""Directories of a run: created here, or checked to belong to this user.
 
-Others may be able to write where a run's directory is to be, as in /tmp, and put a directory or a link of theirs there
-first: a job of root's would then write wherever that link leads.  Rules: (1) a directory below which we write is a
-directory, no link, and of the user whom our files belong to; (2) one that is made here is writable by that user alone;
-(3) whoever opens a file below it adds O_NOFOLLOW.  Directories above it are the user's business.
+Another user may be able to write to the parent directory, as in /tmp, and create a directory or a link there first.  A
+job of root would then write to the target of that link.  Rules: (1) a directory that we write to is no link, and
+belongs to the owner of our files; (2) a directory that we create is writable only by that user; (3) code that opens a
+file in it adds O_NOFOLLOW.  Directories above it are the user's responsibility.
 """
 
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def make_own_directory(path: Path) -> None:
-    """Make it, or see that what is there is ours; OSError if it is not."""
+    """Create it, or check that it is ours; OSError if it is not."""
     try:
         path.mkdir(mode=0o755)
     except FileExistsError:
@@ -21,7 +21,7 @@ def make_own_directory(path: Path) -> None:
 
 
 def check_own_directory(path: Path) -> None:
-    """OSError if it is no directory, or another user's."""
+    """Raise OSError if it is no directory, or another user's."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
@@ -32,7 +32,7 @@ def check_own_directory(path: Path) -> None:
 
 
 def _owner_of_new_files(directory: Path) -> int:
-    """Whom our files belong to there: a file server may take us for another user."""
+    """The owner of files that we create there: a file server may map us to another user."""
     probe = directory / f".{os.urandom(6).hex()}"
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -43,5 +43,5 @@ def _owner_of_new_files(directory: Path) -> int:
 
 
 def no_follow(path: Path) -> int:
-    """The flag with which to open a file of a run; what is in /dev may well be a link."""
+    """The flag for opening a file of a run.  Files in /dev may be links."""
     return 0 if path.parts[:2] == ("/", "dev") else os.O_NOFOLLOW

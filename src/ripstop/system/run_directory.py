@@ -1,8 +1,9 @@
-"""Where the sockets of this machine's jobs are: a directory of this user's alone.
+"""The directory for the sockets of this machine's jobs.  Only this user has access to it.
 
-`$XDG_RUNTIME_DIR/ripstop`, or `ripstop-UID` in the temporary directory.  One that belongs to somebody else, or lets
-others in, is refused: whoever can put a socket there could pose as a job.  Agents hold it while they live, and the last
-one removes it.  Who looks for jobs looks in both: what a scheduler starts has another environment than a shell.
+It is `$XDG_RUNTIME_DIR/ripstop`, or `ripstop-UID` in the temporary directory.  A directory of another user, or with
+access for others, is rejected: a process that can create a socket there could impersonate a job.  Agents hold it while
+they run, and the last one removes it.  Commands search both places, because a job that a scheduler starts has another
+environment than a shell.
 """
 
 import fcntl
@@ -16,23 +17,27 @@ from ripstop.model.errors import UsageError
 
 
 def run_directory(environ: Mapping[str, str]) -> Path:
-    """The directory, made if it was not there."""
+    """The directory, created if it does not exist."""
     path = _runtime(environ) if environ.get("XDG_RUNTIME_DIR") else _temporary(environ)
     try:
         found = _make(path)
     except OSError as error:
-        raise UsageError(f"sockets need a directory: {path} cannot be made ({error.strerror}); set TMPDIR") from error
-    if not _is_ours_alone(found):
-        raise UsageError(f"{path} must be a directory of this user's alone; remove it, or set TMPDIR to another place")
+        raise UsageError(
+            f"sockets need a directory: {path} cannot be created ({error.strerror}); set TMPDIR"
+        ) from error
+    if not _is_private(found):
+        raise UsageError(
+            f"{path} must be a private directory of this user (mode 700); remove it, or set another TMPDIR"
+        )
     return path
 
 
 def run_directories(environ: Mapping[str, str]) -> list[Path]:
-    """Wherever agents of this user may have theirs; none is made."""
+    """The existing directories in which agents of this user may have sockets."""
     found = []
     for path in (_runtime(environ), _temporary(environ)):
         with suppress(OSError):
-            if _is_ours_alone(path.lstat()):
+            if _is_private(path.lstat()):
                 found.append(path)
     return found
 
@@ -45,34 +50,34 @@ def _temporary(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TMPDIR") or "/tmp", f"ripstop-{os.getuid()}")
 
 
-def _is_ours_alone(found: os.stat_result) -> bool:
+def _is_private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _make(path: Path) -> os.stat_result:
     while True:
-        with suppress(FileExistsError):  # `exist_ok` looks again, and it may be gone then
+        with suppress(FileExistsError):  # `exist_ok` checks again, and another agent may have removed it by then
             path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # somebody was just leaving
+        with suppress(FileNotFoundError):  # another agent has just removed it
             return path.lstat()
 
 
 class HeldDirectory:
-    """The directory at `path`, which stays until it is left; an empty one goes with the last who leaves."""
+    """The directory at `path`.  It stays until all holders have released it; the last one removes it if it is empty."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         while True:
             self.path = run_directory(environ)
-            with suppress(FileNotFoundError):  # somebody was just leaving
+            with suppress(FileNotFoundError):  # another agent has just removed it
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
                 if os.fstat(self._fd).st_nlink:
-                    return  # it is still there, and now stays
+                    return  # not removed, and the lock keeps it
                 os.close(self._fd)
 
-    def leave(self) -> None:
-        with suppress(OSError):  # others are there, or something of theirs
+    def release(self) -> None:
+        with suppress(OSError):  # another agent holds it, or it is not empty
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(self._fd).st_nlink:  # what is at the path now may be another one
+            if os.fstat(self._fd).st_nlink:  # the path may be another directory by now
                 self.path.rmdir()
         os.close(self._fd)

@@ -1,7 +1,7 @@
-"""Reads what `numa.py` decides by: processors, caches and NUMA nodes from /sys, GPUs from NVML or the kernel.
+"""Reads the input of `numa.py`: processors, caches and NUMA nodes from /sys, GPUs from NVML or the kernel.
 
-GPUs are counted as CUDA counts them where all are of one model: by their PCI address.  With several models CUDA puts
-the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID; who reads that here is told (`Gpus.note`).
+GPUs are ordered by PCI address, as CUDA orders GPUs of one model.  With several models CUDA puts the fastest first,
+unless CUDA_DEVICE_ORDER=PCI_BUS_ID; `VisibleGpus.note` warns of that.
 """
 
 import os
@@ -16,11 +16,11 @@ from ripstop.system.numa import Cpu, Topology, parse_ranges
 
 SYS = Path("/sys")
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
-NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; beginning of the PCI class of GPUs
+NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"  # PCI vendor; prefix of the PCI class of GPUs
 
 
 class GpuDevice(Struct, frozen=True):
-    """One GPU of this machine; `uuids` are its own and those of its MIG instances, "" for what is unknown."""
+    """One GPU of this machine; `uuids` include those of its MIG instances; "" means unknown."""
 
     pci: str  # as /sys writes it: 0000:dc:00.0
     model: str = ""
@@ -28,21 +28,21 @@ class GpuDevice(Struct, frozen=True):
 
 
 class VisibleGpus(Struct, frozen=True):
-    """The NUMA nodes of the GPUs a worker sees, in its order, and what there is to say about them."""
+    """The NUMA nodes of the GPUs that a worker sees, in its order, and a warning."""
 
     nodes: tuple[int, ...]
     note: str = ""
 
 
 def read_topology(sys: Path = SYS, allowed: frozenset[int] | None = None) -> Topology:
-    """This machine; `allowed` are the processors that may be used (None: what this process may use)."""
+    """This machine; `allowed` are the processors to use (None: those that this process may use)."""
     may_use = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
     node_of = _nodes(sys)
     try:
         cpus = [_cpu(sys, number, node_of.get(number, 0)) for number in sorted(may_use)]
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"the processors' topology cannot be read from {sys}: {error}; leave the NUMA binding out"
+            f"the processors' topology cannot be read from {sys}: {error}; omit the NUMA binding"
         ) from None
     return Topology(tuple(cpus), _memory_nodes(sys))
 
@@ -51,19 +51,18 @@ def visible_gpus(environ: Mapping[str, str], sys: Path = SYS, proc: Path = PROC_
     """The GPUs a worker with this environment will see."""
     gpus = _from_nvml() or _from_driver(proc) or _from_pci(sys)
     seen = choose(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-    told = [_node(sys, gpu) for gpu in seen]
+    nodes = [_node(sys, gpu) for gpu in seen]
     notes = []
-    if None in told and len(set(_nodes(sys).values())) > 1:
-        unknown = ", ".join(gpu.pci for gpu, node in zip(seen, told, strict=True) if node is None)
-        notes.append(f"the kernel does not know the NUMA node of GPU {unknown}: taken for 0")
+    if None in nodes and len(set(_nodes(sys).values())) > 1:
+        unknown = ", ".join(gpu.pci for gpu, node in zip(seen, nodes, strict=True) if node is None)
+        notes.append(f"the kernel reports no NUMA node for GPU {unknown}: using 0")
     if len({gpu.model for gpu in gpus}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        notes.append("GPUs of several models: CUDA may count them in another order; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    return VisibleGpus(tuple(node or 0 for node in told), "; ".join(notes))
+        notes.append("GPUs of several models: CUDA may order them differently; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    return VisibleGpus(tuple(node or 0 for node in nodes), "; ".join(notes))
 
 
 def choose(choice: str | None, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
-    """CUDA's rule: those that CUDA_VISIBLE_DEVICES names by number or by the beginning of a UUID, up to the first
-    name that is none."""
+    """CUDA's rule: the GPUs that CUDA_VISIBLE_DEVICES names by number or UUID prefix, up to the first unknown name."""
     if choice is None:
         return list(gpus)
     chosen: list[GpuDevice] = []
@@ -93,7 +92,7 @@ def _cpu(sys: Path, number: int, node: int) -> Cpu:
 
 
 def _last_cache(home: Path, number: int) -> int:
-    """The last-level cache's name; a processor whose caches are unknown (some virtual machines) has one of its own."""
+    """The number of the last-level cache; a processor with unknown caches (some virtual machines) has its own."""
     level, sharers = 0, frozenset({number})
     for cache in sorted(home.glob("cache/index[0-9]*")):
         if _read(cache / "type") != "Instruction" and int(_read(cache / "level")) > level:
@@ -102,7 +101,7 @@ def _last_cache(home: Path, number: int) -> int:
 
 
 def _nodes(sys: Path) -> dict[int, int]:
-    """The NUMA node of every processor; a kernel without NUMA has none, and all are on node 0."""
+    """The NUMA node of every processor; empty for a kernel without NUMA."""
     node_of: dict[int, int] = {}
     for home in sys.glob("devices/system/node/node[0-9]*"):
         for cpu in parse_ranges(_read(home / "cpulist")):
@@ -118,13 +117,12 @@ def _memory_nodes(sys: Path) -> frozenset[int]:
 
 
 def _node(sys: Path, gpu: GpuDevice) -> int | None:
-    """The GPU's NUMA node; None where the kernel does not say."""
+    """The GPU's NUMA node; None if the kernel does not report one."""
     path = sys / "bus/pci/devices" / gpu.pci / "numa_node"
     try:
         node = int(_read(path))
     except (OSError, ValueError):
-        what = f"the NUMA node of GPU {gpu.pci} cannot be read from {path}"
-        raise UsageError(f"{what}; leave the NUMA binding out") from None
+        raise UsageError(f"the NUMA node of GPU {gpu.pci} cannot be read from {path}; omit the NUMA binding") from None
     return None if node < 0 else node
 
 
@@ -158,7 +156,7 @@ def _sysfs_address(pci: str) -> str:
 
 
 def _from_driver(proc: Path) -> list[GpuDevice]:
-    """What the driver says of the GPUs it has, or of those a container was given."""
+    """The GPUs that the driver lists: all, or those of this container."""
     try:
         homes = sorted(proc.iterdir())
         return [_described(home.name, (home / "information").read_text(encoding="utf-8")) for home in homes]
@@ -167,14 +165,15 @@ def _from_driver(proc: Path) -> list[GpuDevice]:
 
 
 def _described(pci: str, information: str) -> GpuDevice:
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in information.splitlines())}
-    return GpuDevice(pci, said.get("Model", ""), (said.get("GPU UUID", ""),))
+    parts = (line.partition(":") for line in information.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in parts}
+    return GpuDevice(pci, fields.get("Model", ""), (fields.get("GPU UUID", ""),))
 
 
 def _from_pci(sys: Path) -> list[GpuDevice]:
-    """All GPUs the kernel sees, where the driver does not say which are ours."""
+    """All GPUs on the PCI bus, if the driver lists none."""
     return [
         GpuDevice(home.name)
         for home in sorted(sys.glob("bus/pci/devices/*"))
-        if _read(home / "vendor") == NVIDIA and _read(home / "class").startswith(DISPLAY)
+        if _read(home / "vendor") == NVIDIA_VENDOR and _read(home / "class").startswith(DISPLAY_CLASS)
     ]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ripstop.telemetry import torch_handler_process
-from ripstop.workers import processes
+from ripstop.workers.processes import Children, cannot_start
 
 log = logging.getLogger("ripstop.workers")
 
@@ -25,8 +25,9 @@ GOODBYE = 2.0  # seconds for what the handler has not heard yet
 class EventHandler:
     """The handler's process; it lasts until `close`."""
 
-    def __init__(self, name: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, name: str, environ: Mapping[str, str], children: Children) -> None:
         self._name = name
+        self._children = children
         self._complained = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -37,8 +38,8 @@ class EventHandler:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:
                 self._socket.close()
-                raise processes.cannot_start(f"the event handler {name}", error) from error
-        processes.claim(self._pid)
+                raise cannot_start(f"the event handler {name}", error) from error
+        children.claim(self._pid)
 
     def put(self, line: str) -> None:
         """Have the handler told, soon; does not wait."""
@@ -60,7 +61,7 @@ class EventHandler:
                 self._complain(f"was not done {GOODBYE:g} s after the end")
             os.close(pidfd)
         os.kill(self._pid, signal.SIGKILL)
-        processes.reap(self._pid)
+        self._children.reap(self._pid)
 
     def _complain(self, what: str) -> None:
         if not self._complained:

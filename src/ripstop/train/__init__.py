@@ -1,4 +1,4 @@
-"""What a training script may tell its launcher.  Needs no torch, and does nothing outside of a job of ours.
+"""Progress reports from a training script to its launcher.  Needs no torch; does nothing outside a ripstop job.
 
 from ripstop import train
 

@@ -1,8 +1,8 @@
-"""Progress, told to this node's agent over its socket (`workers/reports.py` is the other end).
+"""Sends progress reports to this node's agent over its socket (`workers/reports.py` is the other end).
 
-Rules: (1) training never waits for it and never fails because of it: a datagram that cannot be sent now is dropped,
-but for the latest checkpoint's, which is sent with a later one; (2) it costs next to nothing: a clock is read, and a
-few times a second something is sent; (3) a forked child has a socket of its own.
+Rules: (1) training never waits or fails because of a report: a datagram that cannot be sent now is dropped, except the
+latest checkpoint's, which is sent later; (2) a call is cheap: it reads a clock, and sends a few times a second at most;
+(3) a forked child opens its own socket.
 """
 
 import atexit
@@ -11,70 +11,70 @@ import os
 import socket
 import time
 
-SOCKET = "RIPSTOP_SOCKET"  # the variable that names the agent's socket
-INTERVAL = 0.25  # seconds between two datagrams
-LONGEST_PATH = 1000  # characters of a checkpoint's name
+SOCKET_VARIABLE = "RIPSTOP_SOCKET"  # the path of the agent's socket
+SEND_INTERVAL_S = 0.25
+MAX_CHECKPOINT_PATH_CHARS = 1000
 
 _socket: socket.socket | None = None
 _pid = 0
-_next = 0.0  # when something may be sent again
-_beats = 0
-_untold: int | None = None  # the latest step, if it was not sent
-_unsaved: dict[str, object] | None = None  # the latest checkpoint, if it was not sent
+_next_send = 0.0
+_heartbeats = 0
+_unsent_step: int | None = None  # the latest step, if it was not sent
+_unsent_checkpoint: dict[str, object] | None = None  # the latest one, if it was not sent
 
 
 def heartbeat(step: int | None = None) -> None:
-    """This worker makes progress, and is at this step if it counts any; call it as often as you like.
+    """Report that this worker makes progress, and its step if it counts any.  Call it as often as you like.
 
-    With `--hang-timeout`, a worker that has called this once is taken to hang when it does not for that long.
+    With `--hang-timeout`, a worker that has called this once counts as hanging if it does not call it for that long.
     """
-    global _beats, _next, _untold
-    _beats += 1
+    global _heartbeats, _next_send, _unsent_step
+    _heartbeats += 1
     now = time.monotonic()
-    if now < _next and os.getpid() == _pid:
-        _untold = step
+    if now < _next_send and os.getpid() == _pid:
+        _unsent_step = step
         return
-    _untold = None
+    _unsent_step = None
     if os.getpid() == _pid:
-        _tell_saved()
-    if _send({"beat": _beats, "step": None if step is None else int(step)}):
-        _next = now + INTERVAL
+        _send_checkpoint()
+    if _send({"beat": _heartbeats, "step": None if step is None else int(step)}):
+        _next_send = now + SEND_INTERVAL_S
 
 
 @atexit.register
-def _last_step() -> None:
+def _send_last_step() -> None:
     if os.getpid() != _pid:
         return
-    _tell_saved()
-    if _untold is not None:
-        _send({"beat": _beats, "step": int(_untold)})
+    _send_checkpoint()
+    if _unsent_step is not None:
+        _send({"beat": _heartbeats, "step": int(_unsent_step)})
 
 
 def checkpoint_saved(step: int, path: str = "") -> None:
-    """The training's state up to this step is safe, in this place."""
-    global _unsaved
-    _unsaved = {"saved": int(step), "path": str(path)[:LONGEST_PATH]}
-    _tell_saved()
+    """Report that the state up to this step is saved, at this path."""
+    global _unsent_checkpoint
+    _unsent_checkpoint = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
+    _send_checkpoint()
 
 
-def _tell_saved() -> None:
-    global _unsaved
-    if _unsaved is not None and _send(_unsaved):
-        _unsaved = None
+def _send_checkpoint() -> None:
+    global _unsent_checkpoint
+    if _unsent_checkpoint is not None and _send(_unsent_checkpoint):
+        _unsent_checkpoint = None
 
 
 def _send(message: dict[str, object]) -> bool:
-    """Whether it need not be tried again soon."""
+    """False if it should be tried again soon."""
     global _socket, _pid
-    if not (path := os.environ.get(SOCKET)):
+    if not (path := os.environ.get(SOCKET_VARIABLE)):
         return True
     try:
         if _socket is None or _pid != os.getpid():
             _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             _pid = os.getpid()
         _socket.sendto(json.dumps(message).encode(), path)
-    except BlockingIOError:  # the agent has not read what was sent before; the next call tries again
+    except BlockingIOError:  # the agent has not read the earlier ones; the next call tries again
         return False
-    except OSError:  # there is no agent
+    except OSError:  # no agent
         return True
     return True

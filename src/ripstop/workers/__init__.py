@@ -1,1 +1,1 @@
-"""A node's worker processes: what they are given, how they start, how they end, what they say."""
+"""A node's worker processes: their environment, how they start and end, and what they report."""

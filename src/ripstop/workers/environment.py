@@ -1,10 +1,9 @@
 """A worker's environment, as a pure function of its place in the round.
 
-The names and their meaning are torchrun's, so that a script that ran there runs here.  Rules: (1) what the user set
-is the user's, except for the names that say who a worker is; those are always ours, so that a job started from inside
-another job's worker is not mistaken for it; (2) nothing is set that torch itself does not set:
-`NCCL_ASYNC_ERROR_HANDLING`, the old name, is passed on when the user has set it and else left alone, for torch would
-complain about it.
+The variables are torchrun's, so that a script for torchrun runs unchanged.  Rules: (1) a variable that the user has set
+is kept, except for those that identify a worker: they are always replaced, so that a job inside another job's worker
+does not take its identity; (2) ripstop sets only variables that torchrun sets: the old `NCCL_ASYNC_ERROR_HANDLING` is
+passed on if the user has set it, and never added, because torch would warn about it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,15 @@ from pathlib import Path
 from ripstop.model.config import STOP_SIGNALS
 from ripstop.model.round import Place
 
-TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # names the pipe, to workers and to us
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"  # the path of the timer pipe, for workers and agents
 SOCKET = "RIPSTOP_SOCKET"  # `train/reports.py` reads it
 
 
 def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
-    """What all workers of a node share, known before any round: for a process that imports on their behalf."""
-    env = {name: value for name, value in base.items() if name != SOCKET}  # that of a job around this one
+    """The variables that all workers of a node share in every round; the zygote imports with them."""
+    env = {name: value for name, value in base.items() if name != SOCKET}  # an outer job's
     if slots > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")  # several workers, each with a thread a core, would overload the node
+        env.setdefault("OMP_NUM_THREADS", "1")  # several workers with a thread for each core overload the node
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return env
 
@@ -40,13 +39,14 @@ def worker_environment(
     timer_pipe: Path | None = None,
     socket: str = "",
 ) -> dict[str, str]:
-    """The complete environment of one worker; a virtual local rank is 0 for all, each with a GPU 0 of its own.
+    """The complete environment of one worker.
 
-    `socket` is where it may tell the agent of its progress; empty: nowhere.
+    With `virtual_local_rank`, every worker has local rank 0 and sees only its own GPU.  On `socket`, if any, it reports
+    its progress to the agent.
     """
-    alone = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    virtual = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
     timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
-    heard = {SOCKET: socket} if socket else {}
+    reports = {SOCKET: socket} if socket else {}
     return (
         shared_environment(base, place.slots)
         | {
@@ -65,17 +65,17 @@ def worker_environment(
             "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),  # read where a worker starts workers itself
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's to host: every worker is a client
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),  # for a worker that starts workers itself
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not host the store: every worker is a client
         }
-        | alone
+        | virtual
         | timers
-        | heard
+        | reports
     )
 
 
 def _gpu(base: Mapping[str, str], local_rank: int) -> str:
-    """The name of this worker's GPU among those that the node's workers see."""
+    """The number or UUID of this worker's GPU."""
     if "CUDA_VISIBLE_DEVICES" not in base:
         return str(local_rank)
     names = base["CUDA_VISIBLE_DEVICES"].split(",")

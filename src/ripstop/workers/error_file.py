@@ -1,10 +1,9 @@
-"""What a worker leaves behind when it fails: the error file, in the format of torch's `record`, without torch.
+"""The error file of a failed worker, in the format of torch's `record`, without torch.
 
-The launcher names the file in TORCHELASTIC_ERROR_FILE and reads it when the worker is dead (`diagnostics/evidence.py`).
-Rules: (1) recording never hides the exception itself: what cannot be written is said on stderr, and that is all;
-(2) a file is there whole or not at all; only what is there already and cannot be replaced, a device or a mounted file
-(Kubernetes' /dev/termination-log), is written in place; (3) it is short enough for its reader, whatever the exception
-says.
+The launcher sets its path in TORCHELASTIC_ERROR_FILE and reads it after the worker has ended
+(`diagnostics/evidence.py`).  Rules: (1) recording never hides the exception: a write error is only printed to stderr;
+(2) a file is written completely or not at all; only a device or a mounted file (Kubernetes' /dev/termination-log),
+which cannot be replaced, is overwritten; (3) the size is limited, however long the exception's text is.
 """
 
 import errno
@@ -19,18 +18,18 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_MESSAGE = 16_000  # characters; with the traceback's, below 1 MiB even if JSON needs twelve bytes for each
-_TRACEBACK = 64_000
-_NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
+_MAX_MESSAGE_CHARS = 16_000  # with the traceback, below 1 MiB even if JSON needs twelve bytes for each
+_MAX_TRACEBACK_CHARS = 64_000
+_NOT_REPLACEABLE_ERRORS = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def record(function: Callable[P, R]) -> Callable[P, R]:
-    """Has an exception that leaves `function` written to the worker's error file; for the program's main function.
+    """Write an exception that leaves `function`, the program's main function, to the worker's error file.
 
-    A crash of the interpreter itself (a segmentation fault) shows the Python stacks on stderr.
+    A crash of the interpreter itself (a segmentation fault) prints the Python stacks to stderr.
     """
 
     @wraps(function)
@@ -47,7 +46,7 @@ def record(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def error_file() -> str | None:
-    """Where this process is to write its failure; None when nobody asked."""
+    """The path of this process's error file; None if the launcher has set none."""
     return os.environ.get(ERROR_FILE) or None
 
 
@@ -57,7 +56,7 @@ def show_crashes() -> None:
 
     try:
         faulthandler.enable(all_threads=True)
-    except Exception:  # Python's stderr is no file: a notebook's, a test's
+    except Exception:  # sys.stderr is no file, as in a notebook or a test
         with suppress(Exception):
             os.fstat(2)
             faulthandler.enable(2, all_threads=True)
@@ -67,20 +66,20 @@ def describe(error: BaseException) -> dict[str, Any]:
     """The content of an error file."""
     import traceback
 
-    stack = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
+    stack = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
     return {
         "message": {
-            "message": _shortened(f"{type(error).__name__}: {_text(error)}", _MESSAGE),
+            "message": _shortened(f"{type(error).__name__}: {_text(error)}", _MAX_MESSAGE_CHARS),
             "extraInfo": {
-                "py_callstack": _shortened(stack, _TRACEBACK),
+                "py_callstack": _shortened(stack, _MAX_TRACEBACK_CHARS),
                 "timestamp": str(int(time.time())),
             },
         }
     }
 
 
-def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of ours at its beginning, if there are others."""
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without ripstop's frames at its beginning, if it has others."""
     inner = trace
     while inner is not None and str(inner.tb_frame.f_globals.get("__name__")).startswith("ripstop."):
         inner = inner.tb_next
@@ -88,27 +87,28 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def write(path: str, content: Any) -> None:
-    """Write an error file, or say why not (rule 1)."""
+    """Write an error file, or print why not (rule 1)."""
     import json
 
     try:
         text = json.dumps(content)
-        target = os.path.realpath(path)  # what a link leads to is written, and the link stays
+        target = os.path.realpath(path)  # a link stays, and its target is written
         if _is_special(target):
             _overwrite(target, text)
             return
         try:
             _replace(target, text)
         except OSError as error:
-            if error.errno not in _NOT_REPLACEABLE or not os.path.exists(target):  # noqa: PTH110
+            if error.errno not in _NOT_REPLACEABLE_ERRORS or not os.path.exists(target):  # noqa: PTH110
                 raise
             _overwrite(target, text)
     except Exception as error:
-        _say(f"the error file cannot be written: {type(error).__name__}: {error}")
+        with suppress(Exception):
+            sys.stderr.write(f"ripstop: the error file cannot be written: {type(error).__name__}: {error}\n")
 
 
 def _is_special(path: str) -> bool:
-    """Whether there is something else than a plain file."""
+    """Whether something other than a regular file exists there."""
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -128,7 +128,7 @@ def _replace(path: str, text: str) -> None:
 
 
 def _overwrite(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody reads is refused
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)  # fails for a pipe without a reader
     os.set_blocking(fd, True)
     with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(text)
@@ -142,10 +142,5 @@ def _text(error: BaseException) -> str:
 
 
 def _shortened(text: str, size: int) -> str:
-    """The beginning and, twice as much, the end: of a traceback, where it started and where it broke."""
+    """The first third and the last two thirds: a traceback's end is where it failed."""
     return text if len(text) <= size else f"{text[: size // 3]}\n  …\n{text[-size * 2 // 3 :]}"
-
-
-def _say(text: str) -> None:
-    with suppress(Exception):
-        sys.stderr.write(f"ripstop: {text}\n")

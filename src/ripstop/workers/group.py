@@ -1,13 +1,13 @@
-"""The worker processes of one round on this node: started together, stopped together, to the last grandchild.
+"""The worker processes of one round on this node: started together, stopped together, with all their descendants.
 
 How a group ends
--   `stop` signals the workers' process groups first and looks around later: recovery waits for this.
--   A worker that is still there after the grace is killed.  A stopped one is woken to take the signal.
--   Then every process of the workers' sessions, and every orphan of theirs that the agent has adopted, wherever it hid,
-    is gone before `stop` returns.  If all workers had exited 0 by themselves, such leftovers get SIGTERM and the grace
-    too, since they may be at work for a job that succeeded; otherwise they are killed at once.
--   An agent runs one group at a time: adopted orphans do not say whose they were.  For the same reason an agent within
-    a program that launches leaves those alone that have a session of their own (`process.py`, rule 5).
+-   `stop` first signals the workers' process groups, because recovery waits for this, and then searches for leftovers.
+-   A worker that still runs after the grace is killed.  A suspended one is continued so that it takes the signal.
+-   `stop` returns when every process of the workers' sessions, and every orphan that the agent has adopted, has ended.
+    If all workers had exited with 0, such leftovers get SIGTERM and the grace too, since they may still work for a job
+    that succeeded.  Otherwise they are killed at once.
+-   An agent runs one group at a time, because an adopted orphan does not show which group it came from.  For the same
+    reason an agent inside a program leaves orphans alone that have their own session (`processes.py`, rule 5).
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 
 from ripstop.model.errors import StartError
 from ripstop.system import linux
-from ripstop.workers.processes import UNKILLABLE, Children, ProcessExit, reap
+from ripstop.workers.processes import KILL_TIMEOUT_S, Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Starter
 
-GENERATIONS = 8  # between a worker and whoever belongs to it, outside of its session
+MAX_GENERATIONS = 8  # between a worker and a descendant outside of its session
 
 
 class Exit(ProcessExit, frozen=True):
@@ -33,14 +33,14 @@ class Exit(ProcessExit, frozen=True):
 
 
 class Group:
-    """Births in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
+    """`specs` are in the order of local ranks; `on_exit` is called once for each worker, in the event loop."""
 
     def __init__(
-        self, children: Children, spawner: Starter, births: Sequence[ProcessSpec], on_exit: Callable[[Exit], None]
+        self, children: Children, spawner: Starter, specs: Sequence[ProcessSpec], on_exit: Callable[[Exit], None]
     ) -> None:
         self._children = children
         self._spawner = spawner
-        self._births = births
+        self._specs = specs
         self._on_exit = on_exit
         self._start: asyncio.Task[None] | None = None
         self._pids: tuple[int, ...] = ()
@@ -57,30 +57,24 @@ class Group:
         return self._pids
 
     async def start(self) -> None:
-        """Starts the workers, or raises StartError and has started none; CancelledError if stopped meanwhile."""
+        """Start all workers, or none and raise StartError; CancelledError if stopped meanwhile."""
         if self._stopping:
             raise asyncio.CancelledError
-        self._start = asyncio.ensure_future(self._begin())
+        self._start = asyncio.ensure_future(self._spawn())
         await self._start
 
-    async def _begin(self) -> None:
-        self._pids = tuple(await self._spawner.spawn(self._births))
+    async def _spawn(self) -> None:
+        self._pids = tuple(await self._spawner.spawn(self._specs))
         for pid in self._pids:
             try:
                 self._children.watch(pid, self._ended)
             except OSError as error:
-                self._abandon(self._pids[len(self._live) :])
+                self._children.kill(self._pids[len(self._live) :])  # nothing would report their end
                 raise StartError(
-                    f"every worker needs a file descriptor of the agent's: {error.strerror}; raise `ulimit -n`."
+                    f"the agent needs a file descriptor for every worker: {error.strerror}; raise `ulimit -n`."
                 ) from error
             self._live.add(pid)
             self._all_ended.clear()
-
-    def _abandon(self, unwatched: Sequence[int]) -> None:
-        """Nobody would hear of the end of these."""
-        for pid in unwatched:
-            os.kill(pid, SIGKILL)
-            reap(pid)
 
     def _ended(self, end: ProcessExit) -> None:
         self._live.discard(end.pid)
@@ -91,17 +85,17 @@ class Group:
         self._on_exit(Exit(end.pid, end.exitcode, end.signal, end.at, end.max_rss, rank))
 
     def rank_of(self, pid: int) -> int | None:
-        """The local rank of the live worker that this process is, or belongs to: by its session, or its parents'."""
-        for _ in range(GENERATIONS):
-            process = None if pid in self._live else linux.look(pid)
+        """The local rank of the live worker that this process is or descends from, by its session or its ancestors'."""
+        for _ in range(MAX_GENERATIONS):
+            process = None if pid in self._live else linux.read_process(pid)
             if process is None:
                 break
             pid = process.session if process.session in self._live else process.parent
         return self._pids.index(pid) if pid in self._live else None
 
     def send(self, pid: int, signum: int) -> None:
-        """To one process, if it is a live worker's."""
-        with suppress(OSError):  # it is gone, or stays whatever we do
+        """Signal one process, if it belongs to a live worker."""
+        with suppress(OSError):  # it has ended, or must not be signalled
             pidfd = os.pidfd_open(pid)
             try:
                 if self.rank_of(pid) is not None:
@@ -110,15 +104,15 @@ class Group:
                 os.close(pidfd)
 
     def signal(self, signum: int) -> None:
-        """To the process group of every live worker."""
-        for pid in self._live:  # not reaped yet, so the numbers are still theirs
+        """Signal the process group of every live worker."""
+        for pid in self._live:  # not reaped yet, so the pids are still theirs
             try:
                 os.killpg(pid, signum)
-            except ProcessLookupError:  # born by multiprocessing a moment ago: it leads no group yet
+            except ProcessLookupError:  # multiprocessing has just started it: it leads no group yet
                 os.kill(pid, signum)
 
     async def stop(self, grace: float, signum: int = SIGTERM) -> None:
-        """Ends all workers and all that descends from them.  May be called again, also meanwhile with less patience."""
+        """End all workers and their descendants.  May be called again, also meanwhile with a shorter grace."""
         began = time.monotonic()
         self._stopping = True
         if self._start is not None and not self._start.done():
@@ -130,19 +124,18 @@ class Group:
                 self._sent.add(signum)
                 self.signal(signum)
             self.signal(SIGCONT)
-            try:
-                async with asyncio.timeout(grace):
-                    await self._all_ended.wait()
-            except TimeoutError:
-                pass
+            await self._wait_ended(grace)
         self.signal(SIGKILL)
-        try:
-            async with asyncio.timeout(UNKILLABLE):
-                await self._all_ended.wait()
-        except TimeoutError:
+        if not await self._wait_ended(KILL_TIMEOUT_S):
             raise StartError(
-                f"workers must be gone before others take their place: {sorted(self._live)} are there "
-                f"{UNKILLABLE:g} s after SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this machine."
-            ) from None
-        patience = began + grace - time.monotonic() if succeeded else 0.0
-        await self._children.end_trees(self._pids, patience)
+                f"workers must have ended before others replace them: {sorted(self._live)} still exist "
+                f"{KILL_TIMEOUT_S:g} s after SIGKILL; they hang in the kernel (see /proc/PID/stack): restart this "
+                "machine."
+            )
+        await self._children.end_trees(self._pids, began + grace - time.monotonic() if succeeded else 0.0)
+
+    async def _wait_ended(self, timeout: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._all_ended.wait()
+        return self._all_ended.is_set()

@@ -1,18 +1,16 @@
-"""The agent's children: who they are, how their end is learnt, and how the orphans of their children are put to rest.
+"""The agent's children: who owns each, how the agent learns that one has ended, and how orphans are ended.
 
 Rules
-1.  A pid is claimed by whoever started it, and only its owner reaps it.  The registry is the module's, since children
-    belong to the process and not to any object in it.
-2.  A child's end is its pidfd becoming readable.  Nothing polls.
-3.  The agent is a subreaper: every orphan below a worker becomes the agent's child.  Such an adopted child is known by
-    its session, which is never the agent's own; a plain subprocess of the agent's, in the agent's session, is left
-    alone.
-4.  A newborn worker, named NEWBORN until its starter has claimed it, is nobody's orphan while births are expected.
-5.  Within a program that launches, an unknown child may be the program's own, or another launch's: there, only what is
-    in the workers' sessions or below them is ended.  Dead orphans are buried where they are sure to be orphans: a child
-    that was started here is in our session, or leads its own.
+1.  The code that starts a child claims its pid, and only the owner reaps it.
+2.  A pidfd reports the end of a child.  Nothing polls.
+3.  The agent is a subreaper: every orphan below a worker becomes the agent's child.  Such an adopted child has another
+    session than the agent.  An unclaimed child in the agent's own session is a plain subprocess and is left alone.
+4.  A pending worker (named PENDING until it is claimed) is no orphan while a start is in progress.
+5.  Inside a program that launches, an unclaimed child may belong to the program or to another launch.  Only processes
+    in the workers' sessions, or below them, are ended.  Dead orphans are reaped if they cannot be such a child: a child
+    that this process started is in its session, leads its own, or is pending.
 
-asyncio is imported late: the spawner needs the registry before it needs a loop.
+asyncio is imported late: the spawner claims the zygote before there is an event loop.
 """
 
 from __future__ import annotations
@@ -25,94 +23,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from ripstop.model.errors import StartError
 from ripstop.system import linux
+from ripstop.workers.zygote.title import PENDING
 
 if TYPE_CHECKING:
-    pass
+    import asyncio
 
 log = logging.getLogger("ripstop.workers")
 
-UNKILLABLE = 60.0  # seconds after SIGKILL until a process is given up: it hangs in the kernel
-
-_claimed: set[int] = set()
-_endings: dict[int, Callable[[], int]] = {}
-_expected = 0
-_guests = 0
-_was_subreaper = False  # before the first of the guests
-_counting = threading.Lock()  # launches of one program may overlap, each in a thread of its own
+KILL_TIMEOUT_S = 60.0  # a process that is still there so long after SIGKILL hangs in the kernel
+_PENDING_NAME = PENDING.decode()
 
 
-def claim(pid: int, ending: Callable[[], int] | None = None) -> None:
-    """This child has an owner, who will reap it.
-
-    `ending` is for a process that is another's child: it waits for the end and gives a return code as subprocess does.
-    """
-    _claimed.add(pid)
-    if ending is not None:
-        _endings[pid] = ending
-
-
-def cannot_start(who: str, error: OSError) -> StartError:
-    """Why there is no process for this."""
+def cannot_start(purpose: str, error: OSError) -> StartError:
+    """The error for a process that could not be started."""
     scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
-    remedy = "raise `ulimit -u`, or the container's limits" if scarce else "see that it is there and executable"
+    remedy = "raise `ulimit -u`, or the container's limits" if scarce else "check that it exists and is executable"
     return StartError(
-        f"for {who} a Python interpreter is needed, and {sys.executable} does not start: {error.strerror}; {remedy}."
+        f"{purpose}: a Python interpreter is needed, and {sys.executable} does not start: {error.strerror}; {remedy}."
     )
-
-
-@contextmanager
-def births_expected() -> Iterator[None]:
-    """Newborns seen meanwhile will be claimed, or are left over if not by the end of it."""
-    global _expected
-    with _counting:
-        _expected += 1
-    try:
-        yield
-    finally:
-        with _counting:
-            _expected -= 1
-
-
-@contextmanager
-def within_a_program() -> Iterator[None]:
-    """For an agent in a process that is not its own (rule 5); the last one to leave no longer adopts orphans."""
-    global _guests, _was_subreaper
-    with _counting:
-        if _guests == 0:
-            _was_subreaper = linux.is_subreaper()
-        _guests += 1
-    try:
-        yield
-    finally:
-        with _counting:
-            _guests -= 1
-            if _guests == 0 and not _was_subreaper:
-                linux.stop_being_subreaper()
-
-
-def reap(pid: int) -> tuple[int | None, int | None, int]:
-    """Waits for a child of ours that has ended, or is about to: (exit code, signal, peak memory in bytes)."""
-    if ending := _endings.pop(pid, None):
-        _claimed.discard(pid)
-        returncode = ending()
-        return (returncode, None, 0) if returncode >= 0 else (None, -returncode, 0)
-    try:
-        _, status, usage = os.wait4(pid, 0)
-    except ChildProcessError:  # reaped behind our back, so how it ended cannot be known
-        return 255, None, 0
-    finally:
-        _claimed.discard(pid)
-    memory = usage.ru_maxrss * 1024
-    if os.WIFSIGNALED(status):
-        return None, os.WTERMSIG(status), memory
-    return os.WEXITSTATUS(status), None, memory
 
 
 class ProcessExit(Struct, frozen=True):
@@ -126,129 +61,206 @@ class ProcessExit(Struct, frozen=True):
 
     @property
     def returncode(self) -> int:
-        """As subprocess has it: a signal's number is negative."""
+        """As in subprocess: the number of a signal is negative."""
         return -(self.signal or 0) if self.exitcode is None else self.exitcode
 
 
 class Children:
-    """Watches the agent's children.  One per agent, made while its event loop runs."""
+    """The children of one agent.  `open` it in the agent's event loop; until then it only claims and reaps.
 
-    def __init__(self) -> None:
-        import asyncio
+    `in_program` is for an agent in a process that is not its own (rule 5).
+    """
 
-        linux.become_subreaper()
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, *, in_program: bool = False) -> None:
+        self._in_program = in_program
+        self._claimed: set[int] = set()
+        self._waiters: dict[int, Callable[[], int]] = {}
+        self._starts = 0  # starts in progress
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pidfds: dict[int, int] = {}
         self._session = os.getsid(0)
-        self._spared: set[int] = set()  # that cannot be ended
+        self._unkillable: set[int] = set()
+        self._handles_sigchld = False
+
+    # ownership ------------------------------------------------------------------------------------------------------
+
+    def claim(self, pid: int, wait: Callable[[], int] | None = None) -> None:
+        """Record that this child has an owner, who will reap it.
+
+        For a process that is not this process's child, `wait` waits for its end and returns subprocess's return code.
+        """
+        self._claimed.add(pid)
+        if wait is not None:
+            self._waiters[pid] = wait
+
+    def reap(self, pid: int) -> tuple[int | None, int | None, int]:
+        """Wait for a claimed child to end: (exit code, signal, peak memory in bytes)."""
+        if wait := self._waiters.pop(pid, None):
+            self._claimed.discard(pid)
+            returncode = wait()
+            return (returncode, None, 0) if returncode >= 0 else (None, -returncode, 0)
+        try:
+            _, status, usage = os.wait4(pid, 0)
+        except ChildProcessError:  # other code has reaped it, so its exit code is unknown
+            return 255, None, 0
+        finally:
+            self._claimed.discard(pid)
+        memory = usage.ru_maxrss * 1024
+        if os.WIFSIGNALED(status):
+            return None, os.WTERMSIG(status), memory
+        return os.WEXITSTATUS(status), None, memory
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """Kill and reap these claimed children."""
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            self.reap(pid)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Pending workers seen meanwhile are going to be claimed (rule 4)."""
+        self._starts += 1
+        try:
+            yield
+        finally:
+            self._starts -= 1
+
+    # the event loop -------------------------------------------------------------------------------------------------
+
+    def open(self) -> Children:
+        """Begin to adopt orphans and to watch children, in the running event loop."""
+        import asyncio
+
+        if self._in_program:
+            linux.hold_subreaper()
+        else:
+            linux.become_subreaper()
+        self._loop = asyncio.get_running_loop()
         self._handles_sigchld = threading.current_thread() is threading.main_thread()
         if self._handles_sigchld:
             self._loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
+        return self
+
+    def close(self) -> None:
+        """Stop watching; the children live on.  May be called again."""
+        if self._loop is None:
+            return
+        for pid in list(self._pidfds):
+            self._unwatch(pid)
+        if self._handles_sigchld:
+            self._loop.remove_signal_handler(signal.SIGCHLD)
+        self._loop = None
+        if self._in_program:
+            linux.release_subreaper()
 
     def watch(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
-        """Calls `on_end` once, when this claimed child has ended and was reaped."""
-        claim(pid)
+        """Claim this child; call `on_end` once, when it has ended and was reaped."""
+        assert self._loop is not None, "open comes first"
+        self.claim(pid)
         try:
             pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # another's child, reaped already
-            self._loop.call_soon(self._tell, pid, on_end)
+        except ProcessLookupError:  # another process's child, already reaped
+            self._loop.call_soon(self._report_end, pid, on_end)
             return
         self._pidfds[pid] = pidfd
         self._loop.add_reader(pidfd, self._ended, pid, on_end)
 
     def _ended(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
-        self._forget(pid)
-        self._tell(pid, on_end)
+        self._unwatch(pid)
+        self._report_end(pid, on_end)
 
-    def _tell(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
+    def _report_end(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
         at = time.time()
-        exitcode, signum, memory = reap(pid)
+        exitcode, signum, memory = self.reap(pid)
         on_end(ProcessExit(pid, exitcode, signum, at, memory))
 
-    def _forget(self, pid: int) -> None:
+    def _unwatch(self, pid: int) -> None:
+        assert self._loop is not None
         pidfd = self._pidfds.pop(pid)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 
+    # orphans --------------------------------------------------------------------------------------------------------
+
     async def end_trees(self, sessions: Iterable[int], grace: float) -> None:
-        """Ends every process of these sessions and every adopted child with all below it; returns when none is left.
+        """End every process of these sessions, and every adopted child with its descendants; return when none is left.
 
-        Within a program, adopted children are spared (rule 5).
-
-        With a `grace` they get SIGTERM first and that many seconds; without, SIGKILL at once.
+        Inside a program, adopted children are left alone (rule 5).  With a `grace`, processes get SIGTERM and that
+        many seconds first; without, SIGKILL at once.
         """
         wanted = frozenset(sessions)
-        if grace > 0 and await self._end(wanted, signal.SIGTERM, grace):
+        if grace > 0 and await self._signal_leftovers(wanted, signal.SIGTERM, grace):
             return
-        while not await self._end(wanted, signal.SIGKILL, UNKILLABLE):
+        while not await self._signal_leftovers(wanted, signal.SIGKILL, KILL_TIMEOUT_S):
             pass
 
-    async def _end(self, sessions: frozenset[int], signum: signal.Signals, patience: float | None) -> bool:
-        """One pass: signals what is there, waits for it.  True when there was nothing."""
+    async def _signal_leftovers(self, sessions: frozenset[int], signum: signal.Signals, timeout: float) -> bool:
+        """Signal all leftovers and wait for their end.  True if there were none."""
         import asyncio
 
-        victims = self._leftovers(sessions)
-        pidfds = {pid: pidfd for pid in victims if (pidfd := _open(pid)) is not None}
+        leftovers = self._leftovers(sessions)
+        pidfds = {pid: pidfd for pid in leftovers if (pidfd := _open_pidfd(pid)) is not None}
         try:
             for pid, pidfd in pidfds.items():
                 if not _send(pidfd, signum):
-                    self._spare(pid, "it runs as another user")
-            async with asyncio.timeout(patience):
+                    self._give_up(pid, "it runs as another user")
+            async with asyncio.timeout(timeout):
                 for pid, pidfd in pidfds.items():
-                    if pid not in self._spared:
+                    if pid not in self._unkillable:
                         await self._readable(pidfd)
         except TimeoutError:
             if signum == signal.SIGKILL:
                 for pid in set(self._leftovers(sessions)) & pidfds.keys():
-                    self._spare(pid, f"it is there {patience:g} s after SIGKILL")
+                    self._give_up(pid, f"it is still there {timeout:g} s after SIGKILL")
         finally:
             for pidfd in pidfds.values():
                 os.close(pidfd)
         self._reap_adopted()
-        return not victims
+        return not leftovers
 
-    def _spare(self, pid: int, why: str) -> None:
-        """Nothing more can be done about this process; the job goes on all the same."""
-        self._spared.add(pid)
+    def _give_up(self, pid: int, why: str) -> None:
+        self._unkillable.add(pid)
         log.warning("pid=%d cannot be ended: %s", pid, why)
 
     def _leftovers(self, sessions: frozenset[int]) -> list[int]:
-        """What lives in these sessions, or is adopted, or descends from an adopted child."""
+        """The processes in these sessions, adopted children, and descendants of both."""
         alive = {process.pid: process for process in linux.processes() if not process.dead}
-        sessions -= alive.keys()  # their leaders are gone: who has the number now is a stranger
-        adopted = {process.pid for process in alive.values() if not _guests and self._is_adopted(process)}
+        sessions -= alive.keys()  # their leaders have ended: a process with such a pid now is unrelated
+        adopted = {process.pid for process in alive.values() if not self._in_program and self._is_adopted(process)}
         found: set[int] = set()
         for process in alive.values():
             line: list[int] = []
-            above: linux.Process | None = process
-            while above is not None and above.pid not in found:
-                line.append(above.pid)
-                if above.session in sessions or above.pid in adopted:
+            ancestor: linux.Process | None = process
+            while ancestor is not None and ancestor.pid not in found:
+                line.append(ancestor.pid)
+                if ancestor.session in sessions or ancestor.pid in adopted:
                     found.update(line)
                     break
-                above = alive.get(above.parent)
+                ancestor = alive.get(ancestor.parent)
             else:
-                if above is not None:
+                if ancestor is not None:
                     found.update(line)
-        return sorted(found - self._spared)
+        return sorted(found - self._unkillable)
 
     def _is_adopted(self, process: linux.Process) -> bool:
         return (
             process.parent == os.getpid()
-            and process.pid not in _claimed
+            and process.pid not in self._claimed
             and process.session != self._session
-            and not (_guests and process.session == process.pid)
-            and not (_expected and process.name == linux.NEWBORN)
+            and not (self._in_program and process.session == process.pid)
+            and not ((self._starts or self._in_program) and process.name == _PENDING_NAME)
         )
 
     def _reap_adopted(self) -> None:
         for process in linux.children():
             if process.dead and self._is_adopted(process):
-                os.waitpid(process.pid, os.WNOHANG)
+                with suppress(ChildProcessError):  # another launch of this program has reaped it
+                    os.waitpid(process.pid, os.WNOHANG)
 
     async def _readable(self, fd: int) -> None:
         from ripstop.system.blocking_calls import settle
 
+        assert self._loop is not None
         ended = self._loop.create_future()
         self._loop.add_reader(fd, settle, ended, None)
         try:
@@ -256,16 +268,9 @@ class Children:
         finally:
             self._loop.remove_reader(fd)
 
-    def close(self) -> None:
-        """Stops watching; the children live on."""
-        for pid in list(self._pidfds):
-            self._forget(pid)
-        if self._handles_sigchld:
-            self._loop.remove_signal_handler(signal.SIGCHLD)
 
-
-def _open(pid: int) -> int | None:
-    """None if it is gone; its number may be that of a thread by now, which kernels refuse in words of their own."""
+def _open_pidfd(pid: int) -> int | None:
+    """None if the process has ended.  The number may be a thread's by now, for which kernels return other errors."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -275,11 +280,11 @@ def _open(pid: int) -> int | None:
 
 
 def _send(pidfd: int, signum: signal.Signals) -> bool:
-    """Whether it may be signalled."""
+    """False if this user must not signal the process."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
         if signum != signal.SIGKILL:
-            signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped process takes no signal until it goes on
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped process takes no other signal
     except ProcessLookupError:
         pass
     except PermissionError:

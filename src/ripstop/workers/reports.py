@@ -1,12 +1,15 @@
-"""The agent's socket: workers say here that they make progress (`ripstop.train`).
+"""The agent's socket for progress reports of its workers (`ripstop.train`).
 
-One datagram socket an agent, in a directory of this user's alone; a datagram is a small JSON object.  Rules: (1) the
-kernel says which process has sent it; what a process says of itself is not asked, so a worker of an earlier round,
-or a stranger, is nobody's worker; (2) a worker is never made to wait: what nobody has read yet fills a short queue,
-and the rest is dropped by the sender; (3) a flood costs a bounded share of the agent's time; (4) what makes no sense is
-passed over; (5) a job without this socket is a job without reports, and no less; (6) what an agent of this machine that
-was killed has left is removed by the next one; (7) a socket whose name is gone, as those of a user who has logged out,
-is made anew under the same name: workers know no other.
+Each agent has one datagram socket, in a private directory.  A datagram is a small JSON object.  Rules
+1.  The sender is identified by the pid that the kernel attaches, so a worker of an earlier round, or an unrelated
+    process, cannot report for a worker.
+2.  A worker never waits: unread datagrams fill a short queue, and the sender drops the rest.
+3.  A flood uses a limited share of the agent's time.
+4.  Invalid datagrams are ignored.
+5.  If there is no socket, the job runs without reports.
+6.  An agent removes the sockets of killed agents of this machine.
+7.  A socket whose file was removed, as at the user's logout, is created again under the same path, the only one that
+    the workers have.
 """
 
 import asyncio
@@ -28,23 +31,23 @@ from ripstop.system.run_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
 
-LARGEST = 4096  # bytes of a datagram
-LONGEST_PATH = 107  # bytes of a Unix socket's name, in Linux
-BURST = 64  # datagrams read in a row
-PAUSE = 0.05  # seconds for everybody else, after as many
+MAX_DATAGRAM_BYTES = 4096
+MAX_SOCKET_PATH_BYTES = 107  # in Linux
+MAX_BURST = 64  # datagrams read in a row
+BURST_PAUSE_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_STEP = 2**62
 
 
 class WorkerHeartbeat(Struct, frozen=True):
-    """A worker makes progress; it has said so `count` times by now, and not every time to us."""
+    """A worker makes progress.  `count` includes the heartbeats that it did not send."""
 
     step: int | None
     count: int
 
 
 class CheckpointReport(Struct, frozen=True):
-    """A worker's state up to this step is safe."""
+    """A worker has saved its state up to this step."""
 
     step: int
     path: str
@@ -54,21 +57,21 @@ JobReport = WorkerHeartbeat | CheckpointReport
 
 
 class Reports:
-    """The socket, for as long as the agent lives; `on_report` is called in the event loop with the sender's pid."""
+    """The socket, while the agent runs; `on_report` is called in the event loop with the sender's pid."""
 
     def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, JobReport], None]) -> None:
         self._on_report = on_report
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._held: HeldDirectory | None = None
-        self.path = ""  # where workers find it; empty: there is none
-        self._name: tuple[int, int] | None = None  # what is there
-        self._said = False
+        self.path = ""  # empty: there is no socket
+        self._identity: tuple[int, int] | None = None  # of the file at the path
+        self._has_warned = False
         self._recorder_sockets: tuple[str, ...] = ()
         why = ""
-        for where in (environ, {}):  # TMPDIR may be longer than a socket's name can be
+        for where in (environ, {}):  # TMPDIR may be too long for a socket's path
             try:
-                self._open_in(where, f"{os.getpid():x}-{_machine()}-{os.urandom(3).hex()}")
+                self._open_in(where, f"{os.getpid():x}-{_machine_id()}-{os.urandom(3).hex()}")
                 return
             except (OSError, UsageError) as error:
                 why = why or str(error)
@@ -79,10 +82,10 @@ class Reports:
         try:
             self._open(held.path / name)
         except OSError:
-            held.leave()
+            held.release()
             raise
         self._held, self._where = held, where
-        remove_dead(held.path)
+        remove_stale(held.path)
 
     def _open(self, path: Path) -> None:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -92,31 +95,37 @@ class Reports:
         except OSError:
             opened.close()
             raise
-        self._socket, self.path, self._name = opened, str(path), _number(path)
+        self._socket, self.path, self._identity = opened, str(path), _file_identity(path)
         self._loop.add_reader(opened, self._read)
 
-    def audible(self) -> bool:
-        """Whether workers have found the socket until now; if they have not, it is made anew (rule 7)."""
-        if self._name is None:
+    def ensure_socket(self) -> bool:
+        """True if workers could use the socket until now; otherwise create it again (rule 7)."""
+        if self._identity is None:
             return False  # there never was one
-        if self._socket is not None and _number(Path(self.path)) == self._name:
+        if self._is_in_place():
             return True
         path = Path(self.path)
-        self._let_go()
+        self._release()
         try:
             self._open_in(self._where, path.name)
-            log.warning("%s was removed, and is made anew: workers could not report progress", path)
+            log.warning("%s was removed and is created again: workers could not report progress", path)
         except (OSError, UsageError) as error:
-            if not self._said:
-                log.warning("%s was removed: workers cannot report progress, and are not missed: %s", path, error)
-            self._said = True
+            if not self._has_warned:
+                log.warning(
+                    "%s was removed: workers cannot report progress; hang detection ignores it: %s", path, error
+                )
+            self._has_warned = True
         return False
+
+    def _is_in_place(self) -> bool:
+        return self._socket is not None and _file_identity(Path(self.path)) == self._identity
 
     def _read(self) -> None:
         assert self._socket is not None
-        for _ in range(BURST):
+        ancillary_bytes = socket.CMSG_SPACE(_CREDENTIALS.size)
+        for _ in range(MAX_BURST):
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(LARGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, ancillary, _, _ = self._socket.recvmsg(MAX_DATAGRAM_BYTES + 1, ancillary_bytes)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -128,16 +137,16 @@ class Reports:
                 if report and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                     self._on_report(_CREDENTIALS.unpack(value[: _CREDENTIALS.size])[0], report)
         self._loop.remove_reader(self._socket)  # rule 3
-        self._loop.call_later(PAUSE, self._resume)
+        self._loop.call_later(BURST_PAUSE_S, self._resume)
 
     def _resume(self) -> None:
         if self._socket is not None:
             self._loop.add_reader(self._socket, self._read)
 
     def renew_recorder_sockets(self, round: int, workers: int) -> tuple[str, ...]:
-        """Where the workers of this round may listen in turn (`flight.py`); those of the last one are removed."""
+        """Paths at which this round's workers serve their flight recorders; the last round's sockets are removed."""
         self._remove_recorder_sockets()
-        if self.path and len(f"{self.path}-{round}-{workers}".encode()) <= LONGEST_PATH:
+        if self.path and len(f"{self.path}-{round}-{workers}".encode()) <= MAX_SOCKET_PATH_BYTES:
             self._recorder_sockets = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
         return self._recorder_sockets
 
@@ -148,36 +157,35 @@ class Reports:
         self._recorder_sockets = ()
 
     def close(self) -> None:
-        """Nobody is heard any more, and the name is gone."""
+        """Close and remove the socket."""
         self._remove_recorder_sockets()
-        if self._socket is not None and _number(Path(self.path)) == self._name:
+        if self._is_in_place():
             with suppress(OSError):
                 Path(self.path).unlink()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._socket = None
         if self._held is not None:
-            self._held.leave()
+            self._held.release()
             self._held = None
 
 
-def _number(path: Path) -> tuple[int, int] | None:
-    """What is there, by the numbers of file system and file."""
+def _file_identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def remove_dead(directory: Path) -> None:
-    """Sockets of agents of this machine whose process is gone, and to which nobody listens."""
+def remove_stale(directory: Path) -> None:
+    """Remove the sockets of this machine's agents whose process has ended and which refuse connections."""
     with suppress(OSError):
-        for path in directory.glob(f"*-{_machine()}-*"):
+        for path in directory.glob(f"*-{_machine_id()}-*"):
             with suppress(ValueError):
                 pid = int(path.name.split("-")[0], 16)
                 if not Path(f"/proc/{pid}").exists() and _refuses(path):
@@ -185,10 +193,10 @@ def remove_dead(directory: Path) -> None:
 
 
 def _refuses(path: Path) -> bool:
-    """A process that cannot be seen may live in another container."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+    """A socket that does not refuse has a process, perhaps in another container."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         try:
-            asking.connect(str(path))
+            client.connect(str(path))
         except ConnectionRefusedError:
             return True
         except OSError:
@@ -196,28 +204,28 @@ def _refuses(path: Path) -> bool:
     return False
 
 
-def _machine() -> str:
-    """Where machines share the directory, a socket is nobody's who is on another one."""
+def _machine_id() -> str:
+    """In the name of every socket, because machines may share the directory."""
     return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
 
 def read(data: bytes) -> JobReport | None:
-    """The report in a datagram; None when it is none."""
-    if len(data) > LARGEST:
+    """The report in a datagram; None if it is invalid."""
+    if len(data) > MAX_DATAGRAM_BYTES:
         return None
     try:
-        said: Any = json.loads(data)
+        value: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    match said:
-        case {"beat": int(count), "step": None} if _fits(count):
+    match value:
+        case {"beat": int(count), "step": None} if _is_valid(count):
             return WorkerHeartbeat(None, count)
-        case {"beat": int(count), "step": int(step)} if _fits(count) and _fits(step):
+        case {"beat": int(count), "step": int(step)} if _is_valid(count) and _is_valid(step):
             return WorkerHeartbeat(step, count)
-        case {"saved": int(step), "path": str(path)} if _fits(step):
+        case {"saved": int(step), "path": str(path)} if _is_valid(step):
             return CheckpointReport(step, path)
     return None
 
 
-def _fits(number: int) -> bool:
+def _is_valid(number: int) -> bool:
     return not isinstance(number, bool) and 0 <= number < MAX_STEP

@@ -1,9 +1,9 @@
-"""The agent's side of the zygote: starts it, learns what it could preload, has it fork workers, replaces it.
+"""The agent's side of the zygote: start it, receive the preload result, request workers, replace it when it dies.
 
-All workers are born here, whichever way they start.  `zygote.py` has the other side and the rules of a birth.
+All workers start here, whatever the start method.  `zygote/process.py` is the other side and has the rules.
 
-A job waits for its zygote first of all, so this module is quick to import: asyncio is loaded late, by the methods that
-need it, when the zygote is already on its way.
+A job waits for its zygote first, so this module is quick to import: asyncio is imported late, while the zygote already
+starts.
 """
 
 # Pathlib costs more than this module.
@@ -24,26 +24,27 @@ from msgspec import Struct
 
 from ripstop.model.config import Binding, Entrypoint, Executable, Function, Module, Script, StartMethod
 from ripstop.model.errors import StartError
-from ripstop.workers import processes
+from ripstop.workers.processes import Children, cannot_start
+from ripstop.workers.zygote import channel
 
 if TYPE_CHECKING:
     import asyncio
     from pathlib import Path
 
-_HOME = os.path.dirname(os.path.abspath(__file__))
-_HOOK = os.path.join(_HOME, "zygote", "hook")
-_CALL = os.path.join(_HOME, "zygote", "call_function.py")
-_CHANNEL = "RIPSTOP_ZYGOTE"
-_ROOM, _ROOM_SIZE = "RIPSTOP_ROOM", 2048  # bytes that workers have for variables of their own: `zygote.py` shows them
-_PATIENCE = 60.0  # seconds for a warm zygote to fork: a deadline for a machine in trouble, not a pace
+_ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote")
+_HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
+_CALL_FUNCTION = os.path.join(_ZYGOTE_DIRECTORY, "call_function.py")
+_PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
+_FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-class Warm(Struct, frozen=True):
-    """What the zygote is: how it will start workers, what it has imported, why not as asked (or empty)."""
+class PreloadResult(Struct, frozen=True):
+    """How workers will start, what the zygote has imported, and why not as requested ("": as requested)."""
 
     start: StartMethod
     preloaded: tuple[str, ...]
-    why: str
+    fallback_reason: str
     seconds: float
 
 
@@ -56,117 +57,125 @@ class ServeStore(Struct, frozen=True):
 
 
 class ProcessSpec(Struct, frozen=True):
-    """One process to start: its complete environment, what it runs, files for its output (None: the agent's), where it
-    is to run (None: anywhere), where a forked one writes its stacks at which signal (None: nowhere), and the socket at
-    which one with torch tells its collectives ("": nowhere)."""
+    """One process to start."""
 
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # complete
     entry: Entrypoint | ServeStore
-    stdout: Path | None = None
+    stdout: Path | None = None  # None: the agent's
     stderr: Path | None = None
     binding: Binding | None = None
-    stacks: tuple[int, Path] | None = None
-    recorder: str = ""
+    stacks: tuple[int, Path] | None = None  # a forked worker writes its stacks to this file at this signal
+    recorder: str = ""  # a forked worker with torch serves its flight recorders on this socket
 
 
 class Starter(Protocol):
-    """Whoever starts workers: the agent needs no more of it than this."""
+    """Starts workers for the agent."""
 
-    async def warm(self) -> Warm:
-        """Waits until workers can be born."""
+    @property
+    def children(self) -> Children:
+        """Where started processes are claimed."""
 
-    async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
-        """Starts these processes, each to lead a session of its own; their pids come in order, claimed."""
+    async def wait_ready(self) -> PreloadResult:
+        """Wait until workers can be started."""
+
+    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Start these processes, each as the leader of its own session; return their pids in order, claimed."""
 
     def close(self) -> None:
-        """Ends what was kept for the sake of starting."""
+        """End the processes that were kept only to start others."""
 
 
 class Spawner:
-    """A zygote and its succession.
+    """Starts workers through a zygote, and replaces the zygote when it dies.
 
-    Made before there is an event loop: the zygote warms up while the agent is still putting itself together.  `env` is
-    the workers' environment without what differs between ranks; libraries read it when they are imported.
+    Made before there is an event loop: the zygote preloads while the rest of the agent starts.  `env` is the workers'
+    environment without the variables that differ between ranks; libraries read it when they are imported.
     """
 
     def __init__(
-        self, entry: Entrypoint, env: Mapping[str, str], start: StartMethod, preload: tuple[str, ...] | None = None
+        self,
+        children: Children,
+        entry: Entrypoint,
+        env: Mapping[str, str],
+        start: StartMethod,
+        preload: tuple[str, ...] | None = None,
     ) -> None:
+        self.children = children
         self._entry = entry
         self._env = env
         self._preload = preload
-        self._why = "" if start is StartMethod.EXEC else _why_not_fork(env)
-        self._start = StartMethod.EXEC if self._why else start
+        self._fallback_reason = "" if start is StartMethod.EXEC else _why_not_fork(env)
+        self._start = StartMethod.EXEC if self._fallback_reason else start
         self._lock: asyncio.Lock | None = None
-        self._warm: Warm | None = None
+        self._ready: PreloadResult | None = None
         self._pid = 0
-        self._death = ""  # how the last zygote ended
-        self._warming: asyncio.Task[Warm] | None = None
+        self._last_death = ""
+        self._preparing: asyncio.Task[PreloadResult] | None = None
         self._launch()
 
-    async def warm(self) -> Warm:
-        """Waits until workers can be born.  Who gives up waiting disturbs nobody."""
+    async def wait_ready(self) -> PreloadResult:
+        """Wait until workers can be started.  A caller may be cancelled without effect on the others."""
         import asyncio
 
-        if self._warming is None or self._warming.done():
-            self._warming = asyncio.ensure_future(self._warm_up())
-        return await asyncio.shield(self._warming)
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.ensure_future(self._prepare())
+        return await asyncio.shield(self._preparing)
 
-    async def _warm_up(self) -> Warm:
-        async with self._exchange():
-            return await self._warmed()
+    async def _prepare(self) -> PreloadResult:
+        async with self._exclusive():
+            return await self._receive_result()
 
-    def _exchange(self) -> asyncio.Lock:
-        """One conversation with the zygote at a time."""
+    def _exclusive(self) -> asyncio.Lock:
+        """One exchange with the zygote at a time."""
         if self._lock is None:
             import asyncio
 
             self._lock = asyncio.Lock()
         return self._lock
 
-    async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
-        """Starts these processes; they are this process's children, claimed, and their pids come in order.
+    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Start these processes; they are this process's children, claimed, and their pids come in order.
 
-        May be cancelled until the zygote is warm; from then on the births happen, and cancelling waits for them.
+        May be cancelled until the zygote is ready.  From then on the processes start, and a cancelled call ends them
+        before it raises.
         """
         for _ in range(2):
-            await self.warm()
-            if (pids := await self._uninterrupted(births)) is not None:
+            await self.wait_ready()
+            if (pids := await self._spawn_uninterrupted(specs)) is not None:
                 return pids
-        raise StartError(f"no worker can be started: the zygote {self._death} twice; see the kernel's log.")
+        raise StartError(f"no worker can be started: the zygote {self._last_death} twice; see the kernel's log.")
 
-    async def _uninterrupted(self, births: Sequence[ProcessSpec]) -> list[int] | None:
-        """A birth that was begun is finished, also for a caller who no longer wants it."""
+    async def _spawn_uninterrupted(self, specs: Sequence[ProcessSpec]) -> list[int] | None:
         import asyncio
 
-        task = asyncio.ensure_future(self._spawn(births))
+        task = asyncio.ensure_future(self._spawn(specs))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             while not task.done():
-                with suppress(asyncio.CancelledError):  # who is impatient cancels twice; it still takes this long
+                with suppress(asyncio.CancelledError):  # a second cancellation does not make it faster
                     await asyncio.wait([task])
             if not task.cancelled() and task.exception() is None:
-                _kill(task.result() or [])
+                self.children.kill(task.result() or [])
             raise
 
     def close(self) -> None:
-        """Ends the zygote.  Workers live on, but what they leave behind is no longer buried if the agent is killed."""
+        """End the zygote.  Workers live on, but if the agent is killed, their subprocesses are not ended any more."""
         if self._pid:
             self._socket.close()
             os.kill(self._pid, signal.SIGKILL)
             self._reap()
 
-    # the zygote's life ----------------------------------------------------------------------------------------------
+    # the zygote's process -------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        """Starts a zygote, without waiting for it."""
+        """Start a zygote, without waiting for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             env = dict(self._env)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, env.get("PYTHONPATH")]))
-            env[_CHANNEL] = str(theirs.fileno())
-            env[_ROOM] = "-" * _ROOM_SIZE
+            env[channel.CHANNEL_FD_VARIABLE] = str(theirs.fileno())
+            env[channel.PADDING_VARIABLE] = "-" * _PADDING_BYTES
             os.set_inheritable(theirs.fileno(), True)
             try:
                 self._pid = os.posix_spawn(
@@ -174,88 +183,86 @@ class Spawner:
                 )
             except OSError as error:
                 ours.close()
-                raise processes.cannot_start("workers", error) from error
-        processes.claim(self._pid)
+                raise cannot_start("workers", error) from error
+        self.children.claim(self._pid)
         self._socket = ours
-        self._warm = None
-        orders = {
+        self._ready = None
+        settings = {
             "agent": os.getpid(),
             "forks": self._start is StartMethod.ZYGOTE,
             "preload": self._preload,
-            "entry": _kind(self._entry),
+            "entry": _entry_key(self._entry),
         }
-        ours.sendall(_frame(orders))
+        ours.sendall(channel.encode(settings))
         ours.setblocking(False)
 
     def _argv(self) -> list[str]:
-        """The command line of the zygote is the workers' own: that is how they come to run the script."""
+        """The zygote's command line is the workers' own, so that Python runs the script in them."""
         if self._start is StartMethod.EXEC or isinstance(self._entry, Executable):
             return [sys.executable, "-u", "-c", "pass"]
         return command_line(self._entry)
 
-    async def _warmed(self) -> Warm:
+    async def _receive_result(self) -> PreloadResult:
         if not self._pid:
             self._launch()
-        while self._warm is None:
-            message = await self._receive()
-            match message:
+        while self._ready is None:
+            match await self._receive():
                 case None:
-                    self._replace(f"the zygote {self._reap()} while it was preloading")
+                    self._fall_back(f"the zygote {self._reap()} while it was preloading")
                 case {"unfit": str(why)}:
                     self._reap()
-                    self._replace(why)
+                    self._fall_back(why)
                 case {"preloaded": preloaded, "seconds": seconds}:
-                    self._warm = Warm(self._start, preloaded, self._why, seconds)
-        return self._warm
+                    self._ready = PreloadResult(self._start, preloaded, self._fallback_reason, seconds)
+        return self._ready
 
-    def _replace(self, why: str) -> None:
-        """After a failed preload: workers are started the plain way."""
+    def _fall_back(self, why: str) -> None:
+        """After a failed preload: execute workers instead of forking them."""
         self._socket.close()
         if self._start is StartMethod.EXEC:
-            raise StartError(f"no worker can be started: {why}; see that `{sys.executable} -c pass` works.")
+            raise StartError(f"no worker can be started: {why}; check that `{sys.executable} -c pass` works.")
         self._start = StartMethod.EXEC
-        self._why = why
+        self._fallback_reason = why
         self._launch()
 
     def _reap(self) -> str:
-        """Waits for the zygote's end; how it ended, in words."""
-        exitcode, signum, _ = processes.reap(self._pid)
-        self._pid, self._warm = 0, None
+        """Wait for the zygote's end; return how it ended, as a text."""
+        exitcode, signum, _ = self.children.reap(self._pid)
+        self._pid, self._ready = 0, None
         return f"exited with code {exitcode}" if signum is None else f"died of {signal.Signals(signum).name}"
 
-    # births ---------------------------------------------------------------------------------------------------------
+    # starting processes ---------------------------------------------------------------------------------------------
 
-    async def _spawn(self, births: Sequence[ProcessSpec]) -> list[int] | None:
-        """None if the zygote has died since it was warm; nothing of this request came to life then."""
-        async with self._exchange():
-            if self._warm is None:
-                return None  # another request has seen it die
-            with processes.births_expected():
-                pids = await self._ask(births)
+    async def _spawn(self, specs: Sequence[ProcessSpec]) -> list[int] | None:
+        """None if the zygote has died since it was ready; then none of these processes runs."""
+        async with self._exclusive():
+            if self._ready is None:
+                return None  # another request has found it dead
+            with self.children.starting():
+                pids = await self._exchange(specs)
             if pids is None:
-                self._death = self._reap()
+                self._last_death = self._reap()
                 self._socket.close()
             return pids
 
-    async def _ask(self, births: Sequence[ProcessSpec]) -> list[int] | None:
-        """One exchange with the zygote; None if it is dead, and these births with it."""
+    async def _exchange(self, specs: Sequence[ProcessSpec]) -> list[int] | None:
+        """One exchange with the zygote; None if it is dead, and these processes with it."""
         import asyncio
 
-        fds = [birth.entry.fd for birth in births if isinstance(birth.entry, ServeStore)]
+        fds = [spec.entry.fd for spec in specs if isinstance(spec.entry, ServeStore)]
         pids: list[int] = []
         try:
-            async with asyncio.timeout(_PATIENCE):
-                await self._send([self._order(birth) for birth in births], fds)
-                answer = await self._receive()
-                match answer:
+            async with asyncio.timeout(_FORK_TIMEOUT_S):
+                await self._send([self._request(spec) for spec in specs], fds)
+                match await self._receive():
                     case None:
                         return None
                     case {"error": str(why)}:
-                        raise StartError(f"no worker can be started: {why}; see the limits on processes and files.")
-                    case {"pids": born}:
-                        pids = born
+                        raise StartError(f"no worker can be started: {why}; check the limits on processes and files.")
+                    case {"pids": forked}:
+                        pids = forked
                 for pid in pids:
-                    processes.claim(pid)
+                    self.children.claim(pid)
                 await self._send("go", ())
                 if await self._receive() is not None:
                     return pids
@@ -263,40 +270,41 @@ class Spawner:
             os.kill(self._pid, signal.SIGKILL)
         except (BrokenPipeError, ConnectionResetError):
             pass
-        _kill(pids)  # whether the zygote still passed the word to go cannot be known
+        self.children.kill(pids)  # it is unknown whether the zygote has let them go
         return None
 
-    def _order(self, birth: ProcessSpec) -> dict[str, Any]:
-        """This birth in the zygote's words."""
-        order: dict[str, Any] = {
-            "env": dict(birth.env),
-            "stdout": birth.stdout and os.fspath(birth.stdout),
-            "stderr": birth.stderr and os.fspath(birth.stderr),
-            "cpus": birth.binding and birth.binding.cpus,
-            "memory": _memory(birth.binding),
-            "stacks": birth.stacks and (int(birth.stacks[0]), os.fspath(birth.stacks[1])),
-            "recorder": birth.recorder,
+    def _request(self, spec: ProcessSpec) -> dict[str, Any]:
+        """This process as a message for the zygote."""
+        request: dict[str, Any] = {
+            "env": dict(spec.env),
+            "stdout": spec.stdout and os.fspath(spec.stdout),
+            "stderr": spec.stderr and os.fspath(spec.stderr),
+            "cpus": spec.binding and spec.binding.cpus,
+            "memory": _memory_policy(spec.binding),
+            "stacks": spec.stacks and (int(spec.stacks[0]), os.fspath(spec.stacks[1])),
+            "recorder": spec.recorder,
         }
-        match birth.entry:
+        key = _entry_key(self._entry)
+        match spec.entry:
             case ServeStore(host=host, port=port):
-                return order | {"what": "store", "host": host, "port": port}
-            case entry if self._start is StartMethod.ZYGOTE and _kind(entry) == _kind(self._entry) != ("command", ""):
-                return order | {"what": "run", "args": _args(entry), "given": len(_args(self._entry))}
+                return request | {"what": "store", "host": host, "port": port}
+            case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
+                return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
-                return order | {"what": "exec", "argv": command_line(entry)}
+                return request | {"what": "exec", "argv": command_line(entry)}
 
     async def _send(self, message: Any, fds: Sequence[int]) -> None:
         from asyncio import get_running_loop
 
-        frame = _frame(message)
-        if fds:  # they travel with the first bytes, for which an idle channel always has room
-            socket.send_fds(self._socket, [frame[:4]], fds)
-            frame = frame[4:]
+        frame = channel.encode(message)
+        if fds:  # sent with the length, for which an idle channel always has room
+            socket.send_fds(self._socket, [frame[: channel.LENGTH_BYTES]], fds)
+            frame = frame[channel.LENGTH_BYTES :]
         await get_running_loop().sock_sendall(self._socket, frame)
 
     async def _receive(self) -> Any:
-        """The zygote's next message; None if it is gone."""
-        head = await self._read(4)
+        """The zygote's next message; None if it has ended."""
+        head = await self._read(channel.LENGTH_BYTES)
         body = await self._read(int.from_bytes(head, "big")) if head else b""
         return marshal.loads(body) if body else None
 
@@ -315,24 +323,21 @@ class Spawner:
         return data
 
 
-_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-
-
 def command_line(entry: Entrypoint) -> list[str]:
-    """What runs this entrypoint the plain way."""
+    """The command that executes this entrypoint."""
     match entry:
         case Script(path=path, args=args):
             return [sys.executable, "-u", path, *args]
         case Module(name=name, args=args):
             return [sys.executable, "-u", "-m", name, *args]
         case Function():
-            return [sys.executable, "-u", _CALL, *_args(entry)]
+            return [sys.executable, "-u", _CALL_FUNCTION, *_args(entry)]
         case Executable(argv=argv):
             return list(argv)
 
 
-def _kind(entry: Entrypoint) -> tuple[str, str]:
-    """What two entrypoints must share to be run by one zygote; their arguments may differ."""
+def _entry_key(entry: Entrypoint) -> tuple[str, str]:
+    """One zygote can run all entrypoints with this key; their arguments may differ."""
     match entry:
         case Script(path=path):
             return "script", path
@@ -354,8 +359,8 @@ def _args(entry: Entrypoint) -> list[str]:
             return []
 
 
-def _memory(binding: Binding | None) -> tuple[int, int] | None:
-    """The system call and the NUMA node of a worker's memory policy, if it is to have one."""
+def _memory_policy(binding: Binding | None) -> tuple[int, int] | None:
+    """The system call and the NUMA node of a worker's memory policy, if it has one."""
     if binding is None or binding.memory is None:
         return None
     from ripstop.system.linux import memory_policy_call
@@ -364,29 +369,18 @@ def _memory(binding: Binding | None) -> tuple[int, int] | None:
     return None if call is None else (call, binding.memory)
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        processes.reap(pid)
-
-
-def _frame(message: Any) -> bytes:
-    data = marshal.dumps(message)
-    return len(data).to_bytes(4, "big") + data
-
-
 def _why_not_fork(env: Mapping[str, str]) -> str:
-    """A reason not to start a zygote that would run the script if our hook were not found first.
+    """Return why a zygote would not find our sitecustomize first, and so would run the script itself.
 
-    Only a directory that a .pth file puts before PYTHONPATH could hold another sitecustomize.  It would show in our own
-    sys.path, since it is the same interpreter.
+    Only a directory that a .pth file puts before PYTHONPATH can hold another one.  It is in our own sys.path too, since
+    the interpreter is the same.
     """
     library = os.path.dirname(os.__file__)
     given = env.get("PYTHONPATH", "").split(os.pathsep)
     for directory in sys.path[1:]:
         if directory == library:
             break
-        rival = os.path.join(directory, "sitecustomize.py")
-        if directory not in given and os.path.exists(rival):
-            return f"{rival} comes before ours"
+        other = os.path.join(directory, "sitecustomize.py")
+        if directory not in given and os.path.exists(other):
+            return f"{other} comes before ours"
     return ""

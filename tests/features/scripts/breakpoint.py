@@ -11,6 +11,6 @@ answer = 1
 dist.breakpoint(rank=0)
 total = torch.tensor([answer])
 dist.all_reduce(total)
-assert total.item() == 43, total  # rank 0's answer was set by hand
+assert total.item() == 43, total  # the debugger has set rank 0's answer
 dist.destroy_process_group()
 print("ok", flush=True)

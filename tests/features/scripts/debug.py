@@ -1,4 +1,4 @@
-"""TORCH_DISTRIBUTED_DEBUG=DETAIL finds ranks that disagree, and GLOO_SOCKET_IFNAME arrives."""
+"""TORCH_DISTRIBUTED_DEBUG=DETAIL detects ranks that disagree, and workers receive GLOO_SOCKET_IFNAME."""
 
 import os
 
@@ -20,4 +20,4 @@ except RuntimeError as error:
 else:
     raise AssertionError("two ranks called different collectives, and nobody said so")
 print("ok", flush=True)
-os._exit(0)  # a group that disagrees has no orderly end
+os._exit(0)  # a group that disagrees cannot be destroyed

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))  # makes the process group, too
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))  # also initialises the process group
 assert mesh["shard"].size() == 2
 assert mesh["shard"].get_local_rank() == dist.get_rank()
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""FSDP2: sharded parameters, and the same training as of the whole model in one process."""
+"""FSDP2: sharded parameters, with the same result as training the whole model in one process."""
 
 import os
 

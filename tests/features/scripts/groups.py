@@ -1,4 +1,4 @@
-"""Point-to-point batches, groups and subgroups, and a barrier that says who is missing."""
+"""Point-to-point batches, groups and subgroups, and a barrier that reports the missing rank."""
 
 import os
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Process groups by `tcp://` at the launcher's store, by `tcp://` at one of our own, and by `file://`."""
+"""Process groups by `tcp://` at the launcher's store, by `tcp://` at the script's own, and by `file://`."""
 
 import os
 
@@ -21,7 +21,7 @@ def meet(method: str) -> None:
 meet(f"tcp://{address}:{port}")
 meet(f"file://{os.environ['SCRATCH']}/meeting")
 
-# The launcher says that it hosts the store; a script that wants to host one itself says that it does not.
+# The variable tells torch that the launcher hosts the store.  A script that hosts its own must change it.
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 meet(f"tcp://127.0.0.1:{os.environ['OWN_PORT']}")
 print("ok", flush=True)

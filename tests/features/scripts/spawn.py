@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn inside a worker: processes of its own, with a group and shared memory of their own."""
+"""torch.multiprocessing.spawn in a worker: the new processes have their own process group and shared memory."""
 
 import os
 

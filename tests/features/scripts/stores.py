@@ -1,4 +1,4 @@
-"""The stores by hand: one of ours beside the launcher's, a file, memory, and a prefix over each."""
+"""Explicit stores: a TCPStore beside the launcher's, FileStore, HashStore, and PrefixStore over each."""
 
 import os
 from datetime import timedelta
@@ -32,6 +32,6 @@ memory.set("key", "value")
 assert memory.get("key") == b"value"
 assert memory.compare_set("key", "value", "other") == b"other"
 assert memory.delete_key("key")
-dist.barrier()  # rank 0 hosts a store: it goes last
+dist.barrier()  # rank 0 hosts a store, so it exits last
 dist.destroy_process_group()
 print("ok", flush=True)

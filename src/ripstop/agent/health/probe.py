@@ -37,7 +37,7 @@ class HealthProbe:
     async def look(self, skew: float | None) -> Facts:
         """All there is to know now; `skew` is known to the caller."""
         disks, gpus, ran = await asyncio.gather(
-            self._disks.take(PATIENCE), self._gpus.take(PATIENCE), self._ask_the_user()
+            self._disks.call(PATIENCE), self._gpus.call(PATIENCE), self._ask_the_user()
         )
         if gpus and not self._known:
             self._known = tuple(gpu.uuid for gpu in gpus if gpu.uuid)

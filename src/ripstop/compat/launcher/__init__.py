@@ -58,8 +58,8 @@ from ripstop.model.parsers import duration
 from ripstop.model.round import Outcome
 from ripstop.transport.endpoint import Bound
 from ripstop.transport.link import Link
-from ripstop.workers import processes
 from ripstop.workers.environment import shared_environment
+from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, ServeStore, Spawner
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -337,10 +337,11 @@ def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
 class CommandSpawner:
     """A `Spawner` whose workers have arguments of their own: `${local_rank}` in them is a worker's local rank."""
 
-    def __init__(self, config: RunConfig, environ: Mapping[str, str]) -> None:
+    def __init__(self, children: Children, config: RunConfig, environ: Mapping[str, str]) -> None:
+        self.children = children
         shared = shared_environment(environ, config.slots)
-        self._spawner = Spawner(config.entry, shared, config.start, config.preload)
-        self.warm = self._spawner.warm
+        self._spawner = Spawner(children, config.entry, shared, config.start, config.preload)
+        self.wait_ready = self._spawner.wait_ready
         self.close = self._spawner.close
         self._ranks: tuple[int, ...] = ()
         self.started = False  # any worker
@@ -381,16 +382,17 @@ def _launch(
 ) -> tuple[ExitAgent, dict[int, Any]]:
     inherited = Inherited(descriptors(), _handled(run))
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
+    children = Children(in_program=True)
     source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
     try:
         # first of all, since it is the one to find out that a function cannot be sent
-        spawner = _spawner(run, config, entrypoint, args, results, environ, inherited)
+        spawner = _spawner(children, run, config, entrypoint, args, results, environ, inherited)
         try:
             directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
             if server is not None:
                 server.ready_callback = lambda: spawner.started
             told = _told_to_handler(run, config.event_log_handler, _name(entrypoint, args))
-            with processes.within_a_program(), _endpoint(run) as bound, told as sinks:
+            with _endpoint(run) as bound, told as sinks:
                 link = _link(run, config)
                 console = Console(_objects_for_output())
                 part = partial(
@@ -399,6 +401,7 @@ def _launch(
                 end = _drive(part, inherited.signals)
         finally:
             spawner.close()
+            children.close()
         succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
         values = spawner.returned() if succeeded else {}
         directory.tidy(succeeded=succeeded)
@@ -428,6 +431,7 @@ def _objects_for_output() -> dict[int, TextIO | None]:
 
 
 def _spawner(
+    children: Children,
     run: RunConfig,
     config: LaunchConfig,
     entrypoint: Callable[..., Any] | str,
@@ -437,9 +441,9 @@ def _spawner(
     inherited: Inherited,
 ) -> FunctionSpawner | CommandSpawner:
     if isinstance(entrypoint, str):
-        return CommandSpawner(run, environ)
+        return CommandSpawner(children, run, environ)
     by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
-    return FunctionSpawner(entrypoint, by_rank, config.start_method, results, environ, inherited)
+    return FunctionSpawner(children, entrypoint, by_rank, config.start_method, results, environ, inherited)
 
 
 @contextmanager

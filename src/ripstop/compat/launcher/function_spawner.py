@@ -35,8 +35,8 @@ from ripstop.compat.multiprocessing.redirects import send
 from ripstop.model.config import Function, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.system import linux
-from ripstop.workers import processes as children
-from ripstop.workers.spawner import ProcessSpec, ServeStore, Spawner, Warm
+from ripstop.workers.processes import Children
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner
 from ripstop.workers.zygote.store_process import serve
 
 METHODS = ("spawn", "fork", "forkserver")
@@ -71,6 +71,7 @@ class FunctionSpawner:
 
     def __init__(
         self,
+        children: Children,
         function: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         method: str,
@@ -78,6 +79,7 @@ class FunctionSpawner:
         environ: Mapping[str, str],
         inherited: Inherited,
     ) -> None:
+        self.children = children
         self._function = function
         self._args = args
         self._method = method
@@ -93,10 +95,10 @@ class FunctionSpawner:
         check_pickles(function, args)
         # The store is torch's.  Workers that import torch take as long as this does; a fork has it already.
         preload = ("torch",) if "torch" in sys.modules else ()
-        self._stores = Spawner(Function(results, results), environ, StartMethod.ZYGOTE, preload)
+        self._stores = Spawner(children, Function(results, results), environ, StartMethod.ZYGOTE, preload)
 
-    async def warm(self) -> Warm:
-        return Warm(StartMethod.EXEC, (), f"a function, started by multiprocessing's {self._method}", 0.0)
+    async def wait_ready(self) -> PreloadResult:
+        return PreloadResult(StartMethod.EXEC, (), f"a function, started by multiprocessing's {self._method}", 0.0)
 
     async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
         if self._stores is not None and isinstance(births[0].entry, ServeStore):
@@ -112,7 +114,7 @@ class FunctionSpawner:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([task])
             if task.exception() is None:
-                _kill(task.result())
+                self.children.kill(task.result())
             raise
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ class FunctionSpawner:
                         target, args = work, (self._call(birth, local_rank, files[rank]),)
                 pids.append(self._fork(target, args))
         except Exception as error:
-            _kill(pids)
+            self.children.kill(pids)
             raise StartError(f"no worker can be started: {type(error).__name__}: {error}; see its cause.") from error
         if files:
             self._files, self.started = files, True
@@ -178,7 +180,7 @@ class FunctionSpawner:
         with _signals_blocked(self._method == "fork"):
             worker.start()
         process._children.discard(worker)  # type: ignore[attr-defined]  # ours to reap, not multiprocessing's
-        children.claim(worker.pid, (lambda: _ending(worker)) if self._method == "forkserver" else None)
+        self.children.claim(worker.pid, (lambda: _ending(worker)) if self._method == "forkserver" else None)
         return int(worker.pid)
 
 
@@ -219,12 +221,6 @@ def _named(thing: object) -> str:
 def _ending(worker: Any) -> int:
     worker.join()
     return int(worker.exitcode)
-
-
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        children.reap(pid)
 
 
 def descriptors() -> frozenset[int]:

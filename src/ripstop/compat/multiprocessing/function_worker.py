@@ -27,7 +27,7 @@ from ripstop.compat.multiprocessing.function_process import (
     lead_a_session,
 )
 from ripstop.compat.multiprocessing.redirects import send
-from ripstop.workers.error_file import users_part
+from ripstop.workers.error_file import user_frames
 
 LENGTH = struct.Struct("!Q")  # before the pickled return value
 
@@ -56,7 +56,7 @@ def work(task: Task, connection: Connection) -> None:
     except Exception as error:
         import traceback
 
-        traceback.print_exception(type(error), error, users_part(error.__traceback__))
+        traceback.print_exception(type(error), error, user_frames(error.__traceback__))
         sys.exit(1)
     with suppress(OSError):  # a parent that has gone wants no value
         _write(connection.fileno(), LENGTH.pack(len(value)))

@@ -83,7 +83,7 @@ def get_logger(name: str | None = None) -> Logger:
 
 def read_proc_state(pid: int) -> str | None:
     """The letter of the process's state (R, S, D, Z …); None when there is no such process."""
-    process = linux.look(pid)
+    process = linux.read_process(pid)
     return process.state if process is not None else None
 
 

@@ -1,1 +1,1 @@
-"""Code that runs inside the zygote and the workers it forks.  It imports nothing else of ripstop."""
+"""Code that runs in the zygote and in the workers that it forks.  It imports nothing else of ripstop."""

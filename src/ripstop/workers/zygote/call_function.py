@@ -1,7 +1,7 @@
-"""A worker whose entrypoint is a function: `python call_function.py CALL RESULT`, a program, never imported.
+"""A worker whose entrypoint is a function: the program `python call_function.py CALL RESULT`.
 
-CALL holds a pickled `(callable, args)`; the pickled return value goes to RESULT, whole or not at all.  An exception
-looks as if Python had run the function as its script: our frame is taken out of the traceback.
+The file CALL has a pickled `(callable, args)`.  The pickled return value is written to RESULT, completely or not at
+all.  An exception's traceback does not show the frame of this program.
 """
 
 # Pathlib is slow to import.
@@ -12,10 +12,10 @@ import pickle
 import sys
 from types import TracebackType
 
-sys.path[0] = ""  # not our directory: as with `python -c`
+sys.path[0] = ""  # as with `python -c`, instead of our directory
 
 
-def call(source: str, target: str) -> None:
+def main(source: str, target: str) -> None:
     with open(source, "rb") as file:
         function, args = pickle.load(file)
     try:
@@ -24,15 +24,15 @@ def call(source: str, target: str) -> None:
         inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
         show = sys.excepthook
 
-        def without_us(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        def hide_frame(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
             error.__traceback__ = inner
             show(kind, error, inner)
 
-        sys.excepthook = without_us
+        sys.excepthook = hide_frame
         raise
     with open(f"{target}.{os.getpid()}", "wb") as part:
         pickle.dump(result, part, pickle.HIGHEST_PROTOCOL)
     os.rename(part.name, target)
 
 
-call(*sys.argv[1:3])
+main(*sys.argv[1:3])

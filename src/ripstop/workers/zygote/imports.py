@@ -1,13 +1,13 @@
-"""What a script imports, and what of that is worth importing before the workers are forked.
+"""Finds the modules that a script imports, and selects those worth importing before the workers are forked.
 
-Pure functions of source text, and one thin reader of files; nothing is ever executed.  Imports anywhere in the text
-count, in functions too, since many scripts import torch in `main()`.  Modules beside the script are followed, a bounded
-number of them; so are those beside a module of the current directory.  Of a module that is elsewhere, its own package
-is followed alone: beside an installed one is all else that is installed.  This file runs in a helper process of the
-zygote's and so imports nothing of ours.
+Pure functions of source text, and a small file reader; no code is executed.  Imports anywhere in the text count, also
+in functions, because many scripts import torch in `main()`.  Modules in the script's directory are followed, up to a
+limit; so are those beside a module of the current directory.  For a module elsewhere, only its own package is followed:
+an installed module has all other installed packages beside it.  This file runs in a separate process of the zygote's
+and imports nothing of ripstop.
 """
 
-# Every run of a job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
+# Every job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
 # ruff: noqa: PTH109, PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-MOST_FILES = 200
-MOST_BYTES = 2_000_000
+MAX_FILES = 200
+MAX_FILE_BYTES = 2_000_000
 
-# Safe to fork after import, and slow enough to be worth it.
-ROOTS = ("torch", "numpy")
+# Packages that can be forked after import, and are slow to import.
+PRELOAD_ROOTS = ("torch", "numpy")
 
-# Packages that import torch.  They themselves stay for the worker: not all of them can be forked.
-IMPLY_TORCH = frozenset(
+# Packages that import torch.  The worker imports them itself: not all of them can be forked.
+TORCH_DEPENDENTS = frozenset(
     (  # noqa: SIM905 - a column of sixty names helps nobody
         "accelerate bitsandbytes deepspeed detectron2 diffusers fairscale fairseq fairseq2 flash_attn ignite kornia "
         "lightning lightning_fabric megatron mmcv mmengine monai nemo open_clip peft pyro pytorch_lightning "
@@ -36,17 +36,17 @@ IMPLY_TORCH = frozenset(
     ).split()
 )
 
-# Parts of torch that start processes or pull in packages of others.
-NOT_AHEAD = ("torch._", "torch.utils.tensorboard", "torch.utils.cpp_extension", "torch.onnx", "torch.testing")
+# Parts of torch that start processes or import other packages.
+NOT_PRELOADED = ("torch._", "torch.utils.tensorboard", "torch.utils.cpp_extension", "torch.onnx", "torch.testing")
 
-# What torch imports late, when the named thing is first used: a script that says the name will get there.
-LATE = {"DistributedDataParallel": "torch._dynamo", "optim": "torch._dynamo"}
+# Modules that torch imports at the first use of a name: a script that contains the name will use it.
+LATE_IMPORTS = {"DistributedDataParallel": "torch._dynamo", "optim": "torch._dynamo"}
 
 
 def imported_names(source: bytes, package: str = "") -> set[str]:
-    """Every dotted name an import statement in the text mentions; `from a import b` gives `a` and `a.b`.
+    """Every dotted name in an import statement of the text; `from a import b` gives `a` and `a.b`.
 
-    An attribute that is a name of LATE counts too, as `.name`: `torch.optim` needs no import of its own.
+    An attribute in LATE_IMPORTS counts too, as `.name`: `torch.optim` can be used without its own import.
     """
     names: set[str] = set()
     for node in _live_nodes(compile(source, "script", "exec", ast.PyCF_ONLY_AST)):
@@ -58,13 +58,13 @@ def imported_names(source: bytes, package: str = "") -> set[str]:
                 if base:
                     names.add(base)
                     names.update(f"{base}.{alias.name}" for alias in aliases if alias.name != "*")
-            case ast.Attribute(attr=attribute) if attribute in LATE:
+            case ast.Attribute(attr=attribute) if attribute in LATE_IMPORTS:
                 names.add(f".{attribute}")
     return names
 
 
 def _live_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The tree without what stands under `if TYPE_CHECKING:`."""
+    """The tree without the bodies of `if TYPE_CHECKING:`."""
     yield node
     for child in _children(node):
         if isinstance(child, ast.If) and _is_type_checking(child.test):
@@ -97,23 +97,25 @@ def _absolute(module: str, package: str, level: int) -> str:
 
 
 def worth_preloading(names: Iterable[str]) -> list[str]:
-    """The modules to import ahead, parents first."""
+    """The modules to preload, parents first."""
     names = set(names)
     roots = {name.partition(".")[0] for name in names}
-    wanted = {name for name in names if name.partition(".")[0] in ROOTS and not f"{name}.".startswith(NOT_AHEAD)}
-    if roots & IMPLY_TORCH:
+    wanted = {
+        name for name in names if name.partition(".")[0] in PRELOAD_ROOTS and not f"{name}.".startswith(NOT_PRELOADED)
+    }
+    if roots & TORCH_DEPENDENTS:
         wanted.add("torch")
     if "torch" in roots:
-        wanted |= {LATE[last] for name in names if (last := name.rpartition(".")[2]) in LATE}
+        wanted |= {LATE_IMPORTS[last] for name in names if (last := name.rpartition(".")[2]) in LATE_IMPORTS}
     return sorted(wanted)
 
 
 def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] | None]) -> set[str]:
-    """The names imported by this text and by the modules it imports, as far as `read` gives their (text, package)."""
+    """The names imported by this text, and by the imported modules for which `read` returns (text, package)."""
     found: set[str] = set()
     queue = [(source, package)]
     files = 0
-    while queue and files < MOST_FILES:
+    while queue and files < MAX_FILES:
         files += 1
         try:
             names = _with_parents(imported_names(*queue.pop()))
@@ -125,12 +127,12 @@ def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] 
 
 
 def _with_parents(names: set[str]) -> set[str]:
-    """`a.b.c` stands for `a` and `a.b` too, as its import runs them."""
+    """Add `a` and `a.b` for `a.b.c`, because its import executes them."""
     return names | {name[:dot] for name in names for dot in range(1, len(name)) if name[dot] == "."}
 
 
 def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
-    """What the script at `target`, or the module of that name found on `path`, imports."""
+    """The imports of the script at `target`, or of the module of that name on `path`."""
     if kind == "script":
         home = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
         source = _text(os.path.join(target, "__main__.py") if os.path.isdir(target) else target)
@@ -140,16 +142,16 @@ def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
     if not home:
         return set()
     main = _module(f"{target}.__main__", home) or _module(target, home)
-    alone = os.path.realpath(home) != os.getcwd()
+    is_installed = os.path.realpath(home) != os.getcwd()
 
     def read(name: str) -> tuple[bytes, str] | None:
-        return None if alone and name.partition(".")[0] != root else _module(name, home)
+        return None if is_installed and name.partition(".")[0] != root else _module(name, home)
 
     return set() if main is None else follow(*main, read) | {target}
 
 
 def _module(name: str, home: str) -> tuple[bytes, str] | None:
-    """Text and package of the module of this name below `home`."""
+    """Text and package of this module below `home`."""
     stem = os.path.join(home, *name.split("."))
     if (source := _text(os.path.join(stem, "__init__.py"))) is not None:
         return source, name
@@ -159,9 +161,9 @@ def _module(name: str, home: str) -> tuple[bytes, str] | None:
 
 
 def _text(path: str) -> bytes | None:
-    """The file; None if it is not there or too long to be worth it."""
+    """The file's content; None if it does not exist or is too large."""
     try:
-        if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
+        if not os.path.isfile(path) or os.path.getsize(path) > MAX_FILE_BYTES:
             return None
         with open(path, "rb") as file:
             return file.read()

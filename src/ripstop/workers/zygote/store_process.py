@@ -1,20 +1,18 @@
 """The round's store process: torch's own TCPStore on a socket that the agent has bound.
 
-Run in a fork of a zygote that has torch, or as a program: `python serve_store.py HOST PORT FD`.  Only what torch needs
-is imported.  It serves until it is killed.
+Runs in a fork of a zygote that has torch, or as a program: `python store_process.py HOST PORT FD`.  It imports only
+what torch needs, and serves until it is killed.
 """
 
 import os
 import sys
 from typing import NoReturn
 
-TITLE = b"ripstop-store"
-PR_SET_NAME = 15
-
 
 def serve(host: str, port: int, fd: int) -> NoReturn:
-    """Never returns."""
-    show_as(TITLE)
+    from ripstop.workers.zygote.title import STORE, rename_process
+
+    rename_process(STORE)
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
     except Exception as error:
@@ -27,26 +25,22 @@ def serve(host: str, port: int, fd: int) -> NoReturn:
         fail(f"torch cannot serve the job's store on {host}:{port}: {error}")
     while True:
         signal.pause()
-        assert store is not None  # it serves for as long as it is referred to
-
-
-def show_as(title: bytes) -> None:
-    """In `ps`: a fork has the command line of the program it was forked from, and is not to be taken for another."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_NAME, title, 0, 0, 0)
-    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is slow to import
-        fields = file.read().rpartition(b")")[2].split()
-    start, size = int(fields[45]), int(fields[46]) - int(fields[45])
-    ctypes.memmove(start, title[: max(0, size - 1)].ljust(size, b"\0"), size)
+        assert store is not None  # it serves while it is referenced
 
 
 def fail(why: str) -> NoReturn:
-    """Ends at once: the listening socket goes with the process, and clients are refused instead of left waiting."""
+    """Exit at once: the listening socket closes, so clients get an error instead of a timeout."""
     sys.stderr.write(f"ripstop: {' '.join(why.split())}\n")
     os._exit(1)
 
 
-if __name__ == "__main__":
-    del sys.path[0]  # our own directory
+def main() -> NoReturn:
+    sys.path[0] = os.path.abspath(f"{__file__}/../../../..")  # noqa: PTH100 - pathlib is slow to import
+    import ripstop.workers.zygote.title  # noqa: F401 - while it can be found
+
+    del sys.path[0]
     serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,1 @@
-"""The directory that is put before `PYTHONPATH` to make an interpreter a zygote.  Never imported as a package."""
+"""The directory that the agent puts before `PYTHONPATH` to start a zygote.  Never imported as a package."""

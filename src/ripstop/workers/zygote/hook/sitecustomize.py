@@ -1,21 +1,40 @@
 """Turns a starting interpreter into a zygote: see `../process.py`.
 
-Python imports `sitecustomize` when all is set up and just before it runs its script.  The zygote stays in here; only
-its forked workers come out again, into an interpreter that goes on to run the script as if nothing had been.
+Python imports `sitecustomize` when it is set up and just before it runs its script.  The zygote stays in this import.
+Only its forked workers return from it, and Python then runs the script in them.
 """
 
 # Pathlib is slow to import.
-# ruff: noqa: PTH100, PTH118, PTH120
+# ruff: noqa: PTH100, PTH120
 
 import os
 import sys
 
-_home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_path = os.path.join(_home, "process.py")
-_zygote: dict[str, object] = {"__name__": "ripstop.workers.zygote.process", "__file__": _path}
-exec(type(__loader__)("process", _path).get_code("process"), _zygote)  # type: ignore[name-defined]
-_zygote["main"](_home)  # type: ignore[operator]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
 
-# Only a worker arrives here.  `main` has imported the user's own sitecustomize, where there is one; else there is none.
+
+def _take_modules() -> "dict[str, ModuleType]":
+    """Remove ripstop's modules from sys.modules, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "ripstop"}
+
+
+# The zygote's modules are imported from its folder into empty packages: that needs no sys.path and runs no other code.
+# Afterwards they are removed, because the script may import the real ones, or have a `ripstop` of its own.
+_home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_before = _take_modules()
+for _name in ("ripstop", "ripstop.workers", "ripstop.workers.zygote"):
+    sys.modules[_name] = type(sys)(_name)
+sys.modules["ripstop.workers.zygote"].__path__ = [_home]
+from ripstop.workers.zygote.process import main  # noqa: E402
+
+_take_modules()
+sys.modules.update(_before)
+sys.path_importer_cache.pop(_home, None)
+
+main(_home)
+
+# Only a worker arrives here.  `main` has imported the user's own sitecustomize if there is one.
 if "sitecustomize" not in sys.modules:
     raise ImportError(name="sitecustomize")

@@ -1,0 +1,145 @@
+"""From the zygote's fork to the first instruction of a worker's own program.
+
+Rules
+1.  A worker waits until the agent has claimed its pid.  It exits if the zygote or the agent ends before that.
+2.  A worker ends with the agent (parent-death signal).
+3.  `/proc/PID/environ` shows the worker's own environment, as after an exec.
+"""
+
+# Pathlib is slow to import, and every worker would import it.
+# ruff: noqa: PTH118
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import gc
+import os
+import sys
+
+from ripstop.workers.zygote import worker_hooks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from ripstop.workers.zygote.process import Zygote
+
+PR_SET_PDEATHSIG = 1
+MPOL_PREFERRED = 1
+GO = b"g"
+NOT_FOUND, NOT_EXECUTABLE, BROKEN = 127, 126, 70  # exit codes: the shell's two, and EX_SOFTWARE
+
+
+class Worker:
+    """One requested process.  Made before the fork; called in the forked process."""
+
+    def __init__(self, zygote: Zygote, request: dict[str, Any], fds: list[int], go_pipe: tuple[int, int]) -> None:
+        self.zygote = zygote
+        self.request = request
+        self.fds = fds
+        self.go_pipe = go_pipe
+        self.streams: dict[int, int] = {}
+        for number, path in ((1, request["stdout"]), (2, request["stderr"])):
+            if path is not None:
+                no_follow = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_follow | os.O_CLOEXEC
+                self.streams[number] = os.open(path, flags, 0o666)
+
+    def close_streams(self) -> None:
+        """In the parent, after the fork."""
+        for fd in self.streams.values():
+            os.close(fd)
+
+    def __call__(self) -> None:
+        """Set the process up.  Returns only if Python is to run the script."""
+        os.close(self.go_pipe[1])
+        self.zygote.channel.socket.close()
+        self._set_environment()
+        for number, fd in self.streams.items():
+            os.dup2(fd, number)
+            os.close(fd)
+        self._wait_for_go()
+        self._bind()
+        match self.request["what"]:
+            case "run":
+                self._prepare_script()
+            case "exec":
+                self.zygote.title.show(self.request["argv"])
+                self._exec(self.request["argv"])
+            case "store":
+                self._serve_store(self.request["host"], self.request["port"])
+
+    def _set_environment(self) -> None:
+        env = self.request["env"]
+        for name in [name for name in os.environ if name not in env]:
+            del os.environ[name]
+        for name, value in env.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+    def _wait_for_go(self) -> None:
+        """Wait until the agent is the parent and has claimed this pid (rule 1)."""
+        go = os.read(self.go_pipe[0], 1)
+        os.close(self.go_pipe[0])
+        self.zygote.title.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
+        if go != GO or os.getppid() != self.zygote.agent_pid:
+            os._exit(BROKEN)
+
+    def _bind(self) -> None:
+        """Bind to the processors and the memory near the worker's GPU."""
+        if cpus := self.request["cpus"]:
+            try:
+                os.sched_setaffinity(0, cpus)
+            except OSError as error:
+                sys.stderr.write(f"ripstop: cannot run on processors {cpus}: {error.strerror}; ")
+                sys.stderr.write("they were allowed when the job started: check what changed the cpuset.\n")
+                os._exit(BROKEN)
+        if self.request["memory"]:
+            import ctypes
+
+            call, node = self.request["memory"]
+            mask = (ctypes.c_uint64 * (node // 64 + 1))()
+            mask[node // 64] = 1 << node % 64
+            long = ctypes.c_long
+            if ctypes.CDLL(None).syscall(long(call), long(MPOL_PREFERRED), mask, long(len(mask) * 64 + 1)):
+                sys.stderr.write(f"ripstop: the kernel refused to prefer the memory of NUMA node {node}.\n")
+
+    def _prepare_script(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        args = self.request["args"]
+        sys.argv[1:] = args
+        sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
+        self.zygote.title.show(sys.orig_argv)
+        self.zygote.title.show_environment()
+        for number in self.streams:
+            worker_hooks.reopen_stream(number)
+        worker_hooks.reseed()
+        worker_hooks.install_excepthook(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.import_root)
+        if self.request["stacks"]:
+            worker_hooks.install_stack_dump(*self.request["stacks"])
+        if self.request["recorder"] and "torch" in sys.modules:
+            worker_hooks.serve_flight_recorder(self.request["recorder"])
+        gc.enable()
+
+    def _exec(self, argv: list[str]) -> NoReturn:
+        for fd in self.fds:
+            os.set_inheritable(fd, True)
+        for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and an exec would inherit that
+            _signal.signal(number, _signal.SIG_DFL)
+        try:
+            os.execvpe(argv[0], argv, self.request["env"])
+        except OSError as error:
+            sys.stderr.write(f"ripstop: cannot execute {argv[0]!r}: {error.strerror}; check that it is on PATH.\n")
+            os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
+
+    def _serve_store(self, host: str, port: int) -> NoReturn:
+        """Serve the round's store here, or in a new interpreter if the zygote has not imported torch."""
+        if "torch" not in sys.modules:
+            program = os.path.join(self.zygote.home, "store_process.py")
+            self._exec([sys.executable, "-u", program, host, str(port), str(self.fds[0])])
+        sys.path.insert(0, self.zygote.import_root)
+        from ripstop.workers.zygote.store_process import serve
+
+        del sys.path[0]
+        serve(host, port, self.fds[0])
