@@ -29,13 +29,13 @@ class Recorder:
         self.told: list[tuple[Any, ...]] = []
         self._news = asyncio.Event()
 
-    def on_linked(self) -> None:
+    def on_connected(self) -> None:
         self._add("linked")
 
     def on_message(self, message: FromCoordinator) -> None:
         self._add("message", message)
 
-    def on_unlinked(self, why: str) -> None:
+    def on_disconnected(self, why: str) -> None:
         self._add("unlinked", why)
 
     def on_refused(self, why: str) -> None:

@@ -34,7 +34,7 @@ class Coordinator:
         self.heard: asyncio.Queue[FromAgent] = asyncio.Queue()
 
     def open(self, listener: Listener) -> None:
-        asyncio.get_running_loop().call_soon(listener.on_linked)
+        asyncio.get_running_loop().call_soon(listener.on_connected)
 
     def send(self, message: FromAgent) -> None:
         encode(message)

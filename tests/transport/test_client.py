@@ -451,8 +451,8 @@ def test_a_link_can_be_closed_while_it_seeks_and_leaves_no_task(harness: Any) ->
 
 def test_an_error_of_the_listener_is_not_taken_for_the_links(harness: Any) -> None:
     class Clumsy(harness.Recorder):  # type: ignore[misc, name-defined]
-        def on_linked(self) -> None:
-            super().on_linked()
+        def on_connected(self) -> None:
+            super().on_connected()
             raise OSError("no space left on device")
 
     async def scenario() -> None:

@@ -190,7 +190,7 @@ class Driver:
 
     # events in --------------------------------------------------------------------------------------------------------
 
-    def on_linked(self) -> None:
+    def on_connected(self) -> None:
         self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._diary.tell_again()
         if self._checking is None and not self._end.done():  # not before: the coordinator's clock is part of it
@@ -240,7 +240,7 @@ class Driver:
         if rank is not None:
             running.watch.report(rank, report)
 
-    def on_unlinked(self, why: str) -> None:
+    def on_disconnected(self, why: str) -> None:
         self._feed(CoordinatorLost(why))
 
     def on_refused(self, why: str) -> None:

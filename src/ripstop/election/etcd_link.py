@@ -272,7 +272,7 @@ class EtcdLink:
             )
         elif self._listener is not None and not self._told_the_end:
             if not self._linked:
-                self._listener.on_linked()
+                self._listener.on_connected()
             self._told_the_end = True
             self._listener.on_message(closed)
 
@@ -463,14 +463,14 @@ class EtcdLink:
         if old is not None:
             self._task(old.close())
         if self._linked:
-            self.on_unlinked(f"the coordinator is at {seat.address} now")
+            self.on_disconnected(f"the coordinator is at {seat.address} now")
         if self._listener is not None:
             new.open(self)
 
-    def on_linked(self) -> None:
+    def on_connected(self) -> None:
         self._linked = self._member = True
         if self._listener is not None:
-            self._listener.on_linked()
+            self._listener.on_connected()
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Closed):
@@ -478,11 +478,11 @@ class EtcdLink:
         if self._listener is not None:
             self._listener.on_message(message)
 
-    def on_unlinked(self, why: str) -> None:
+    def on_disconnected(self, why: str) -> None:
         self._linked = False
         self._look.set()
         if self._listener is not None:
-            self._listener.on_unlinked(why)
+            self._listener.on_disconnected(why)
 
     def on_refused(self, why: str) -> None:
         self._refuse(why)

@@ -261,7 +261,7 @@ class WebSocketLink:
             self._lease, beat=partial(self.send, Heartbeat()), give_up=lambda: limit.reschedule(self._loop.time())
         )
         self._welcome = True
-        self._tell(lambda listener: listener.on_linked())
+        self._tell(lambda listener: listener.on_connected())
         why = "the coordinator closed the connection"
         try:
             while (text := await receive(ws)) is not None:
@@ -283,7 +283,7 @@ class WebSocketLink:
             if self._listener is not None:
                 writer.cancel()
             await asyncio.wait([writer])
-            self._tell(lambda listener: listener.on_unlinked(why))
+            self._tell(lambda listener: listener.on_disconnected(why))
         raise _TryAgain(why)
 
     def _hear(self, message: FromCoordinator) -> None:

@@ -54,7 +54,7 @@ class InProcessLink:
         if self._listener is None:
             return  # closed before it opened
         self._session = self._coordinator.attach(self._node, send=self._hear_soon, close=self._end_soon)
-        self._listener.on_linked()
+        self._listener.on_connected()
 
     def _deliver(self, message: FromAgent) -> None:
         if self._session is not None:
@@ -79,4 +79,4 @@ class InProcessLink:
         self._session = None
         self._trouble = f"the link to the coordinator in this process was {why}"
         if self._listener is not None:
-            self._listener.on_unlinked(self._trouble)
+            self._listener.on_disconnected(self._trouble)

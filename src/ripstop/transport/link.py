@@ -3,8 +3,8 @@
 `local.py` links within one process, `client.py` over the network.  Rules both keep:
 
 1. Callbacks come from the event loop, never from within a call of the agent's.
-2. `on_linked` comes first and again after every `on_unlinked`; messages come only between the two.
-3. What is sent while there is no link is gone.  A `Join` after `on_linked` tells everything again.
+2. `on_connected` comes first and again after every `on_disconnected`; messages come only between the two.
+3. What is sent while there is no link is gone.  A `Join` after `on_connected` tells everything again.
 4. `on_refused` is final, and after `close()` there are no callbacks.
 """
 
@@ -16,13 +16,13 @@ from ripstop.protocol.messages import FromAgent, FromCoordinator
 class Listener(Protocol):
     """The agent's side of a link."""
 
-    def on_linked(self) -> None:
+    def on_connected(self) -> None:
         """The coordinator is there and knows the job's secret."""
 
     def on_message(self, message: FromCoordinator) -> None:
         """It said something."""
 
-    def on_unlinked(self, why: str) -> None:
+    def on_disconnected(self, why: str) -> None:
         """The link broke; another is being sought."""
 
     def on_refused(self, why: str) -> None:

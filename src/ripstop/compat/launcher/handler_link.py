@@ -128,7 +128,7 @@ class HandlerLink:
     def open(self, listener: Listener) -> None:
         self._listener = listener
         loop = asyncio.get_running_loop()
-        loop.call_soon(listener.on_linked)
+        loop.call_soon(listener.on_connected)
         self._task = loop.create_task(self._take_part())
 
     def send(self, message: FromAgent) -> None:
