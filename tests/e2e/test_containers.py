@@ -72,7 +72,7 @@ def test_probes_are_answered_and_a_node_without_a_coordinator_is_not_ready(job: 
     port = free_port()
     waiting = job.node("--rdzv-conf=is_host=0", f"--probe-port={port}", script=Path(script(job, WAIT)))
     wait_until(lambda: True if probe(port, "/livez") == (200, "ok") else None)
-    wait_until(lambda: True if probe(port, "/readyz")[1].startswith("it has no coordinator") else None)
+    wait_until(lambda: True if probe(port, "/readyz")[1].startswith("the node has no coordinator") else None)
     first = job.node("--rdzv-conf=is_host=1", script=Path(script(job, WAIT)))
     wait_until(lambda: True if probe(port, "/readyz") == (200, "ok") else None)
     for agent in (waiting, first):
@@ -93,7 +93,7 @@ def test_a_probe_port_that_is_taken_is_refused_before_anything_starts(job: Job) 
 
 def test_a_lingering_agent_stays_when_the_job_is_over_and_keeps_its_exit_code(job: Job) -> None:
     agent = job.run("--standalone", "--linger", script(job, "raise SystemExit(3)"))
-    agent.says("the job is over; staying until a signal comes")
+    agent.says("the job is over; waiting for a signal to exit")
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 1
 

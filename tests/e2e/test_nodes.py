@@ -76,7 +76,7 @@ def test_a_node_that_ran_no_worker_says_so(job: Job, tmp_path: Path, status: int
     spare.says("spare")
     go.touch()
     assert [first.wait(), spare.wait()] == [code, code]
-    said = r" W job=e2e had ended \(all workers exited 0\) before this node had a place in it: this node ran no worker"
+    said = r" W job=e2e ended \(all workers exited 0\) before this node got a place: this node ran no worker"
     assert [bool(re.search(said, agent.err)) for agent in (first, spare)] == [False, status == 0]
     assert ("exited with code 3" in spare.err) is (status == 3), spare.err
 

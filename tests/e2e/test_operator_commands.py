@@ -250,7 +250,7 @@ def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is
     until_running(job)
     assert maps(agent, "_http_parser")
     assert refused(job, "logs", "0", "--stream=stdout") == (
-        "rank 0's stdout goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+        "rank 0's stdout goes only to its node's console; start the job with --tee=3 or --redirects=3"
     )
     assert says(job, "logs", "0", "--tail=1").startswith("err 0 ")
 
