@@ -56,12 +56,8 @@ from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
-SECRET_VARIABLES = (  # of the agents; workers do not get them
-    "RIPSTOP_TOKEN",
-    "RIPSTOP_TOKEN_FILE",
-    "RIPSTOP_ETCD_USER",
-    "RIPSTOP_ETCD_PASSWORD",
-)
+# workers do not get these
+SECRET_VARIABLES = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD")
 
 
 # one node -------------------------------------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ def _check_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
 
 
 def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
-    """A job of one node with an open port gets a random secret, so that nobody else can join or stop it.
+    """A job of one node with an open port gets a random secret, so that no other user can join or stop it.
 
     It needs none if TLS requires client certificates: those also let operators in.
     """

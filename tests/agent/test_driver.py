@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent import queries
+from ripstop.agent import queries, round_runner
 from ripstop.agent.driver import Driver
-from ripstop.agent.machine_io import InspectWorkers
+from ripstop.agent.machine_io import InspectWorkers, OpenStorePort
 from ripstop.agent.queries import MAX_OPEN_QUERIES
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import HealthLimits, Logs, RunConfig, Script, StartMethod
+from ripstop.model.errors import StartError
 from ripstop.model.round import Node
 from ripstop.protocol.codec import encode
-from ripstop.protocol.messages import FromAgent, Inspected, Query, Reply
+from ripstop.protocol.messages import FromAgent, Inspected, Query, Ready, Reply
 from ripstop.transport.link import Listener
 from ripstop.workers.spawner import ProcessSpec, Warm
 
@@ -75,7 +76,7 @@ def with_agent(
         coordinator = Coordinator()
         directory = LogDirectory(Logs(folder / "logs"), "test")
         environ = {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-        driver = Driver(config, Node("a", "here", 1), NoWorkers(), coordinator, directory, environ)
+        driver = Driver(config, Node("a", "127.0.0.1", 1), NoWorkers(), coordinator, directory, environ)
         agent = asyncio.create_task(driver.run())
         scene = asyncio.create_task(scenario(driver, coordinator))
         try:
@@ -159,5 +160,25 @@ def test_workers_that_cannot_be_inspected_do_not_end_the_agent(tmp_path: Path, m
         monkeypatch.setattr(driver._runner, "_round", round)
         driver._execute(InspectWorkers(3))
         assert await coordinator.receive(Inspected) == Inspected(3)
+
+    with_agent(tmp_path, scenario)
+
+
+def test_a_store_port_that_cannot_be_opened_is_retried_unless_it_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_runner, "STORE_PORT_RETRY_S", 0.01)
+
+    def fails(host: str, port: int) -> None:
+        raise StartError("no port is free")
+
+    async def scenario(driver: Driver, coordinator: Coordinator) -> None:
+        await coordinator.receive(Ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(round_runner, "StorePort", fails)
+            with pytest.raises(StartError):
+                driver._execute(OpenStorePort(is_required=True))
+            driver._execute(OpenStorePort())
+        await coordinator.receive(Ready)
 
     with_agent(tmp_path, scenario)

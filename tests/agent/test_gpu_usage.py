@@ -34,10 +34,10 @@ def test_a_read_that_fails_affects_only_its_own_sample() -> None:
     results = iter([OSError("busy"), ONE])
 
     def read() -> tuple[GpuSample, ...]:
-        answer = next(results)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
+        result = next(results)
+        if isinstance(result, OSError):
+            raise result
+        return result
 
     async def scenario() -> None:
         gpus = GpuUsageReader(read)
@@ -55,7 +55,7 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
             raise Lost
         return index
 
-    def silent(*_: object) -> None:
+    def unsupported(*_: object) -> None:
         raise Lost
 
     names = ("UtilizationRates", "MemoryInfo", "PowerUsage", "Temperature", "TotalEccErrors")
@@ -67,7 +67,7 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
         NVML_VOLATILE_ECC=0,
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=handle,
-        **{f"nvmlDeviceGet{name}": silent for name in names},
+        **{f"nvmlDeviceGet{name}": unsupported for name in names},
     )
     monkeypatch.setattr(nvml, "load", lambda: driver)
     assert [gpu.index for gpu in asyncio.run(GpuUsageReader().sample(20))] == [0, 2]

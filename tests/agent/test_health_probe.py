@@ -55,7 +55,7 @@ def test_a_command_ends_with_its_code_and_its_last_line() -> None:
 
 
 def test_a_command_that_cannot_be_started_has_an_error(tmp_path: Path) -> None:
-    assert run(str(tmp_path / "gone")) == CommandResult(None, error="No such file or directory")
+    assert run(str(tmp_path / "missing")) == CommandResult(None, error="No such file or directory")
 
 
 def test_a_command_has_the_workers_environment_and_no_shell() -> None:
@@ -67,17 +67,17 @@ def test_a_command_that_hangs_is_killed_with_all_its_group(tmp_path: Path) -> No
     pids = tmp_path / "pids"
     script = f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; echo thinking; wait"
     for timeout in (0.5, 2.0, DEADLINE / 2):  # a machine under load may need longer until the command hangs
-        answer = run("sh", "-c", script, timeout=timeout)
-        if answer.last_line:
+        result = run("sh", "-c", script, timeout=timeout)
+        if result.last_line:
             break
-    assert answer == CommandResult(None, "thinking")
-    _all_gone(pids)
+    assert result == CommandResult(None, "thinking")
+    _all_exited(pids)
 
 
 def test_processes_that_a_command_leaves_in_its_group_are_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     assert run("sh", "-c", f"sleep 1000 & echo $! > {pids}; exit 0") == CommandResult(0)
-    _all_gone(pids)
+    _all_exited(pids)
 
 
 def test_a_cancelled_command_leaves_no_process(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_cancelled_command_leaves_no_process(tmp_path: Path) -> None:
         await asyncio.wait([check])
 
     within_time(scenario)
-    _all_gone(pids)
+    _all_exited(pids)
 
 
 def test_a_command_whose_agent_died_before_the_parent_death_signal_was_set_does_not_start(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_an_agent_that_cannot_start_a_thread_keeps_its_last_measurements(monkeyp
     assert second.disks == first.disks and third.timed_out == ()
 
 
-def _all_gone(pids: Path) -> None:
+def _all_exited(pids: Path) -> None:
     end = time.monotonic() + DEADLINE
     for pid in map(int, pids.read_text().split()):
         while (process := linux.look(pid)) is not None and not process.dead:
@@ -228,7 +228,7 @@ class _Error(Exception):
 
 
 def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
-    """NVML for machines without: `rows` are the answers about remapped rows by GPU, or errors."""
+    """A fake NVML: `rows` are the remapped rows by GPU, or the name of an error."""
     kinds = (
         "LibraryNotFound",
         "DriverNotLoaded",
@@ -241,14 +241,14 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
     errors = {f"NVMLError_{kind}": type(kind, (_Error,), {}) for kind in kinds}
     nvml = SimpleNamespace(NVMLError=_Error, **errors)
 
-    def answer(index: int) -> Any:
+    def remapped_rows(index: int) -> Any:
         if isinstance(rows[index], str):
             raise getattr(nvml, f"NVMLError_{rows[index]}")(rows[index])
         return rows[index]
 
     def handle(index: int) -> int:
         if rows[index] == "GpuIsLost":
-            answer(index)
+            remapped_rows(index)
         return index
 
     def no_mig(handle: int) -> int:
@@ -258,7 +258,7 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
     nvml.nvmlDeviceGetHandleByIndex = handle
     nvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
     nvml.nvmlDeviceGetMaxMigDeviceCount = no_mig
-    nvml.nvmlDeviceGetRemappedRows = answer
+    nvml.nvmlDeviceGetRemappedRows = remapped_rows
     nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC = 1, 0
     nvml.nvmlDeviceGetTotalEccErrors = lambda index, kind, counter: ecc
     return nvml
@@ -283,12 +283,12 @@ def test_older_gpus_are_judged_by_their_uncorrectable_errors() -> None:
 
 
 def test_gpus_are_known_from_the_first_measurement_that_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([None, (GpuHealth(0, "GPU-0"), GpuHealth(1, "GPU-1")), (GpuHealth(0, "GPU-0"),)])
+    results = iter([None, (GpuHealth(0, "GPU-0"), GpuHealth(1, "GPU-1")), (GpuHealth(0, "GPU-0"),)])
 
     def busy(choice: str | None) -> tuple[GpuHealth, ...]:
-        if (answer := next(answers)) is None:
+        if (result := next(results)) is None:
             raise OSError("busy")
-        return answer
+        return result
 
     monkeypatch.setattr(probe, "read_gpus", busy)
 

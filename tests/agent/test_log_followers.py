@@ -63,19 +63,19 @@ def test_the_agent_waits_briefly_and_only_once_for_a_client_that_sends_no_query(
 ) -> None:
     monkeypatch.setattr(log_followers, "NEXT_QUERY_TIMEOUT_S", 0.05)
 
-    def silent(found: LogFollowers) -> None:
+    def sends_one_query(found: LogFollowers) -> None:
         found.on_query("a")
         found.on_reply("a", is_last=False)
 
     async def long_ago() -> bool:
         found = LogFollowers()
-        silent(found)
+        sends_one_query(found)
         await found.wait(LONG)
         task = asyncio.create_task(found.wait(LONG))
         await asyncio.sleep(0)
         return task.done()
 
-    assert has_waited(silent)
+    assert has_waited(sends_one_query)
     assert asyncio.run(long_ago())
 
 

@@ -604,7 +604,7 @@ def test_a_node_that_was_healthy_once_never_gives_up_because_of_its_health() -> 
 
 def test_a_join_has_the_health_problems() -> None:
     agent = running_agent()
-    on(agent, CoordinatorLost("gone"), 5.0)
+    on(agent, CoordinatorLost("reset"), 5.0)
     assert on(agent, HealthChecked((LOST,)), 6.0) == []
     (sent,) = (
         command for command in on(agent, CoordinatorConnected("host-a"), 7.0) if isinstance(command, SendToCoordinator)
@@ -645,7 +645,7 @@ def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_ru
     assert agent.reason_not_ready() == ""
     on(agent, StorePortReady(7001))
     on(agent, assign(1))
-    on(agent, CoordinatorLost("gone"))
+    on(agent, CoordinatorLost("reset"))
     assert agent.reason_not_ready() == "", "healthy workers continue"
     on(agent, SignalReceived(15))
     assert agent.reason_not_ready() == "the node is leaving, or the job is over"

@@ -98,7 +98,7 @@ def test_any_node_may_die_the_coordinators_and_rank_0s_too(job: Job, etcd: Membe
         before = time.time()
         kill(victim)
         agents.remove(victim)
-        step = job.steps(world, after=before, patience=20)
+        step = job.steps(world, after=before, timeout=20)
         assert step["restart"] == 0
     assert any("elected: " in agent.err for agent in agents)
     finish(job, *agents)
@@ -111,7 +111,7 @@ def test_a_coordinator_that_is_terminated_hands_over_at_once(job: Job, etcd: Mem
     before = time.time()
     victim.signal(signal.SIGTERM)
     assert victim.wait() == 143
-    step = job.steps(2, after=before, patience=20)
+    step = job.steps(2, after=before, timeout=20)
     assert step["restart"] == 0
     finish(job, *without(agents, victim))
 
@@ -123,11 +123,11 @@ def test_a_frozen_coordinator_decides_nothing_when_it_thaws_and_comes_back_as_a_
     before = time.time()
     for pid in tree(frozen.pid):
         os.kill(pid, signal.SIGSTOP)
-    job.steps(2, after=before, patience=20)
+    job.steps(2, after=before, timeout=20)
     for pid in reversed(tree(frozen.pid)):
         os.kill(pid, signal.SIGCONT)
     frozen.says("stops deciding")
-    step = job.steps(3, after=time.time(), patience=20)
+    step = job.steps(3, after=time.time(), timeout=20)
     assert step["restart"] == 0
     finish(job, *agents)
 

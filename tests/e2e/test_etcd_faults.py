@@ -101,7 +101,7 @@ def test_two_of_three_are_lost_and_come_back(
     agents[0].says("stops deciding: its lease was not renewed in time")
     newcomer = node(job, endpoints(members), DEFAULTS, nnodes="2:4")
     newcomer.says(
-        f"etcd cannot be reached, trying again: .*no leader is known to {members[2].endpoint}; see", patience=15
+        f"etcd cannot be reached, trying again: .*no leader is known to {members[2].endpoint}; see", timeout=15
     )
     job.steps(3, after=time.time())
     record_property("pause", longest_pause(job, began))

@@ -1,4 +1,4 @@
-"""Several agents on one machine: losses, newcomers, spares, leavers, and the coordinator itself."""
+"""Several agents on one machine: nodes that fail, join, leave or wait as spares, and coordinators that fail."""
 
 import json
 import os
@@ -22,14 +22,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def finish(job: Job, *agents: Agent) -> None:
-    """End a job that would go on for ever, and see that its agents leave cleanly."""
+    """End a job that has no end of its own, and check that its agents leave cleanly."""
     for agent in reversed(agents):
         agent.signal(signal.SIGTERM)
     assert [agent.wait() for agent in agents] == [143] * len(agents)
 
 
 def two_nodes(job: Job, *flags: str, nnodes: str) -> tuple[Agent, Agent]:
-    """Two nodes that train together; the first is the coordinator's."""
+    """Two nodes that train together; the first one hosts the coordinator."""
     first = job.node(*flags, nnodes=nnodes)
     first.says("joined")
     second = job.node(*flags, nnodes=nnodes)
@@ -38,7 +38,7 @@ def two_nodes(job: Job, *flags: str, nnodes: str) -> tuple[Agent, Agent]:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -46,7 +46,7 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def test_nodes_meet_and_finish_together(job: Job) -> None:
+def test_nodes_join_and_finish_together(job: Job) -> None:
     agents = [job.node(nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [a.wait() for a in agents] == [0, 0, 0]
     assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
@@ -64,7 +64,7 @@ def test_nodes_that_start_seconds_apart_train_together_from_the_first_round(job:
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
-def test_a_node_that_ran_no_worker_says_so(job: Job, tmp_path: Path, status: int, code: int) -> None:
+def test_a_node_that_ran_no_worker_warns_about_it(job: Job, tmp_path: Path, status: int, code: int) -> None:
     script, go = tmp_path / "brief.py", tmp_path / "go"
     script.write_text(
         f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\nraise SystemExit({status})"
@@ -76,12 +76,12 @@ def test_a_node_that_ran_no_worker_says_so(job: Job, tmp_path: Path, status: int
     spare.says("spare")
     go.touch()
     assert [first.wait(), spare.wait()] == [code, code]
-    said = r" W job=e2e ended \(all workers exited 0\) before this node got a place: this node ran no worker"
-    assert [bool(re.search(said, agent.err)) for agent in (first, spare)] == [False, status == 0]
+    warning = r" W job=e2e ended \(all workers exited 0\) before this node got a place: this node ran no worker"
+    assert [bool(re.search(warning, agent.err)) for agent in (first, spare)] == [False, status == 0]
     assert ("exited with code 3" in spare.err) is (status == 3), spare.err
 
 
-def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
+def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
     agents = [job.node(nnodes="2:3") for _ in range(3)]
     job.steps(3)
     victim = next(a for a in agents if "joined" not in a.err)  # not the one that is the coordinator
@@ -94,7 +94,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
     finish(job, *(a for a in agents if a is not victim))
 
 
-def test_only_the_agent_dies_and_its_workers_do_too(job: Job) -> None:
+def test_the_workers_of_a_killed_agent_exit_and_the_job_continues(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_only_the_agent_dies_and_its_workers_do_too(job: Job) -> None:
     finish(job, first)
 
 
-def test_a_newcomer_is_admitted_and_everybody_gets_a_rank(job: Job) -> None:
+def test_a_new_node_is_admitted_and_every_node_gets_a_rank(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     second = job.node(nnodes="1:2")
@@ -112,7 +112,7 @@ def test_a_newcomer_is_admitted_and_everybody_gets_a_rank(job: Job) -> None:
     finish(job, first, second)
 
 
-def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) -> None:
+def test_a_spare_takes_the_rank_of_a_lost_node(job: Job) -> None:
     host = job.node(nnodes="2")
     host.says("joined")
     victim = job.node(nnodes="2")
@@ -128,7 +128,7 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) 
     finish(job, host, spare)
 
 
-def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, tmp_path: Path) -> None:
+def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "label.py"
     script.write_text("import os\nprint('label', os.environ['PET_NODE_LABEL'], 'rank', os.environ['RANK'])\n")
 
@@ -145,13 +145,13 @@ def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, 
     assert re.search(r"round=1 node=\S+ has node rank 2, not the 0 it wished for: node \S+ wished for it", first.err)
 
 
-def test_by_address_the_coordinators_node_has_one_among_the_others(job: Job) -> None:
+def test_with_ranks_by_address_the_coordinators_node_has_a_numeric_address(job: Job) -> None:
     agent = job.node("--rdzv-conf=rank_by=address", endpoint=f"localhost:{job.port}")
     agent.says(r"joined from 127\.0\.0\.1 ")
     finish(job, agent)
 
 
-def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
+def test_a_terminated_node_leaves_and_the_job_continues_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGTERM)
@@ -172,7 +172,7 @@ def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
     finish(job, first, third)
 
 
-def test_a_failure_on_one_node_restarts_all_and_is_charged_once(job: Job) -> None:
+def test_a_failure_on_one_node_restarts_all_nodes_and_is_charged_once(job: Job) -> None:
     agents = [
         job.node("--max-restarts=3", nnodes="2", env={"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"})
         for _ in range(2)
@@ -181,7 +181,7 @@ def test_a_failure_on_one_node_restarts_all_and_is_charged_once(job: Job) -> Non
     assert {h["restart"] for h in job.happenings(event="done")} == {1}
 
 
-def test_every_node_prints_the_one_root_cause(job: Job) -> None:
+def test_every_node_prints_the_same_root_cause(job: Job) -> None:
     agents = [job.node(nnodes="2", env={"TRAIN_FAULT": "segv:1:5"}) for _ in range(2)]
     assert [a.wait() for a in agents] == [1, 1]
     for agent in agents:
@@ -199,7 +199,7 @@ def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
     assert [a.wait() for a in agents] == [0, 0]
 
 
-def test_an_agent_stopped_past_its_lease_is_lost_and_comes_back_as_a_newcomer(job: Job) -> None:
+def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> None:
     first, second = two_nodes(job, "--rdzv-conf=lease=1", nnodes="1:2")
     before = job.happenings()[-1]["t"]
     second.signal(signal.SIGSTOP)
@@ -211,10 +211,10 @@ def test_an_agent_stopped_past_its_lease_is_lost_and_comes_back_as_a_newcomer(jo
     finish(job, first, second)
 
 
-def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_again(job: Job) -> None:
+def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted(job: Job) -> None:
     endpoint = f"127.0.0.1:{job.port}"
-    words = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
-    coordinator = job.ripstop(*words)
+    argv = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
+    coordinator = job.ripstop(*argv)
     agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", env={"TRAIN_STEPS": "400"}) for _ in range(2)]
     job.steps(2)
     pids = {h["pid"] for h in job.happenings(event="start")}
@@ -223,14 +223,14 @@ def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_aga
     for agent in agents:
         agent.says("coordinator lost")
     job.steps(2, after=job.happenings()[-1]["t"])
-    again = job.ripstop(*words)
+    again = job.ripstop(*argv)
     again.says("goes on: all 2 nodes are back")
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
-    assert {h["pid"] for h in job.happenings(event="start")} == pids, "somebody was restarted"
+    assert {h["pid"] for h in job.happenings(event="start")} == pids, "a worker was restarted"
 
 
-def test_the_coordinators_own_agent_dies_and_is_started_again(job: Job) -> None:
+def test_the_agent_that_hosts_the_coordinator_can_be_killed_and_restarted(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     first.signal(signal.SIGKILL)
     first.wait()
@@ -241,7 +241,7 @@ def test_the_coordinators_own_agent_dies_and_is_started_again(job: Job) -> None:
     finish(job, third, second)
 
 
-def test_a_wrong_secret_is_refused_with_exit_2_and_changes_nothing(job: Job) -> None:
+def test_an_agent_with_a_wrong_secret_is_rejected_with_exit_2_and_changes_nothing(job: Job) -> None:
     first = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "right"})
     job.steps(1)
     stranger = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "wrong"})
@@ -252,7 +252,7 @@ def test_a_wrong_secret_is_refused_with_exit_2_and_changes_nothing(job: Job) -> 
     finish(job, first)
 
 
-def test_another_node_range_is_refused_with_exit_2(job: Job) -> None:
+def test_an_agent_with_another_node_range_is_rejected_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     other = job.node(nnodes="1:4")
@@ -261,7 +261,7 @@ def test_another_node_range_is_refused_with_exit_2(job: Job) -> None:
     finish(job, first)
 
 
-def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
+def test_an_agent_of_another_job_is_rejected_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     other = job.run(
@@ -273,18 +273,18 @@ def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
     )
     assert other.wait() == 2
     assert "is the coordinator of another job, not of 'other'; " in other.err
-    assert "e2e" not in other.err  # strangers are not told the run id
+    assert "e2e" not in other.err  # a stranger does not learn the run id
     finish(job, first)
 
 
-def test_an_endpoint_nobody_answers_at_is_named_with_what_was_tried(job: Job) -> None:
+def test_an_endpoint_that_refuses_connections_is_named_in_the_error(job: Job) -> None:
     agent = job.node("--rdzv-conf=is_host=0,join_timeout=2", nnodes="2")
     assert agent.wait() == 1
     assert f"127.0.0.1:{job.port}" in agent.err
     assert "refused" in agent.err.lower()
 
 
-def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
+def test_garbage_on_the_port_does_not_disturb_the_job(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     rubbish = [
         b"\x00" * 4096,
@@ -308,7 +308,7 @@ def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
     finish(job, first, second)
 
 
-def test_static_nodes_get_the_ranks_they_were_given(job: Job) -> None:
+def test_static_nodes_get_their_configured_ranks(job: Job) -> None:
     flags = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={job.port}")
     agents = [
         job.run(*flags, f"--node-rank={rank}", str(SCRIPTS / "train.py"), env={"TRAIN_STEPS": "5"}) for rank in (1, 0)
@@ -334,7 +334,7 @@ def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None
     ]
 
 
-def test_a_job_whose_coordinators_node_has_left_still_ends_well(job: Job) -> None:
+def test_a_job_whose_coordinators_node_has_left_succeeds(job: Job) -> None:
     host = job.node(nnodes="1:2", script=SCRIPTS / "graceful.py")
     host.says("round=1 ranks=0-0")
     other = job.node(nnodes="1:2", script=SCRIPTS / "uneven.py")

@@ -123,7 +123,7 @@ def test_a_host_that_loses_30_percent_of_what_arrives_slows_the_others_down_and_
     before = now(four)
     bad = four.hosts[0 if four.elected else 1]
     bad.loses(0.3)
-    four.job.wait_for(event="step", rank=0, count=8, after=before, patience=90)
+    four.job.wait_for(event="step", rank=0, count=8, after=before, timeout=90)
     bad.loses(0)
     four.job.steps(4, after=now(four))
     assert {h["restart"] for h in steps(four, before)} == {0}

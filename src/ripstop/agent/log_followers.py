@@ -1,6 +1,6 @@
 """Waits at the agent's end until the clients that follow this node's logs have read them completely.
 
-A client reads a log in pieces, one query each; the reply with the last piece says so.  The agent does not wait for a
+A client reads a log in pieces, one query each; a flag in the reply marks the last piece.  The agent does not wait for a
 client that has received the last piece, or that has sent no query for `NEXT_QUERY_TIMEOUT_S` after a reply.
 """
 

@@ -1,7 +1,7 @@
 """Decides what a worker's exit, or its expired timer, means for its round.  Pure.
 
 Rules: (1) exit code 0 is success, and the round succeeds when all its workers have exited 0; (2) any other exit is a
-failure while the agent does not stop the workers; (3) while it stops them, such an exit is a failure only if the worker
+failure while the agent does not stop the workers; (3) while it stops them, that exit is a failure only if the worker
 wrote an error file and was not killed by a signal that the agent sent; (4) an expired timer counts only for a process
 of a live worker and while the agent does not stop the workers.
 """
