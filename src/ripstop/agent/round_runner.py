@@ -282,9 +282,9 @@ class RoundRunner:
             before=round.memory,
             condemned=round.timer_kills.get(rank),
         )
-        # The coordinator receives a failure twice: as this event, which is history, numbered and sent again after a
-        # reconnect; and as `Failed` with the evidence, on which it acts while the round is live.  Neither replaces the
-        # other: a failure while the workers are stopped is only an event, and an event never changes the job's state.
+        # The coordinator receives a failure twice, and neither message can replace the other.  The event is history: it
+        # is numbered, kept in files and sent again after a reconnect, so it must not restart a round.  `Failed` has the
+        # evidence and restarts the round; the machine does not send it for workers that are being stopped.
         what = failure.message.split("\n")[0]
         self._recorder.record(events.WorkerFailed(number, failure.rank, exit.pid, what), level=logging.WARNING)
         self._report(WorkersFailed(number, (failure,)))
