@@ -79,7 +79,16 @@ class Driver:
         self._is_executing = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._machine = Agent(_settings(config, node), self._loop.time())
+        settings = AgentSettings(
+            node,
+            config.min_nodes,
+            config.max_nodes,
+            config.timing,
+            config.rank_by,
+            health_interval=config.health.interval,
+            store_port=config.store_port,
+        )
+        self._machine = Agent(settings, self._loop.time())
         self._console = console or Console()
         self._recorder = EventRecorder(node.id, link.send, sinks)
         self._runner = RoundRunner(
@@ -271,18 +280,6 @@ class Driver:
         is_done = task.done() and not task.cancelled()
         task.cancel()
         return is_done
-
-
-def _settings(config: RunConfig, node: Node) -> AgentSettings:
-    return AgentSettings(
-        node,
-        config.min_nodes,
-        config.max_nodes,
-        config.timing,
-        config.rank_by,
-        config.health.interval,
-        config.store_port,
-    )
 
 
 def _signals_to_handle(names: Iterable[str]) -> list[signal.Signals]:

@@ -97,7 +97,11 @@ class RoundRunner:
         self._loop = asyncio.get_running_loop()
         self._timers = self._open_timer_pipe(config.timer_pipe) if config.timer_pipe else None
         self._children = Children()
-        self._plugin = self._load_plugin() if config.logs.specs else logs_source
+        self._logs_source = logs_source
+        if config.logs.specs:
+            from ripstop.logs.plugin import LogsPlugin
+
+            self._logs_source = LogsPlugin(config.logs, config.role, environ)
         self._reports = Reports(environ, self._on_worker_report)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
@@ -134,8 +138,8 @@ class RoundRunner:
             self._timers.close()
 
     def close(self) -> None:
-        if self._plugin is not None:
-            self._plugin.close()
+        if self._logs_source is not None:
+            self._logs_source.close()
         self._spawner.close()
         self._children.close()
 
@@ -169,9 +173,9 @@ class RoundRunner:
         logs = RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
         round = self._round = Round(place, host, logs, read_memory(), WorkerExits(place.slots))
         try:
-            if self._plugin is not None:
+            if self._logs_source is not None:
                 envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
-                round.logs = await self._plugin.round_logs(self._directory.path, place, envs)
+                round.logs = await self._logs_source.round_logs(self._directory.path, place, envs)
                 if round.exits.is_stopping:
                     return
             round.logs.prepare()
@@ -368,8 +372,3 @@ class RoundRunner:
             self._recovery.stopped_at = now
         self._recorder.record(events.WorkersStopped(number, now - began))
         self._report(WorkersStopped(number))
-
-    def _load_plugin(self) -> LogsSource:
-        from ripstop.logs.plugin import LogsPlugin
-
-        return LogsPlugin(self._config.logs, self._config.role, self._environ)
