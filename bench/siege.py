@@ -79,13 +79,13 @@ class Stage:
         began, busy = time.time(), sum(self.host.cpu_times()[:2])
         told = wait()
         ended, cpu = time.time(), sum(self.host.cpu_times()[:2]) - busy
-        steps = sum(began <= h["t"] < ended for h in self.job.happenings(event="step", rank=0))
+        steps = sum(began <= h["t"] < ended for h in self.job.worker_events(event="step", rank=0))
         seconds = ended - began
         return {"rate": steps / seconds, "seconds": seconds, "cpu": cpu, **(json.loads(told) if told else {})}
 
     def recovery(self) -> float:
         """Seconds from a worker's death to the next step."""
-        worker = self.job.happenings(event="start", rank=1)[-1]["pid"]
+        worker = self.job.worker_events(event="start", rank=1)[-1]["pid"]
         died = time.time()
         os.kill(worker, signal.SIGKILL)
         return self.job.steps(2, after=died)["t"] - died
@@ -114,7 +114,7 @@ def besiege(stage: Stage, attacks: dict, passes: int) -> dict[str, list[dict]]:
             during, after = stage.attack(kind, count, part), stage.calm()
             found[kind].append(compare(before, during, after))
             before = after
-    assert len(stage.job.happenings(event="start")) == 2, "the job was restarted"
+    assert len(stage.job.worker_events(event="start")) == 2, "the job was restarted"
     return found
 
 

@@ -27,7 +27,7 @@ TRAIN = SCRIPTS / "train.py"
 TIMEOUT_S = 60.0
 
 T = TypeVar("T")
-Happening = dict[str, Any]
+WorkerEvent = dict[str, Any]
 
 
 def free_port() -> int:
@@ -110,7 +110,7 @@ class Agent:
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
 
-    def says(self, pattern: str, timeout: float = TIMEOUT_S) -> re.Match[str]:
+    def wait_for_log(self, pattern: str, timeout: float = TIMEOUT_S) -> re.Match[str]:
         """Wait for a match on stderr."""
         return wait_until(
             lambda: re.search(pattern, self.err), timeout, lambda: f"never logged {pattern!r}:\n{self.err}"
@@ -128,7 +128,7 @@ class Job:
 
     def __init__(self, folder: Path, **env: str) -> None:
         self.folder = folder
-        self.log = folder / "happenings.jsonl"
+        self.log = folder / "worker-events.jsonl"
         self.logs = folder / "logs"
         self.port = free_port()
         self.mark = f"ripstop-e2e-{os.getpid()}-{time.monotonic_ns()}"
@@ -186,7 +186,7 @@ class Job:
 
     # events that the workers wrote
 
-    def happenings(self, **like: Any) -> list[Happening]:
+    def worker_events(self, **like: Any) -> list[WorkerEvent]:
         if not self.log.exists():
             return []
         found = []
@@ -195,32 +195,32 @@ class Job:
                 found.append(json.loads(line))
         return [h for h in found if all(h.get(k) == v for k, v in like.items())]
 
-    def wait_for(self, *, count: int = 1, after: float = 0.0, timeout: float = TIMEOUT_S, **like: Any) -> Happening:
+    def wait_for(self, *, count: int = 1, after: float = 0.0, timeout: float = TIMEOUT_S, **like: Any) -> WorkerEvent:
         """Wait until `count` events match; return the last of them."""
 
-        def find() -> Happening | None:
-            found = [h for h in self.happenings(**like) if h["t"] > after]
+        def find() -> WorkerEvent | None:
+            found = [h for h in self.worker_events(**like) if h["t"] > after]
             return found[count - 1] if len(found) >= count else None
 
-        return wait_until(find, timeout, lambda: f"no {count} x {like} after {after}\n{self.story()}")
+        return wait_until(find, timeout, lambda: f"no {count} x {like} after {after}\n{self.describe()}")
 
-    def steps(self, world: int, *, after: float = 0.0, timeout: float = TIMEOUT_S) -> Happening:
+    def steps(self, world: int, *, after: float = 0.0, timeout: float = TIMEOUT_S) -> WorkerEvent:
         """Wait until every rank of a world of this size has completed the same step after this time."""
 
-        def find() -> Happening | None:
+        def find() -> WorkerEvent | None:
             ranks: dict[int, set[int]] = {}
-            for h in self.happenings(event="step", world=world):
+            for h in self.worker_events(event="step", world=world):
                 if h["t"] > after:
                     ranks.setdefault(h["step"], set()).add(h["rank"])
                     if len(ranks[h["step"]]) == world:
                         return h
             return None
 
-        return wait_until(find, timeout, lambda: f"no full step of {world} ranks\n{self.story()}")
+        return wait_until(find, timeout, lambda: f"no full step of {world} ranks\n{self.describe()}")
 
-    def story(self) -> str:
+    def describe(self) -> str:
         tails = [f"--- agent {a.pid} ({a.process.poll()})\n{a.err[-3000:]}" for a in self.agents]
-        return "\n".join([*tails, *map(str, self.happenings()[-8:])])
+        return "\n".join([*tails, *map(str, self.worker_events()[-8:])])
 
     def leftovers(self, *, kill: bool = False) -> list[str]:
         """Processes of this job, found by its mark in their environment; without agents that still run."""

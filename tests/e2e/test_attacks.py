@@ -36,11 +36,11 @@ def attack(job: Job, kind: str, seconds: float, count: int) -> dict[str, float]:
 
 def trained_through(job: Job, tally: dict[str, float]) -> None:
     """Steps were made during the attack and after it, and always by the same two processes."""
-    steps = [h["t"] for h in job.happenings(event="step")]
-    assert any(tally["began"] < t < tally["ended"] for t in steps), job.story()
+    steps = [h["t"] for h in job.worker_events(event="step")]
+    assert any(tally["began"] < t < tally["ended"] for t in steps), job.describe()
     job.steps(2, after=tally["ended"])
-    assert len(job.happenings(event="start")) == 2, job.story()
-    assert all(agent.process.poll() is None for agent in job.agents), job.story()
+    assert len(job.worker_events(event="start")) == 2, job.describe()
+    assert all(agent.process.poll() is None for agent in job.agents), job.describe()
 
 
 @pytest.mark.parametrize("kind", ["no-secret", "wrong-secret", "other-job", "replay"])
@@ -87,7 +87,7 @@ def test_ten_thousand_idle_connections_are_too_many_and_no_matter(job: Job) -> N
     assert tally["accepted"] == 0, tally
     assert tally["refused"] > count / 2, tally
     trained_through(job, tally)
-    wait_until(lambda: True if "unknown connections" in host(job).err else None, why=job.story)
+    wait_until(lambda: True if "unknown connections" in host(job).err else None, why=job.describe)
 
 
 def host(job: Job) -> Agent:

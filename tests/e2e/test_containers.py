@@ -93,7 +93,7 @@ def test_a_probe_port_in_use_is_an_error_before_anything_starts(job: Job) -> Non
 
 def test_a_lingering_agent_waits_for_a_signal_and_keeps_its_exit_code(job: Job) -> None:
     agent = job.run("--standalone", "--linger", script(job, "raise SystemExit(3)"))
-    agent.says("the job is over; waiting for a signal to exit")
+    agent.wait_for_log("the job is over; waiting for a signal to exit")
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 1
 

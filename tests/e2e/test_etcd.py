@@ -67,7 +67,7 @@ def without(agents: list[Agent], victim: Agent) -> list[Agent]:
 def test_nodes_meet_through_etcd_and_leave_only_a_leased_word_of_the_end(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
-    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+    assert {h["rank"] for h in job.worker_events(event="done", world=3)} == {0, 1, 2}
     assert sum("elected: " in agent.err for agent in agents) == 1
     assert list(etcd.keys()) == [OUTCOME]
     (lease,) = {kv["lease"] for kv in (etcd.ask("kv/range", {"key": encode(OUTCOME)}) or {})["kvs"]}
@@ -126,7 +126,7 @@ def test_a_frozen_coordinator_decides_nothing_when_it_thaws_and_comes_back_as_a_
     job.steps(2, after=before, timeout=20)
     for pid in reversed(tree(frozen.pid)):
         os.kill(pid, signal.SIGCONT)
-    frozen.says("stops deciding")
+    frozen.wait_for_log("stops deciding")
     step = job.steps(3, after=time.time(), timeout=20)
     assert step["restart"] == 0
     finish(job, *agents)
@@ -136,29 +136,29 @@ def test_etcds_leader_dies_and_training_is_undisturbed(job: Job, tmp_path: Path)
     with cluster(3, tmp_path) as members:
         agents = [node(job, endpoints(members), "--rdzv-conf=lease=3", nnodes="2") for _ in range(2)]
         job.steps(2)
-        starts = len(job.happenings(event="start"))
+        starts = len(job.worker_events(event="start"))
         leader = next(member for member in members if member.leads)
         leader.kill()
         left = [member for member in members if member is not leader]
         wait_until(lambda: any(member.leads for member in left) or None)
         job.steps(2, after=time.time() + 4)
-        assert len(job.happenings(event="start")) == starts
+        assert len(job.worker_events(event="start")) == starts
         finish(job, *agents)
 
 
 def test_etcd_is_gone_for_a_while_and_training_is_undisturbed(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
-    starts = len(job.happenings(event="start"))
+    starts = len(job.worker_events(event="start"))
     leader = host(agents)
     etcd.signal(signal.SIGSTOP)
-    leader.says("stops deciding: its lease was not renewed in time")
+    leader.wait_for_log("stops deciding: its lease was not renewed in time")
     assert "coordinator is not in this process now" in refused(job, "stop")
     job.steps(2, after=time.time())
     etcd.signal(signal.SIGCONT)
     for agent in agents:
-        agent.says("coordinator found again")
-    assert len(job.happenings(event="start")) == starts
+        agent.wait_for_log("coordinator found again")
+    assert len(job.worker_events(event="start")) == starts
     finish(job, *agents)
 
 
@@ -166,7 +166,9 @@ def test_an_etcd_that_is_not_there_is_named_in_seconds(job: Job) -> None:
     ports = free_port(), free_port()
     where = f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
     agent = node(job, where, "--rdzv-conf=join_timeout=3")
-    agent.says(rf"etcd cannot be reached, trying again: 127.0.0.1:{ports[0]}: connection refused; 127.0.0.1:{ports[1]}")
+    agent.wait_for_log(
+        rf"etcd cannot be reached, trying again: 127.0.0.1:{ports[0]}: connection refused; 127.0.0.1:{ports[1]}"
+    )
     assert agent.wait() == 1
     assert "no coordinator for 3 s (etcd cannot be reached: 127.0.0.1:" in agent.err
 
@@ -219,14 +221,14 @@ def test_something_else_at_etcds_address_is_said_to_be_so(job: Job, etcd: Member
 def test_a_lost_key_is_an_election(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
-    starts = len(job.happenings(event="start"))
+    starts = len(job.worker_events(event="start"))
     leader = host(agents)
     etcd.ask("kv/deleterange", {"key": encode(KEY)})
-    leader.says("stops deciding: its key is gone from etcd")
+    leader.wait_for_log("stops deciding: its key is gone from etcd")
     for agent in agents:
-        agent.says("coordinator found again")
+        agent.wait_for_log("coordinator found again")
     job.steps(2, after=time.time())
-    assert len(job.happenings(event="start")) == starts
+    assert len(job.worker_events(event="start")) == starts
     finish(job, *agents)
 
 

@@ -41,19 +41,19 @@ def test_a_spare_replaces_an_unhealthy_node_and_no_restart_is_charged(job: Job, 
     sick = tmp_path / "sick"
     check = f"""--health-check=sh -c 'test ! -e {sick} || {{ echo the fan is loud; exit 1; }}'"""
     host = node(job, SOON)
-    host.says("joined")
+    host.wait_for_log("joined")
     patient = node(job, SOON, check)
     job.steps(2)
     spare = node(job, SOON)
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", patient.err)[1]
     sick.touch()
-    patient.says("unhealthy: --health-check sh exited with code 1: the fan is loud")
-    spare.says(f"ranks={rank}-{rank} world=2")
+    patient.wait_for_log("unhealthy: --health-check sh exited with code 1: the fan is loud")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2")
     assert job.steps(2, after=time.time())["restart"] == 0
     sick.unlink()
-    patient.says("healthy again")
-    host.says("is healthy again")
+    patient.wait_for_log("healthy again")
+    host.wait_for_log("is healthy again")
     finish(host, spare, patient)
     found = kinds(job)
     assert found.index("node_unhealthy") < found.index("node_healthy")
@@ -62,18 +62,18 @@ def test_a_spare_replaces_an_unhealthy_node_and_no_restart_is_charged(job: Job, 
 
 def test_a_spare_replaces_a_node_whose_workers_crash_repeatedly(job: Job) -> None:
     host = node(job, "--max-restarts=9")
-    host.says("joined")
+    host.wait_for_log("joined")
     bad = node(job, "--max-restarts=9")
     job.steps(2)
     spare = node(job, "--max-restarts=9")
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", bad.err)[1]
     for restart in range(3):
         worker = job.wait_for(event="step", rank=int(rank), restart=restart)
         os.kill(worker["pid"], signal.SIGKILL)
-    host.says("is in quarantine for 600 s: at fault 3 times in .* died of SIGKILL")
-    spare.says(f"ranks={rank}-{rank} world=2 restarts=3")
-    bad.says("in quarantine: at fault 3 times")
+    host.wait_for_log("is in quarantine for 600 s: at fault 3 times in .* died of SIGKILL")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2 restarts=3")
+    bad.wait_for_log("in quarantine: at fault 3 times")
     job.steps(2, after=time.time())
     finish(host, spare, bad)
     assert kinds(job).count("node_quarantined") == 1
@@ -83,9 +83,9 @@ def test_a_node_with_clock_skew_does_not_join_and_logs_why(job: Job) -> None:
     host = node(job, nnodes="1:2")
     job.steps(1)
     off = node(job, "--rdzv-conf=max_clock_skew=0.000000001", nnodes="1:2")  # less than any real difference
-    off.says(r"unhealthy: the clock is \S+ s (ahead of|behind) the coordinator's")
-    host.says("is unhealthy: the clock is")
-    assert not job.happenings(world=2)
+    off.wait_for_log(r"unhealthy: the clock is \S+ s (ahead of|behind) the coordinator's")
+    host.wait_for_log("is unhealthy: the clock is")
+    assert not job.worker_events(world=2)
     finish(host, off)
 
 

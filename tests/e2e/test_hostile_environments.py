@@ -58,7 +58,7 @@ def test_an_interrupt_while_the_zygote_imports_ends_the_agent(job: Job) -> None:
         job, f"import pathlib, time\npathlib.Path({str(job.folder / 'began')!r}).touch()\ntime.sleep(1000)\n", "slow.py"
     )
     agent = job.run("--standalone", "--preload=slow", script(job, SLEEP))
-    wait_until(lambda: True if (job.folder / "began").exists() else None, why=job.story)
+    wait_until(lambda: True if (job.folder / "began").exists() else None, why=job.describe)
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
     assert "Traceback" not in agent.err
@@ -81,7 +81,7 @@ def _our_code_runs(pid: int) -> bool | None:
 
 def test_an_agent_interrupted_while_it_waits_for_other_nodes_leaves(job: Job) -> None:
     agent = job.node(nnodes="2", script=Path(script(job, SLEEP)))
-    agent.says("waiting: 1 of at least 2 nodes")
+    agent.wait_for_log("waiting: 1 of at least 2 nodes")
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
     assert "left: SIGINT" in agent.err
@@ -92,10 +92,10 @@ def test_two_interrupts_during_restarts_end_the_agent_without_a_traceback(job: J
     agent = job.run(
         "--standalone", "--nproc-per-node=2", "--max-restarts=100000", "--restart-backoff=0", script(job, CRASH)
     )
-    agent.says("round=5 ")
+    agent.wait_for_log("round=5 ")
     agent.signal(signal.SIGINT)
     if gap == "after the log line":
-        agent.says("SIGINT: stopping")
+        agent.wait_for_log("SIGINT: stopping")
     agent.signal(signal.SIGINT)
     assert agent.wait() in (130, -signal.SIGINT), agent.err  # the second may arrive just before the exit
     assert "launch.py" not in agent.err, "a traceback of the agent"  # workers may print theirs
@@ -104,10 +104,10 @@ def test_two_interrupts_during_restarts_end_the_agent_without_a_traceback(job: J
 
 def test_an_agent_under_nohup_ignores_sighup(job: Job) -> None:
     agent = job.run("--standalone", script(job, UNTIL_GO), wrap=["nohup"])
-    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    wait_until(lambda: True if "up" in agent.out else None, why=job.describe)
     agent.signal(signal.SIGHUP)
     go(job)
-    assert agent.wait() == 0, job.story()
+    assert agent.wait() == 0, job.describe()
 
 
 def test_a_killed_zygote_is_replaced(job: Job) -> None:
@@ -116,7 +116,7 @@ def test_a_killed_zygote_is_replaced(job: Job) -> None:
         "--max-restarts=1",
         script(job, UNTIL_GO + "os._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"),
     )
-    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    wait_until(lambda: True if "up" in agent.out else None, why=job.describe)
     os.kill(zygote_of(agent.pid), signal.SIGTERM)
     go(job)
     assert agent.wait() == 0
@@ -327,7 +327,7 @@ def test_workers_can_write_to_stderr_when_the_disk_is_full(job: Job, small_disk:
     env = {"TMPDIR": small_disk[-1], "FIRST": 'head -c 9m /dev/zero > "$0/fill" 2> /dev/null'}
     text = "import sys\nsys.stderr.write('x' * 1_000_000 + '\\n')\nprint('trained')\n"
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=2", script(job, text), env=env, wrap=small_disk)
-    assert agent.wait() == 0, job.story()
+    assert agent.wait() == 0, job.describe()
     assert agent.out.split() == ["trained"] * 2
     assert agent.err.count("x") >= 2_000_000
     assert agent.err.count("is full: workers write stderr to the console alone") == 1
@@ -344,9 +344,9 @@ def test_workers_can_write_to_stderr_while_the_disk_fills_up(
     path = script(job, FILL + NOISY + end)
     agent = job.ripstop("run", "--standalone", *flags, path, env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
     for number in range(40):
-        agent.says(f"part {number}\n")
+        agent.wait_for_log(f"part {number}\n")
         Path(f"{job.log}.{number}").touch()
-    assert agent.wait() == int(dies), job.story()
+    assert agent.wait() == int(dies), job.describe()
     assert agent.err.count("x") >= 40 * 199_999  # a line of the log may be in between
     assert len(re.findall(r"the disk of \S+ is full: only the console", agent.err)) == 1
     if dies:
@@ -358,7 +358,7 @@ def test_the_failure_of_a_worker_on_a_full_disk_mentions_the_disk(job: Job, smal
     text = FILL + "fill()\nos.kill(os.getpid(), 9)\n"
     agent = job.ripstop("run", "--standalone", script(job, text), env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
     assert agent.wait() == 1
-    assert re.search(r"killed by SIGKILL.*; the disk of \S+ is full", agent.err), job.story()
+    assert re.search(r"killed by SIGKILL.*; the disk of \S+ is full", agent.err), job.describe()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to plant what belongs to another user")
@@ -397,7 +397,7 @@ def test_a_process_limit_is_an_error_in_one_line(job: Job, processes: int) -> No
     env = {"TMPDIR": str(job.folder)}
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=6", "--tee=3", path, env=env, wrap=other)
     assert agent.wait() == 1
-    assert re.search("error: .*ulimit|could not be started: .*(ulimit|limits)", agent.err), job.story()
+    assert re.search("error: .*ulimit|could not be started: .*(ulimit|limits)", agent.err), job.describe()
     assert "Traceback" not in agent.err
 
 

@@ -31,7 +31,7 @@ def finish(job: Job, *agents: Agent) -> None:
 def two_nodes(job: Job, *flags: str, nnodes: str) -> tuple[Agent, Agent]:
     """Two nodes that train together; the first one hosts the coordinator."""
     first = job.node(*flags, nnodes=nnodes)
-    first.says("joined")
+    first.wait_for_log("joined")
     second = job.node(*flags, nnodes=nnodes)
     job.steps(2)
     return first, second
@@ -49,17 +49,17 @@ def tree(pid: int) -> list[int]:
 def test_nodes_join_and_finish_together(job: Job) -> None:
     agents = [job.node(nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [a.wait() for a in agents] == [0, 0, 0]
-    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+    assert {h["rank"] for h in job.worker_events(event="done", world=3)} == {0, 1, 2}
 
 
 def test_nodes_that_start_seconds_apart_train_together_from_the_first_round(job: Job) -> None:
     first = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
-    first.says(r"1 of 2 nodes are ready; the first round waits 30 s for more .*last_call_timeout=SECONDS")
+    first.wait_for_log(r"1 of 2 nodes are ready; the first round waits 30 s for more .*last_call_timeout=SECONDS")
     time.sleep(3)  # as users do
     second = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
     assert [first.wait(), second.wait()] == [0, 0]
-    assert sorted(h["rank"] for h in job.happenings(event="done")) == [0, 1]
-    assert {h["world"] for h in job.happenings()} == {2}
+    assert sorted(h["rank"] for h in job.worker_events(event="done")) == [0, 1]
+    assert {h["world"] for h in job.worker_events()} == {2}
     assert "round=2" not in first.err
 
 
@@ -71,9 +71,9 @@ def test_a_node_that_ran_no_worker_warns_about_it(job: Job, tmp_path: Path, stat
     )
     secret = {"RIPSTOP_TOKEN": "shared"}  # without one, a job of one node makes its own
     first = job.node(nnodes="1", script=script, env=secret)
-    first.says("ranks=0-0")
+    first.wait_for_log("ranks=0-0")
     spare = job.node(nnodes="1", script=script, env=secret)
-    spare.says("spare")
+    spare.wait_for_log("spare")
     go.touch()
     assert [first.wait(), spare.wait()] == [code, code]
     warning = r" W job=e2e ended \(all workers exited 0\) before this node got a place: this node ran no worker"
@@ -85,7 +85,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
     agents = [job.node(nnodes="2:3") for _ in range(3)]
     job.steps(3)
     victim = next(a for a in agents if "joined" not in a.err)  # not the one that is the coordinator
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     for pid in tree(victim.pid):
         os.kill(pid, signal.SIGKILL)
     victim.wait()
@@ -96,7 +96,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
 
 def test_the_workers_of_a_killed_agent_exit_and_the_job_continues(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGKILL)
     second.wait()
     job.steps(1, after=before)
@@ -114,16 +114,16 @@ def test_a_new_node_is_admitted_and_every_node_gets_a_rank(job: Job) -> None:
 
 def test_a_spare_takes_the_rank_of_a_lost_node(job: Job) -> None:
     host = job.node(nnodes="2")
-    host.says("joined")
+    host.wait_for_log("joined")
     victim = job.node(nnodes="2")
     job.steps(2)
     spare = job.node(nnodes="2")
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", victim.err)[1]
     for pid in tree(victim.pid):
         os.kill(pid, signal.SIGKILL)
     victim.wait()
-    spare.says(f"ranks={rank}-{rank} world=2")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2")
     job.steps(2, after=time.time())
     finish(job, host, spare)
 
@@ -137,7 +137,7 @@ def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_p
         return job.node(*flags, nnodes="3", script=script, env={"PET_NODE_LABEL": label})
 
     first = node("rack10")
-    first.says("joined")
+    first.wait_for_log("joined")
     agents = [first, node("rack11", "--node-rank=0"), node("rack9", "--node-rank=0")]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
     ranks = dict(re.findall(r"label (\w+) rank (\d)", "".join(agent.out for agent in agents)))
@@ -147,13 +147,13 @@ def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_p
 
 def test_with_ranks_by_address_the_coordinators_node_has_a_numeric_address(job: Job) -> None:
     agent = job.node("--rdzv-conf=rank_by=address", endpoint=f"localhost:{job.port}")
-    agent.says(r"joined from 127\.0\.0\.1 ")
+    agent.wait_for_log(r"joined from 127\.0\.0\.1 ")
     finish(job, agent)
 
 
 def test_a_terminated_node_leaves_and_the_job_continues_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGTERM)
     assert second.wait() == 143
     step = job.steps(1, after=before)
@@ -165,7 +165,7 @@ def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     second.signal(signal.SIGKILL)
     second.wait()
-    first.says("waiting: 1 of at least 2 nodes")
+    first.wait_for_log("waiting: 1 of at least 2 nodes")
     before = time.time()
     third = job.node(nnodes="2")
     job.steps(2, after=before)
@@ -178,7 +178,7 @@ def test_a_failure_on_one_node_restarts_all_nodes_and_is_charged_once(job: Job) 
         for _ in range(2)
     ]
     assert [a.wait() for a in agents] == [0, 0]
-    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {1}
 
 
 def test_every_node_prints_the_same_root_cause(job: Job) -> None:
@@ -201,12 +201,12 @@ def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
 
 def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> None:
     first, second = two_nodes(job, "--rdzv-conf=lease=1", nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGSTOP)
     job.steps(1, after=before)
     assert "silent for" in first.err
     second.signal(signal.SIGCONT)
-    step = job.steps(2, after=job.happenings()[-1]["t"])
+    step = job.steps(2, after=job.worker_events()[-1]["t"])
     assert step["restart"] == 0
     finish(job, first, second)
 
@@ -217,24 +217,24 @@ def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted
     coordinator = job.ripstop(*argv)
     agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", env={"TRAIN_STEPS": "400"}) for _ in range(2)]
     job.steps(2)
-    pids = {h["pid"] for h in job.happenings(event="start")}
+    pids = {h["pid"] for h in job.worker_events(event="start")}
     coordinator.signal(signal.SIGKILL)
     coordinator.wait()
     for agent in agents:
-        agent.says("coordinator lost")
-    job.steps(2, after=job.happenings()[-1]["t"])
+        agent.wait_for_log("coordinator lost")
+    job.steps(2, after=job.worker_events()[-1]["t"])
     again = job.ripstop(*argv)
-    again.says("goes on: all 2 nodes are back")
+    again.wait_for_log("goes on: all 2 nodes are back")
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
-    assert {h["pid"] for h in job.happenings(event="start")} == pids, "a worker was restarted"
+    assert {h["pid"] for h in job.worker_events(event="start")} == pids, "a worker was restarted"
 
 
 def test_the_agent_that_hosts_the_coordinator_can_be_killed_and_restarted(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     first.signal(signal.SIGKILL)
     first.wait()
-    second.says("coordinator lost")
+    second.wait_for_log("coordinator lost")
     before = time.time()
     third = job.node(nnodes="2")
     job.steps(2, after=before)
@@ -247,7 +247,7 @@ def test_an_agent_with_a_wrong_secret_is_rejected_with_exit_2_and_changes_nothin
     stranger = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "wrong"})
     assert stranger.wait() == 2
     assert "RIPSTOP_TOKEN" in stranger.err
-    job.steps(1, after=job.happenings()[-1]["t"])
+    job.steps(1, after=job.worker_events()[-1]["t"])
     assert "round=2" not in first.err
     finish(job, first)
 
@@ -299,11 +299,11 @@ def test_garbage_on_the_port_does_not_disturb_the_job(job: Job) -> None:
         open_sockets.append(s)
         with suppress(OSError):
             s.sendall(data)
-    job.steps(2, after=job.happenings()[-1]["t"])
+    job.steps(2, after=job.worker_events()[-1]["t"])
     for s in open_sockets:
         s.close()
-    assert {h["pid"] for h in job.happenings(event="start", world=2)} == {
-        h["pid"] for h in job.happenings(event="step", world=2)
+    assert {h["pid"] for h in job.worker_events(event="start", world=2)} == {
+        h["pid"] for h in job.worker_events(event="step", world=2)
     }
     finish(job, first, second)
 
@@ -336,10 +336,10 @@ def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None
 
 def test_a_job_whose_coordinators_node_has_left_succeeds(job: Job) -> None:
     host = job.node(nnodes="1:2", script=SCRIPTS / "graceful.py")
-    host.says("round=1 ranks=0-0")
+    host.wait_for_log("round=1 ranks=0-0")
     other = job.node(nnodes="1:2", script=SCRIPTS / "uneven.py")
-    other.says("ranks=1-1 world=2")
+    other.wait_for_log("ranks=1-1 world=2")
     host.signal(signal.SIGTERM)
     assert host.wait() == 143
-    other.says("ranks=0-0 world=1")
+    other.wait_for_log("ranks=0-0 world=1")
     assert other.wait() == 0

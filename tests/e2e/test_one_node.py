@@ -23,8 +23,8 @@ def job(tmp_path: Path):
 def test_a_job_runs_to_its_end_and_exits_0(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN))
     assert agent.wait() == 0
-    assert len(job.happenings(event="done")) == 2
-    assert {h["rank"] for h in job.happenings(event="step", step=20)} == {0, 1}
+    assert len(job.worker_events(event="done")) == 2
+    assert {h["rank"] for h in job.worker_events(event="step", step=20)} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_failed_worker_is_restarted_and_the_job_continues(job: Job, kind: str,
         "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(TRAIN), env={"TRAIN_FAULT": f"{kind}:1:5:0"}
     )
     assert agent.wait() == 0
-    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {1}
     assert how in agent.err
     assert "restart 1 of 1" in agent.err
 
@@ -51,7 +51,7 @@ def test_an_exhausted_restart_budget_ends_the_job_with_a_report_of_the_root_caus
         env={"TRAIN_FAULT": "raise:1:5"},
     )
     assert agent.wait() == 1
-    assert {h["restart"] for h in job.happenings(event="fault")} == {0, 1}
+    assert {h["restart"] for h in job.worker_events(event="fault")} == {0, 1}
     assert "root cause: rank 1" in agent.err
     assert "RuntimeError: the fault that was asked for" in agent.err
     (path,) = job.logs.glob("*/report.json")
@@ -83,7 +83,7 @@ def test_a_terminated_agent_stops_its_workers_with_that_signal_and_exits_143(job
     job.wait_for(event="start", count=2)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
-    assert len(job.happenings(event="saved", signal=int(signal.SIGTERM))) == 2
+    assert len(job.worker_events(event="saved", signal=int(signal.SIGTERM))) == 2
 
 
 def test_an_interrupted_agent_exits_130(job: Job) -> None:
@@ -91,7 +91,7 @@ def test_an_interrupted_agent_exits_130(job: Job) -> None:
     job.wait_for(event="start")
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
-    assert job.happenings(event="saved", signal=int(signal.SIGINT))
+    assert job.worker_events(event="saved", signal=int(signal.SIGINT))
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job: Job) -> None:
@@ -185,7 +185,7 @@ def test_a_fixed_master_port_is_the_store_port_of_every_round(job: Job) -> None:
         env={"TRAIN_FAULT": "kill:0:3:0,kill:1:6:1"},
     )
     assert agent.wait() == 0, agent.err
-    assert {h["restart"] for h in job.happenings(event="done")} == {2}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {2}
 
 
 def test_a_missing_script_is_one_line_of_error_and_exit_2() -> None:
@@ -210,7 +210,7 @@ def test_the_agent_does_not_poll_while_its_workers_run(job: Job) -> None:
         return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
 
     before = wakeups()
-    job.wait_for(event="step", count=len(job.happenings(event="step")) + 100)
+    job.wait_for(event="step", count=len(job.worker_events(event="step")) + 100)
     assert wakeups() - before <= 5, "something polls"
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143

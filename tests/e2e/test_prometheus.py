@@ -90,7 +90,7 @@ def crashing_job(folder: Path) -> Iterator[Job]:
         coordinator = job.ripstop(
             "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
         )
-        coordinator.says("coordinator of job=e2e")
+        coordinator.wait_for_log("coordinator of job=e2e")
         node = job.node("--rdzv-conf=is_host=0", "--nproc-per-node=2", nnodes="1", script=SCRIPTS / "counting.py")
         yield job
         node.signal(signal.SIGTERM)

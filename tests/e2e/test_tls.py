@@ -39,8 +39,8 @@ def train(job: Job, tls: Tls, *flags: str) -> Agent:
 
 def test_nodes_train_over_tls_and_recover_from_a_crash(job: Job, authority: Authority) -> None:
     agents = [train(job, authority.node(name)) for name in ("a", "b")]
-    assert [agent.wait() for agent in agents] == [0, 0], job.story()
-    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
+    assert [agent.wait() for agent in agents] == [0, 0], job.describe()
+    assert {(h["rank"], h["restart"]) for h in job.worker_events(event="done")} == {(0, 1), (1, 1)}
 
 
 def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
@@ -55,7 +55,7 @@ def test_who_shows_no_certificate_or_a_strangers_is_refused_and_changes_nothing(
         refused = job.node(conf(shown), nnodes="1:2")
         assert refused.wait() == 2
         assert "give this node a certificate" in refused.err
-    assert len(job.happenings(event="start")) == 1
+    assert len(job.worker_events(event="start")) == 1
     first.signal(15)
     assert first.wait() == 143
 
@@ -68,5 +68,5 @@ def test_a_coordinator_that_etcd_elects_shows_its_certificate_too(
     with cluster(1, tmp_path) as (member,):
         meeting = ("--rdzv-backend=etcd", f"--rdzv-endpoint={member.endpoint}")
         agents = [train(job, authority.node(name), *meeting) for name in ("a", "b")]
-        assert [agent.wait() for agent in agents] == [0, 0], job.story()
-    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
+        assert [agent.wait() for agent in agents] == [0, 0], job.describe()
+    assert {(h["rank"], h["restart"]) for h in job.worker_events(event="done")} == {(0, 1), (1, 1)}
