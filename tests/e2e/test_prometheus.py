@@ -144,7 +144,7 @@ def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
 def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
     answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
-    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "RestartBudget")
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
     assert answers[filled_in(*queries(restarts))] == {(): 1.0}
 
 
