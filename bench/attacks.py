@@ -78,13 +78,13 @@ class Trial:
         began, busy = time.time(), sum(self.host.cpu_times()[:2])
         output = wait()
         ended, cpu = time.time(), sum(self.host.cpu_times()[:2]) - busy
-        steps = sum(began <= h["t"] < ended for h in self.job.happenings(event="step", rank=0))
+        steps = sum(began <= h["t"] < ended for h in self.job.worker_events(event="step", rank=0))
         seconds = ended - began
         return {"rate": steps / seconds, "seconds": seconds, "cpu": cpu, **(json.loads(output) if output else {})}
 
     def recovery(self) -> float:
         """Seconds from a worker's death to the next step."""
-        worker = self.job.happenings(event="start", rank=1)[-1]["pid"]
+        worker = self.job.worker_events(event="start", rank=1)[-1]["pid"]
         died = time.time()
         os.kill(worker, signal.SIGKILL)
         return self.job.steps(2, after=died)["t"] - died
@@ -113,7 +113,7 @@ def run_attacks(trial: Trial, attacks: dict, passes: int) -> dict[str, list[dict
             during, after = trial.attack(kind, count, part), trial.baseline()
             found[kind].append(compare(before, during, after))
             before = after
-    assert len(trial.job.happenings(event="start")) == 2, "the job was restarted"
+    assert len(trial.job.worker_events(event="start")) == 2, "the job was restarted"
     return found
 
 

@@ -1,6 +1,6 @@
 """ripstop keeps distributed PyTorch training alive: it launches, supervises, heals and resizes jobs."""
 
-TYPE_CHECKING = False  # typing's own costs an import at every start
+TYPE_CHECKING = False  # without the import of typing, which slows every start
 if TYPE_CHECKING:
     from ripstop import train
     from ripstop.workers.error_file import record
@@ -10,7 +10,7 @@ __all__ = ["__version__", "record", "train"]
 
 
 def __getattr__(name: str) -> object:
-    """The public names, imported at their first use: the agent, which starts first of all, needs none of them."""
+    """Import a public name at its first use: the agent needs none of them and starts faster without."""
     if name == "record":
         from ripstop.workers.error_file import record
 

@@ -1,7 +1,7 @@
-"""The composition root: wires the parts of one node, runs them, and maps the end to an exit code.
+"""The composition root: builds the parts of one node, runs them, and turns the result into an exit code.
 
-Exit codes: 0 the job succeeded; 1 it failed, or its coordinator was not to be found; 2 wrong input, or refused by the
-coordinator; 128 + n this agent was stopped by signal n.  `--linger` puts an end off, and changes no code.
+Exit codes: 0 the job succeeded; 1 it failed, or no coordinator was reachable; 2 wrong input, or the coordinator
+rejected this node; 128 + n signal n ended this agent.  `--linger` delays the exit and does not change the code.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.agent.driver import Driver
-from ripstop.agent.machine import ExitAgent
+from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probes
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.service import Coordinator
@@ -41,8 +41,7 @@ from ripstop.model.config import (
     Script,
 )
 from ripstop.model.errors import UsageError
-from ripstop.model.events import EventRecord as Logged
-from ripstop.model.events import Sink
+from ripstop.model.events import EventRecord, Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text import clean, one_line
@@ -58,63 +57,47 @@ from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
-SECRETS = (
-    "RIPSTOP_TOKEN",
-    "RIPSTOP_TOKEN_FILE",
-    "RIPSTOP_ETCD_USER",
-    "RIPSTOP_ETCD_PASSWORD",
-)  # the agents' own; workers are not told
+# workers do not get these
+SECRET_VARIABLES = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD")
+
+
+# one node -------------------------------------------------------------------------------------------------------------
 
 
 def run(config: RunConfig, link: Link | None = None) -> int:
-    """Run this node's part of the job, with a link of the caller's where no coordinator is to be sought."""
-    with _log_lines(config.notes, rendezvous=config.backend is not Backend.LOCAL):
-        end, directory = _run(config, link)
-    _conclude(end, directory)
+    """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
+    with _log_to_stderr(config.notes, with_coordinator=config.backend is not Backend.LOCAL):
+        directory = LogDirectory(config.logs, config.run_id)
+        end = _run_with_workers(config, directory, link)
+    _print_result(end, directory)
     if config.termination_log is not None:
-        _leave_word(config.termination_log, end)
-    over = end.report is not None or end.code == 0  # else it may go better with a new agent
-    if config.linger and over and end.code < 128:
-        _linger(config)
+        _write_termination_message(config.termination_log, end)
+    is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
+    if config.linger and is_job_over and end.code < 128:
+        _wait_for_signal(config.signals)
     return end.code
 
 
-def _run(config: RunConfig, link: Link | None) -> tuple[ExitAgent, LogDirectory]:
-    directory = LogDirectory(config.logs, config.run_id)
+def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | None) -> ExitAgent:
     bound = bind_endpoint(config)
-    probed = None
+    probe_socket = None
     if config.probe_port is not None:
-        probed = probes.listen("--probe-port", config.local_addr, config.probe_port)
-    environ = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    # before all else, because what it imports takes longest; the rest is loaded meanwhile
+        probe_socket = probes.listen("--probe-port", config.local_addr, config.probe_port)
+    environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
     shared = shared_environment(environ, config.slots)
     spawner = Spawner(children, config.entry, shared, config.start, config.preload)
     try:
-        with _torch_handler(config, environ, children) as sinks:
-            part = take_part(config, directory, spawner, environ, bound, sinks=sinks, link=link, probed=probed)
-            end = asyncio.run(part)
+        with _torch_event_handler(config, environ, children) as sinks:
+            return asyncio.run(
+                run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
+            )
     finally:
         spawner.close()
-    return end, directory
 
 
-def coordinate(config: CoordinatorConfig) -> int:
-    """Run a coordinator alone."""
-    with _log_lines(config.notes, rendezvous=True):
-        directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
-        bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
-        assert bound is not None, "a required endpoint is bound, or an error"
-        _may_serve(bound, config)
-        _warn_of(bound)
-        end = asyncio.run(_coordinate(config, bound, directory))
-    if isinstance(end, int):
-        return 128 + end
-    print(render(end), end="", file=sys.stderr)
-    return 0 if end.outcome is Outcome.SUCCEEDED else 1
-
-
-async def take_part(
+async def run_agent(
     config: RunConfig,
     directory: LogDirectory,
     spawner: Starter,
@@ -123,100 +106,140 @@ async def take_part(
     logs_source: LogsSource | None = None,
     sinks: Sequence[Sink] = (),
     link: Link | None = None,
-    probed: socket.socket | None = None,
+    probe_socket: socket.socket | None = None,
     console: Console | None = None,
 ) -> ExitAgent:
-    """This node's part of the job, in any event loop, with workers that `spawner` starts.
+    """Run this node's agent in any event loop, with the workers that `spawner` starts.
 
-    `sinks` hear what this node sees; a `link` that is given leads to a coordinator of somebody else's making; at
-    `probed`, probes are answered; what workers write is shown at the `console`, else at this process's descriptors.
+    `sinks` take this node's events.  Without a `link`, the agent finds or hosts the coordinator.  Without a `console`,
+    the workers' output goes to this process's stdout and stderr.
     """
     node = _this_node(config, bound)
     config = _with_secret(config, bound)
     async with AsyncExitStack() as parts:
-        heard = [_event_file(parts, directory, OF_NODE), *sinks]
+        node_sinks = [_event_file(parts, directory, OF_NODE), *sinks]
         if link is not None:
-            meeting = _Meeting(link)
+            access = _CoordinatorAccess(link)
         elif config.backend is Backend.ETCD:
-            meeting = _meet_by_etcd(parts, config, node, directory)
+            access = _elect_coordinator(parts, config, node, directory)
+        elif config.backend is Backend.LOCAL or bound is not None:
+            access = await _host_coordinator(parts, config, node, directory, bound)
         else:
-            meeting = await _meet(parts, config, node, directory, bound)
-        driver = Driver(config, node, spawner, meeting.link, directory, environ, logs_source, heard, console)
-        if meeting.broken is not None:
-            meeting.broken.add_done_callback(lambda broken: driver.fail(broken.exception()))
-        if probed is not None:
-            parts.callback(asyncio.create_task(probes.serve(probed, driver.unready), name="ripstop-probes").cancel)
+            access = _connect_to_coordinator(parts, config, node)
+        driver = Driver(config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console)
+        if access.failure is not None:
+            access.failure.add_done_callback(lambda failure: driver.fail(failure.exception()))
+        if probe_socket is not None:
+            answer_probes = probes.serve(probe_socket, driver.reason_not_ready)
+            parts.callback(asyncio.create_task(answer_probes, name="ripstop-probes").cancel)
         end = await driver.run()
-        if meeting.coordinator is not None and end.report is not None:
-            await meeting.coordinator.ended  # the others are told before their coordinator goes
+        if access.coordinator is not None and end.report is not None:
+            await access.coordinator.ended  # the other nodes receive the report before their coordinator exits
         return end
 
 
-class _Meeting(Struct, frozen=True):
-    """The way to the coordinator; what has its defect, should it break within this process; itself, if it is here."""
+class _CoordinatorAccess(Struct, frozen=True):
+    """The link to the coordinator.
+
+    `failure` is done with an exception if the coordinator fails in this process; `coordinator` is set if it is hosted
+    here for the whole job.
+    """
 
     link: Link
-    broken: asyncio.Future[Any] | None = None
+    failure: asyncio.Future[Any] | None = None
     coordinator: Coordinator | None = None
 
 
-async def _meet(
+async def _host_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
-) -> _Meeting:
-    """The coordinator is in this process, or at the endpoint."""
-    if config.backend is not Backend.LOCAL and bound is None:
-        _way_in(parts, config, node.id).follow(str(config.endpoint))
-        return _Meeting(_remote(config, node.id))
-    sinks = [_event_file(parts, directory, OF_JOB), *_spans(parts, config)]
-    coordinator = Coordinator(_settings(config, own=node.id), sinks=sinks)
+) -> _CoordinatorAccess:
+    """The coordinator runs in this process; `bound` is None if it serves this node alone."""
+    sinks = [_event_file(parts, directory, OF_JOB), *_span_sinks(parts, config)]
+    coordinator = Coordinator(_job_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
-    _way_in(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
-    parts.callback(coordinator.stop)  # before those end who wait for an answer: none comes any more
-    return _Meeting(InProcessLink(coordinator, node.id), coordinator.ended, coordinator)
+    _job_socket(parts, config, node.id).lead(coordinator, str(bound.address) if bound else "")
+    parts.callback(coordinator.stop)  # before the server closes: clients that wait for a reply end then
+    return _CoordinatorAccess(InProcessLink(coordinator, node.id), coordinator.ended, coordinator)
 
 
-def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory) -> _Meeting:
-    """The coordinator is wherever etcd says; it may be within the link."""
-    from ripstop.election.etcd_link import EtcdLink  # aiohttp: only where there is a network
+def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
+    """The coordinator runs at the endpoint."""
+    from ripstop.transport.client import WebSocketLink  # aiohttp: only with a network
+
+    assert config.endpoint is not None
+    _job_socket(parts, config, node.id).follow(str(config.endpoint))
+    tls = None
+    if config.tls is not None:
+        from ripstop.transport.tls import client_context
+
+        tls = client_context(config.tls)
+    link = WebSocketLink(
+        config.endpoint, run_id=config.run_id, node=node.id, token=config.token, lease=config.timing.lease, tls=tls
+    )
+    return _CoordinatorAccess(link)
+
+
+def _elect_coordinator(
+    parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory
+) -> _CoordinatorAccess:
+    """etcd elects the agent that runs the coordinator; if it is this one, the coordinator runs within the link."""
+    from ripstop.election.etcd_link import EtcdLink  # aiohttp: only with a network
 
     assert config.etcd is not None
-    way_in = _way_in(parts, config, node.id)
+    job_socket = _job_socket(parts, config, node.id)
 
-    def on_leader(address: Address | None, own: Coordinator | None) -> None:
+    def on_elected(address: Address | None, own: Coordinator | None) -> None:
         if own is not None:
-            way_in.lead(own, str(address))
+            job_socket.lead(own, str(address))
         elif address is not None:
-            way_in.follow(str(address))
+            job_socket.follow(str(address))
         else:
-            way_in.job = None
+            job_socket.job = None
 
     link = EtcdLink(
         config.etcd,
-        _settings(config),
+        _job_settings(config),
         node=node.id,
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_event_file(parts, directory, OF_JOB), *_spans(parts, config)],
-        on_leader=on_leader,
+        sinks=[_event_file(parts, directory, OF_JOB), *_span_sinks(parts, config)],
+        on_leader=on_elected,
     )
-    return _Meeting(link, link.failed)
+    return _CoordinatorAccess(link, link.failed)
 
 
-async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
-    """How the job ended, or the signal that ended its coordinator."""
-    stopped: asyncio.Queue[int] = asyncio.Queue()
+# a coordinator without workers ----------------------------------------------------------------------------------------
+
+
+def coordinate(config: CoordinatorConfig) -> int:
+    """Run a coordinator without workers."""
+    with _log_to_stderr(config.notes, with_coordinator=True):
+        directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
+        bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
+        assert bound is not None, "bind raises if it cannot bind a required endpoint"
+        _check_bound(bound, config)
+        end = asyncio.run(_run_coordinator(config, bound, directory))
+    if isinstance(end, int):
+        return 128 + end
+    print(render(end), end="", file=sys.stderr)
+    return 0 if end.outcome is Outcome.SUCCEEDED else 1
+
+
+async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
+    """The job's report, or the signal that ended the coordinator."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
+        asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
-        coordinator = Coordinator(_settings(config), sinks=[*sinks, *_spans(parts, config)])
+        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
         await _serve(parts, coordinator, bound, config)
-        _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
+        _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
-        signalled = asyncio.create_task(stopped.get())
+        signalled = asyncio.create_task(signals.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if signalled.done():
@@ -229,7 +252,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
 
 
 def bind_endpoint(config: RunConfig) -> Bound | None:
-    """The socket of the endpoint, if this node is to host the coordinator, or of `--api` where it is alone."""
+    """The listening socket if this node hosts the coordinator for others, or serves `--api`; otherwise None."""
     if config.backend is Backend.LOCAL and config.api is not None:
         return bind(config.api, required=True, multi_node=False, flag="--api")
     if config.backend in (Backend.LOCAL, Backend.ETCD, Backend.HANDLER) or config.is_host is False:
@@ -239,23 +262,12 @@ def bind_endpoint(config: RunConfig) -> Bound | None:
         config.endpoint, required=config.is_host is True, multi_node=config.max_nodes > 1, own_address=config.local_addr
     )
     if bound is not None:
-        _may_serve(bound, config)
-        _warn_of(bound)
+        _check_bound(bound, config)
     return bound
 
 
-def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
-    """A job of one node that is hosted here has a secret nobody else needs to know; so nobody else can join or end it.
-
-    A certificate that everybody is asked for does the same, and lets operators in.
-    """
-    if bound is None or config.token or config.max_nodes > 1 or (config.tls is not None and config.tls.ca is not None):
-        return config
-    return replace(config, token=secrets.token_hex(16))
-
-
-def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
-    """Would the agents trust the certificate of the endpoint's host?  Asked before anything is started."""
+def _check_bound(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
+    """Before anything starts: UsageError if agents would not trust the certificate of the endpoint's host."""
     if config.tls is not None and config.endpoint is not None:
         from ripstop.transport.tls import check_coordinator_certificate
 
@@ -264,27 +276,35 @@ def _may_serve(bound: Bound, config: RunConfig | CoordinatorConfig) -> None:
         except UsageError:
             bound.listening.close()
             raise
-
-
-def _warn_of(bound: Bound) -> None:
     if bound.note:
         log.warning("%s", bound.note)
 
 
+def _with_secret(config: RunConfig, bound: Bound | None) -> RunConfig:
+    """A job of one node with an open port gets a random secret, so that no other user can join or stop it.
+
+    It needs none if TLS requires client certificates: those also let operators in.
+    """
+    has_client_certificates = config.tls is not None and config.tls.ca is not None
+    if bound is None or config.token or config.max_nodes > 1 or has_client_certificates:
+        return config
+    return replace(config, token=secrets.token_hex(16))
+
+
 def _this_node(config: RunConfig, bound: Bound | None) -> Node:
-    """This agent.  Its address: what the user gave, else the endpoint's if hosted here, else what the link finds."""
+    """This node.  Its address is the user's, or the endpoint's if hosted here; empty: the link finds it."""
     host = config.local_addr or ""
     if not host and config.backend is Backend.LOCAL:
         host = "127.0.0.1"
     if not host and bound is not None and config.endpoint is not None:
-        # the others' addresses are numbers; by its name, this one could not be put among them
+        # ranks by address compare numeric addresses, so a host name would not sort
         host = bound.address.host if config.rank_by is RankBy.ADDRESS else config.endpoint.host
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     return Node(name, host, config.slots, config.role, config.node_rank, config.node_number, config.node_label)
 
 
-def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
-    alone = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
+def _job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettings:
+    is_local = isinstance(config, RunConfig) and config.backend is Backend.LOCAL
     return JobSettings(
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -295,85 +315,14 @@ def _settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSettin
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
-        quarantine=QuarantineLimits(failures=0) if alone else config.quarantine,
+        quarantine=QuarantineLimits(failures=0) if is_local else config.quarantine,
     )
-
-
-def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
-    file = EventFile(directory.path / name)
-    parts.callback(file.close)
-    return file.add
-
-
-def _spans(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
-    """What sends the job's traces, where somebody wants them."""
-    if config.tracing is None:
-        return []
-    from ripstop.transport.span_sender import SpanSender
-
-    sender = SpanSender(config.tracing, config.run_id)
-    parts.push_async_callback(sender.close)
-    return [sender.add]
-
-
-def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
-    """For operators on this machine."""
-    token = secret.api_token(config.token, config.run_id) if config.token else ""
-    found = JobSocket(os.environ, config.run_id, node, token, config.tls)
-    parts.push_async_callback(found.close)
-    return found
-
-
-@contextmanager
-def _torch_handler(config: RunConfig, environ: dict[str, str], children: Children) -> Iterator[list[Sink]]:
-    """A handler of torch's kind, while the job runs."""
-    if not config.event_handler:
-        yield []
-        return
-    from ripstop.telemetry.torch_handler import EventHandler
-
-    handler = EventHandler(config.event_handler, environ, children)
-    try:
-        yield [torch_sink(config, _program(config.entry), handler.put)]
-    finally:
-        handler.close()
-
-
-def _program(entry: Entrypoint) -> str:
-    match entry:
-        case Script(path):
-            return path
-        case Module(name):
-            return name
-        case Executable(argv):
-            return argv[0]
-        case Function():
-            return "function"
-
-
-def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
-    """Gives `put` what happens here as torch's agent would have told it."""
-    from ripstop.telemetry.torch_events import TorchEvents
-
-    events = TorchEvents(
-        run_id=config.run_id,
-        role=config.role,
-        backend=config.backend.value,
-        host=socket.gethostname(),
-        program=program,
-    )
-
-    def sink(entry: Logged) -> None:
-        for text in events.of(entry):
-            put(text)
-
-    return sink
 
 
 async def _serve(
     parts: AsyncExitStack, coordinator: Coordinator, bound: Bound, config: RunConfig | CoordinatorConfig
 ) -> None:
-    from ripstop.transport.server import Server  # aiohttp: only where there is a network
+    from ripstop.transport.server import Server  # aiohttp: only with a network
 
     tls = None
     if config.tls is not None:
@@ -395,31 +344,88 @@ async def _serve(
     await server.start()
 
 
-def _remote(config: RunConfig, node: str) -> Link:
-    from ripstop.transport.client import WebSocketLink
-
-    assert config.endpoint is not None
-    tls = None
-    if config.tls is not None:
-        from ripstop.transport.tls import client_context
-
-        tls = client_context(config.tls)
-    return WebSocketLink(
-        config.endpoint, run_id=config.run_id, node=node, token=config.token, lease=config.timing.lease, tls=tls
-    )
+def _job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:
+    """The job's API for operators on this machine."""
+    token = secret.api_token(config.token, config.run_id) if config.token else ""
+    job_socket = JobSocket(os.environ, config.run_id, node, token, config.tls)
+    parts.push_async_callback(job_socket.close)
+    return job_socket
 
 
-# what the user sees ---------------------------------------------------------------------------------------------------
+def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Sink:
+    file = EventFile(directory.path / name)
+    parts.callback(file.close)
+    return file.add
+
+
+def _span_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
+    """The sender of the job's traces, if tracing is on."""
+    if config.tracing is None:
+        return []
+    from ripstop.transport.span_sender import SpanSender
+
+    sender = SpanSender(config.tracing, config.run_id)
+    parts.push_async_callback(sender.close)
+    return [sender.add]
 
 
 @contextmanager
-def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
-    """One line an event.  A coordinator for this node alone is silent: the agent tells the same."""
+def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: Children) -> Iterator[list[Sink]]:
+    """The sink for the torch event handler that the user named, if any."""
+    if not config.event_handler:
+        yield []
+        return
+    from ripstop.telemetry.torch_handler import EventHandler
+
+    handler = EventHandler(config.event_handler, environ, children)
+    try:
+        yield [torch_sink(config, _program_name(config.entry), handler.put)]
+    finally:
+        handler.close()
+
+
+def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+    """A sink that passes this node's events to `put` in the format of torch's agent."""
+    from ripstop.telemetry.torch_events import TorchEvents
+
+    events = TorchEvents(
+        run_id=config.run_id,
+        role=config.role,
+        backend=config.backend.value,
+        host=socket.gethostname(),
+        program=program,
+    )
+
+    def sink(record: EventRecord) -> None:
+        for text in events.of(record):
+            put(text)
+
+    return sink
+
+
+def _program_name(entry: Entrypoint) -> str:
+    match entry:
+        case Script(path):
+            return path
+        case Module(name):
+            return name
+        case Executable(argv):
+            return argv[0]
+        case Function():
+            return "function"
+
+
+# output to the user ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _log_to_stderr(notes: tuple[str, ...], *, with_coordinator: bool) -> Iterator[None]:
+    """Log to stderr.  The coordinator of a single node logs only warnings, because the agent logs the same events."""
     handler = StderrHandler()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-    logging.getLogger("ripstop.coordinator").setLevel(logging.INFO if rendezvous else logging.WARNING)
+    logging.getLogger("ripstop.coordinator").setLevel(logging.INFO if with_coordinator else logging.WARNING)
     for note in notes:
         log.warning("%s", note)
     try:
@@ -429,54 +435,59 @@ def _log_lines(notes: tuple[str, ...], *, rendezvous: bool) -> Iterator[None]:
         handler.close()
 
 
-def _conclude(end: ExitAgent, directory: LogDirectory) -> None:
-    succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
-    directory.tidy(succeeded=succeeded)
-    if succeeded:
+def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
+    """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
+    has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
+    directory.tidy(succeeded=has_succeeded)
+    if has_succeeded:
         return
     if end.report is not None:
-        print(f"\n{render(_with_what_is_kept(end.report, directory))}", end="", file=sys.stderr)
-        if not directory.kept:
-            return
-        path = directory.path / "report.json"
-        try:
-            write_whole(path, to_json(end.report))
-            print(f"report: {path}", file=sys.stderr)
-        except OSError as error:
-            word = f"{path} cannot be written ({error.strerror}); name another directory with --log-dir"
-            print(f"report: {word}", file=sys.stderr)
+        print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
+        if directory.kept:
+            print(f"report: {_save_report(end.report, directory.path / 'report.json')}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
 
 
-def _leave_word(file: Path, end: ExitAgent) -> None:
-    """For whoever started this agent.  Not being able to is worth a line, and no more."""
+def _save_report(report: JobReport, path: Path) -> str:
+    """The path of the saved report, or why it could not be saved."""
+    try:
+        write_whole(path, to_json(report))
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}); choose another directory with --log-dir"
+    return str(path)
+
+
+def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:
+    """The report without the names of files in a log directory that was deleted."""
+    if directory.kept:
+        return report
+    deleted = clean(str(directory.path))
+    failures = (
+        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
+        if failure.logs.startswith(deleted)
+        else failure
+        for failure in report.failures
+    )
+    return replace(report, failures=tuple(failures))
+
+
+def _write_termination_message(file: Path, end: ExitAgent) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:
         file.write_text(termination_message(end.why, end.report))
     except OSError as error:
-        word = f"cannot be written ({error.strerror}); name another file"
-        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {word}", file=sys.stderr)
+        problem = f"cannot be written ({error.strerror}); choose another file"
+        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {problem}", file=sys.stderr)
 
 
-def _linger(config: RunConfig) -> None:
-    """Wait for a signal.  Blocked, it also comes to the first process of a container, which hears no other kind."""
-    print("ripstop run: the job is over; staying until a signal comes (--linger)", file=sys.stderr, flush=True)
-    wanted = [signal.Signals[name] for name in config.signals]
-    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-    signal.sigwait(wanted)
+def _wait_for_signal(names: Sequence[str]) -> None:
+    """Wait for one of these signals.
 
-
-def _with_what_is_kept(report: JobReport, directory: LogDirectory) -> JobReport:
-    """The report, without the names of files that are gone."""
-    if directory.kept:
-        return report
-    ours = clean(str(directory.path))
-    failures = (
-        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
-        if failure.logs.startswith(ours)
-        else failure
-        for failure in report.failures
-    )
-    return replace(report, failures=tuple(failures))
+    They are blocked first: the kernel drops an unblocked signal without a handler to the first process of a container.
+    """
+    print("ripstop run: the job is over; waiting for a signal to exit (--linger)", file=sys.stderr, flush=True)
+    signals = [signal.Signals[name] for name in names]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.sigwait(signals)

@@ -1,4 +1,4 @@
-"""GPUs, and drivers that are not there, or hang."""
+"""GPU usage, with drivers that are missing or hang."""
 
 import asyncio
 import shutil
@@ -15,11 +15,11 @@ from ripstop.system import nvml
 ONE = (GpuSample(0, utilisation=0.5),)
 
 
-def test_a_driver_that_is_not_there_is_looked_for_once() -> None:
-    looked: list[None] = []
+def test_a_missing_driver_is_looked_for_once() -> None:
+    reads: list[None] = []
 
     def read() -> tuple[GpuSample, ...]:
-        looked.append(None)
+        reads.append(None)
         raise nvml.NoNvml("pynvml")
 
     async def scenario() -> None:
@@ -27,17 +27,17 @@ def test_a_driver_that_is_not_there_is_looked_for_once() -> None:
         assert [await gpus.sample(20), await gpus.sample(20)] == [(), ()]
 
     asyncio.run(scenario())
-    assert len(looked) == 1
+    assert len(reads) == 1
 
 
-def test_a_look_that_fails_is_of_its_moment_only() -> None:
-    answers = iter([OSError("busy"), ONE])
+def test_a_read_that_fails_affects_only_its_own_sample() -> None:
+    results = iter([OSError("busy"), ONE])
 
     def read() -> tuple[GpuSample, ...]:
-        answer = next(answers)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
+        result = next(results)
+        if isinstance(result, OSError):
+            raise result
+        return result
 
     async def scenario() -> None:
         gpus = GpuUsageReader(read)
@@ -46,7 +46,7 @@ def test_a_look_that_fails_is_of_its_moment_only() -> None:
     asyncio.run(scenario())
 
 
-def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost(Exception):
         pass
 
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
             raise Lost
         return index
 
-    def silent(*_: object) -> None:
+    def unsupported(*_: object) -> None:
         raise Lost
 
     names = ("UtilizationRates", "MemoryInfo", "PowerUsage", "Temperature", "TotalEccErrors")
@@ -67,25 +67,25 @@ def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
         NVML_VOLATILE_ECC=0,
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=handle,
-        **{f"nvmlDeviceGet{name}": silent for name in names},
+        **{f"nvmlDeviceGet{name}": unsupported for name in names},
     )
     monkeypatch.setattr(nvml, "load", lambda: driver)
     assert [gpu.index for gpu in asyncio.run(GpuUsageReader().sample(20))] == [0, 2]
 
 
-def test_a_driver_that_hangs_keeps_nobody_waiting_and_is_asked_once() -> None:
-    asked: list[None] = []
+def test_a_driver_that_hangs_times_out_and_is_called_once() -> None:
+    calls: list[None] = []
     go = threading.Event()
 
     def read() -> tuple[GpuSample, ...]:
-        asked.append(None)
+        calls.append(None)
         go.wait(20)
         return ONE
 
     async def scenario() -> None:
         gpus = GpuUsageReader(read)
         assert [await gpus.sample(0.01), await gpus.sample(0.01)] == [(), ()]
-        assert len(asked) == 1
+        assert len(calls) == 1
         go.set()
         assert await gpus.sample(20) == ONE
         assert await gpus.sample(20) == ONE
@@ -94,18 +94,18 @@ def test_a_driver_that_hangs_keeps_nobody_waiting_and_is_asked_once() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA GPU here")
-def test_a_gpu_says_what_nvidia_smi_says() -> None:
+def test_the_sample_agrees_with_nvidia_smi() -> None:
     pytest.importorskip("pynvml", reason="pip install nvidia-ml-py")
-    told = subprocess.run(
+    lines = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.total,temperature.gpu", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
     found = asyncio.run(GpuUsageReader().sample(20))
-    assert len(found) == len(told)
-    for gpu, line in zip(found, told, strict=True):
+    assert len(found) == len(lines)
+    for gpu, line in zip(found, lines, strict=True):
         total, temperature = map(int, line.split(","))
         assert gpu.memory_total is not None and gpu.temperature is not None and gpu.power is not None
-        assert abs(gpu.memory_total / 2**20 - total) < 1024  # the driver keeps some for itself
+        assert abs(gpu.memory_total / 2**20 - total) < 1024  # the driver reserves some
         assert abs(gpu.temperature - temperature) < 20

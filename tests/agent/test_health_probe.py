@@ -1,4 +1,4 @@
-"""Looks at this very machine, and the user's command with real processes."""
+"""Health measurements of this machine, and health commands as real processes."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ripstop.agent.health import probe
-from ripstop.agent.health.assessment import Facts, GpuHealth, Ran
-from ripstop.agent.health.command import HealthCommand, die_with
+from ripstop.agent.health.assessment import CommandResult, GpuHealth, HealthFacts
+from ripstop.agent.health.command import HealthCommand, exit_with_parent
 from ripstop.agent.health.gpu import read
 from ripstop.agent.health.probe import HealthProbe
 from ripstop.model.config import HealthLimits
@@ -34,14 +34,14 @@ def within_time(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(scenario())
 
 
-def ran(*command: str, patience: float = DEADLINE, **environ: str) -> Ran:
+def run(*command: str, timeout: float = DEADLINE, **environ: str) -> CommandResult:
     env = {**os.environ, **environ}
-    found: Ran = within_time(lambda: HealthCommand(command, env).run(patience))
+    found: CommandResult = within_time(lambda: HealthCommand(command, env).run(timeout))
     return found
 
 
-def looked(limits: HealthLimits, logs: Path, **environ: str) -> Facts:
-    found: Facts = within_time(lambda: HealthProbe(limits, str(logs), environ).look(None))
+def measured(limits: HealthLimits, logs: Path, **environ: str) -> HealthFacts:
+    found: HealthFacts = within_time(lambda: HealthProbe(limits, str(logs), environ).read(None))
     return found
 
 
@@ -49,38 +49,38 @@ def looked(limits: HealthLimits, logs: Path, **environ: str) -> Facts:
 
 
 def test_a_command_ends_with_its_code_and_its_last_line() -> None:
-    assert ran("sh", "-c", "echo fine") == Ran(0, "fine")
-    assert ran("sh", "-c", "echo one; echo two >&2; echo; exit 3") == Ran(3, "two")
-    assert ran("sh", "-c", "kill -9 $$") == Ran(-9)
+    assert run("sh", "-c", "echo fine") == CommandResult(0, "fine")
+    assert run("sh", "-c", "echo one; echo two >&2; echo; exit 3") == CommandResult(3, "two")
+    assert run("sh", "-c", "kill -9 $$") == CommandResult(-9)
 
 
-def test_a_command_that_cannot_be_started_says_why(tmp_path: Path) -> None:
-    assert ran(str(tmp_path / "gone")) == Ran(None, error="No such file or directory")
+def test_a_command_that_cannot_be_started_has_an_error(tmp_path: Path) -> None:
+    assert run(str(tmp_path / "missing")) == CommandResult(None, error="No such file or directory")
 
 
 def test_a_command_has_the_workers_environment_and_no_shell() -> None:
-    assert ran("sh", "-c", "echo $WORD", WORD="heard") == Ran(0, "heard")
-    assert ran("echo", "$WORD", WORD="heard") == Ran(0, "$WORD")
+    assert run("sh", "-c", "echo $NAME", NAME="value") == CommandResult(0, "value")
+    assert run("echo", "$NAME", NAME="value") == CommandResult(0, "$NAME")
 
 
 def test_a_command_that_hangs_is_killed_with_all_its_group(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; echo thinking; wait"
-    for patience in (0.5, 2.0, DEADLINE / 2):  # a machine under load may need longer until the command hangs
-        answer = ran("sh", "-c", script, patience=patience)
-        if answer.last_line:
+    for timeout in (0.5, 2.0, DEADLINE / 2):  # a machine under load may need longer until the command hangs
+        result = run("sh", "-c", script, timeout=timeout)
+        if result.last_line:
             break
-    assert answer == Ran(None, "thinking")
-    _all_gone(pids)
+    assert result == CommandResult(None, "thinking")
+    _all_exited(pids)
 
 
-def test_what_a_command_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+def test_processes_that_a_command_leaves_in_its_group_are_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    assert ran("sh", "-c", f"sleep 1000 & echo $! > {pids}; exit 0") == Ran(0)
-    _all_gone(pids)
+    assert run("sh", "-c", f"sleep 1000 & echo $! > {pids}; exit 0") == CommandResult(0)
+    _all_exited(pids)
 
 
-def test_a_check_that_is_broken_off_leaves_no_process(tmp_path: Path) -> None:
+def test_a_cancelled_command_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
     async def scenario() -> None:
@@ -92,23 +92,25 @@ def test_a_check_that_is_broken_off_leaves_no_process(tmp_path: Path) -> None:
         await asyncio.wait([check])
 
     within_time(scenario)
-    _all_gone(pids)
+    _all_exited(pids)
 
 
-def test_a_command_whose_agent_died_before_it_could_ask_for_a_signal_does_not_begin(tmp_path: Path) -> None:
+def test_a_command_whose_agent_died_before_the_parent_death_signal_was_set_does_not_start(tmp_path: Path) -> None:
     mark = tmp_path / "began"
-    orphan = subprocess.call(["touch", mark], preexec_fn=die_with(os.getppid()))  # as if another had adopted it
-    child = subprocess.call(["true"], preexec_fn=die_with(os.getpid()))
+    orphan = subprocess.call(["touch", mark], preexec_fn=exit_with_parent(os.getppid()))  # as if another had adopted it
+    child = subprocess.call(["true"], preexec_fn=exit_with_parent(os.getpid()))
     assert (orphan, mark.exists(), child) == (1, False, 0)
 
 
-def test_a_talkative_command_is_heard_to_its_end() -> None:
-    lines = "import sys; sys.stdout.write('x' * 3_000_000 + '\\nlast words\\n')"
-    assert ran(sys.executable, "-c", lines) == Ran(0, "last words")
+def test_the_last_line_of_a_large_output_is_kept() -> None:
+    lines = "import sys; sys.stdout.write('x' * 3_000_000 + '\\nlast line\\n')"
+    assert run(sys.executable, "-c", lines) == CommandResult(0, "last line")
 
 
-def test_a_command_that_does_not_even_start_stops_nothing_and_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one on a file server that hangs: the loop goes on, and there is no second thread that waits for it."""
+def test_a_command_that_hangs_at_its_start_does_not_block_the_loop_and_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a file server that hangs: the event loop continues, and no second thread waits for the command."""
     go, started, start = threading.Event(), [], subprocess.Popen
 
     def hangs(*args: Any, **more: Any) -> Any:
@@ -118,32 +120,32 @@ def test_a_command_that_does_not_even_start_stops_nothing_and_is_alone(monkeypat
 
     monkeypatch.setattr(subprocess, "Popen", hangs)
 
-    async def scenario() -> tuple[Ran, Ran, int, Ran]:
+    async def scenario() -> tuple[CommandResult, CommandResult, int, CommandResult]:
         check = HealthCommand(("echo", "fine"), os.environ)
         first, second, before = await check.run(0.05), await check.run(0.05), len(started)
         go.set()
         return first, second, before, await check.run(DEADLINE)
 
-    assert within_time(scenario) == (Ran(None), Ran(None), 1, Ran(0, "fine"))
+    assert within_time(scenario) == (CommandResult(None), CommandResult(None), 1, CommandResult(0, "fine"))
     assert threading.main_thread() not in started
 
 
-def test_an_agent_without_a_descriptor_left_goes_by_what_it_saw_before(tmp_path: Path) -> None:
+def test_an_agent_without_free_descriptors_keeps_its_last_measurements(tmp_path: Path) -> None:
     """Neither the command nor the agent can help it."""
 
-    async def scenario() -> tuple[Facts, Facts, Facts]:
+    async def scenario() -> tuple[HealthFacts, HealthFacts, HealthFacts]:
         check = HealthProbe(HealthLimits(command=("sh", "-c", "echo sick; exit 3"), min_disk=1), str(tmp_path), {})
-        first, hoard = await check.look(None), []
+        first, hoard = await check.read(None), []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
         try:
             with suppress(OSError):
                 while True:
                     hoard.append(os.open("/dev/null", os.O_RDONLY))
-            second = await check.look(None)
+            second = await check.read(None)
             os.close(hoard.pop())
             os.close(hoard.pop())  # enough for its output
-            third = await check.look(None)
+            third = await check.read(None)
         finally:
             for fd in hoard:
                 os.close(fd)
@@ -151,27 +153,27 @@ def test_an_agent_without_a_descriptor_left_goes_by_what_it_saw_before(tmp_path:
         return first, second, third
 
     first, second, third = within_time(scenario)
-    assert first.ran == second.ran == third.ran == Ran(3, "sick")
+    assert first.command == second.command == third.command == CommandResult(3, "sick")
 
 
-def test_without_a_thread_left_what_was_seen_before_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_start_a_thread_keeps_its_last_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def scenario() -> tuple[Facts, Facts, Facts]:
+    async def scenario() -> tuple[HealthFacts, HealthFacts, HealthFacts]:
         check = HealthProbe(HealthLimits(command=("true",), min_disk=1), "/tmp", {"CUDA_VISIBLE_DEVICES": ""})
-        first = await check.look(None)
+        first = await check.read(None)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuses)
-            second = await check.look(None)
-        return first, second, await check.look(None)
+            second = await check.read(None)
+        return first, second, await check.read(None)
 
     first, second, third = within_time(scenario)
-    assert (second.silent, second.ran) == ((), first.ran)
-    assert second.disks == first.disks and third.silent == ()
+    assert (second.timed_out, second.command) == ((), first.command)
+    assert second.disks == first.disks and third.timed_out == ()
 
 
-def _all_gone(pids: Path) -> None:
+def _all_exited(pids: Path) -> None:
     end = time.monotonic() + DEADLINE
     for pid in map(int, pids.read_text().split()):
         while (process := linux.read_process(pid)) is not None and not process.dead:
@@ -182,20 +184,20 @@ def _all_gone(pids: Path) -> None:
 # disks ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_systems_of_logs_and_temporary_files_are_looked_at(tmp_path: Path) -> None:
-    facts = looked(HealthLimits(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
-    (disk,) = facts.disks  # one file system, one look
+def test_the_file_systems_of_logs_and_temporary_files_are_measured(tmp_path: Path) -> None:
+    facts = measured(HealthLimits(min_disk=1), tmp_path, TMPDIR=str(tmp_path))
+    (disk,) = facts.disks  # one file system, one measurement
     assert (disk.path, disk.use) == (str(tmp_path), "logs")
     room = os.statvfs(tmp_path)
     assert abs(disk.free - room.f_bavail * room.f_frsize) < 1 << 30
 
 
-def test_no_limit_is_no_look(tmp_path: Path) -> None:
-    assert looked(HealthLimits(min_disk=0), tmp_path).disks == ()
+def test_without_a_limit_disks_are_not_measured(tmp_path: Path) -> None:
+    assert measured(HealthLimits(min_disk=0), tmp_path).disks == ()
 
 
-def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE", 0.05)
+def test_a_measurement_that_hangs_times_out_and_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "MEASUREMENT_TIMEOUT_S", 0.05)
     hang, calls = threading.Event(), []
 
     def hangs(places: object) -> tuple[()]:
@@ -205,17 +207,17 @@ def test_a_look_that_hangs_is_not_waited_for_and_there_is_no_second_one(monkeypa
 
     monkeypatch.setattr(probe, "read_disks", hangs)
 
-    async def scenario() -> tuple[Facts, Facts, int, Facts]:
-        look = HealthProbe(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}).look
-        first, second = await look(None), await look(None)
+    async def scenario() -> tuple[HealthFacts, HealthFacts, int, HealthFacts]:
+        read = HealthProbe(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}).read
+        first, second = await read(None), await read(None)
         before = len(calls)
         hang.set()
-        monkeypatch.setattr(probe, "PATIENCE", DEADLINE)
-        return first, second, before, await look(None)
+        monkeypatch.setattr(probe, "MEASUREMENT_TIMEOUT_S", DEADLINE)
+        return first, second, before, await read(None)
 
     first, second, before, third = within_time(scenario)
-    assert (first.silent, second.silent, before) == (("disks",), ("disks",), 1)
-    assert third.silent == ()
+    assert (first.timed_out, second.timed_out, before) == (("disks",), ("disks",), 1)
+    assert third.timed_out == ()
 
 
 # GPUs -----------------------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class _Error(Exception):
 
 
 def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
-    """NVML for machines without: `rows` are the answers about remapped rows by GPU, or errors."""
+    """A fake NVML: `rows` are the remapped rows by GPU, or the name of an error."""
     kinds = (
         "LibraryNotFound",
         "DriverNotLoaded",
@@ -239,14 +241,14 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
     errors = {f"NVMLError_{kind}": type(kind, (_Error,), {}) for kind in kinds}
     nvml = SimpleNamespace(NVMLError=_Error, **errors)
 
-    def answer(index: int) -> Any:
+    def remapped_rows(index: int) -> Any:
         if isinstance(rows[index], str):
             raise getattr(nvml, f"NVMLError_{rows[index]}")(rows[index])
         return rows[index]
 
     def handle(index: int) -> int:
         if rows[index] == "GpuIsLost":
-            answer(index)
+            remapped_rows(index)
         return index
 
     def no_mig(handle: int) -> int:
@@ -256,57 +258,57 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
     nvml.nvmlDeviceGetHandleByIndex = handle
     nvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
     nvml.nvmlDeviceGetMaxMigDeviceCount = no_mig
-    nvml.nvmlDeviceGetRemappedRows = answer
+    nvml.nvmlDeviceGetRemappedRows = remapped_rows
     nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC = 1, 0
     nvml.nvmlDeviceGetTotalEccErrors = lambda index, kind, counter: ecc
     return nvml
 
 
-def test_broken_gpus_are_known_by_what_nvml_says() -> None:
+def test_broken_gpus_are_found_by_nvmls_reports() -> None:
     good, pending, failed = (0, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)
     found = read(fake_nvml({0: good, 1: pending, 2: failed, 3: "GpuIsLost", 4: "NoPermission"}), None)
     assert [(gpu.index, gpu.uuid) for gpu in found] == [(0, "GPU-0"), (1, "GPU-1"), (2, "GPU-2"), (3, ""), (4, "GPU-4")]
-    assert [gpu.trouble.split(";")[0] for gpu in found] == [
+    assert [gpu.error.split(";")[0] for gpu in found] == [
         "",
-        "a bad row of its memory is to be replaced",
-        "a bad row of its memory could not be replaced",
-        "NVML says: GpuIsLost",
+        "a bad memory row is waiting to be replaced",
+        "a bad memory row could not be replaced",
+        "NVML reports: GpuIsLost",
         "",
     ]
 
 
-def test_older_gpus_are_known_by_their_uncorrectable_errors() -> None:
+def test_older_gpus_are_judged_by_their_uncorrectable_errors() -> None:
     (gpu,) = read(fake_nvml({0: "NotSupported"}, ecc=2), None)
-    assert gpu.trouble == "2 uncorrectable memory errors; reset the GPU"
+    assert gpu.error == "2 uncorrectable memory errors; reset the GPU"
 
 
-def test_gpus_are_known_from_the_first_look_that_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([None, (GpuHealth(0, "GPU-0"), GpuHealth(1, "GPU-1")), (GpuHealth(0, "GPU-0"),)])
+def test_gpus_are_known_from_the_first_measurement_that_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([None, (GpuHealth(0, "GPU-0"), GpuHealth(1, "GPU-1")), (GpuHealth(0, "GPU-0"),)])
 
     def busy(choice: str | None) -> tuple[GpuHealth, ...]:
-        if (answer := next(answers)) is None:
+        if (result := next(results)) is None:
             raise OSError("busy")
-        return answer
+        return result
 
     monkeypatch.setattr(probe, "read_gpus", busy)
 
     async def scenario() -> list[tuple[str, ...]]:
         check = HealthProbe(HealthLimits(min_disk=0), "/", {})
-        return [(await check.look(None)).known for _ in range(3)]
+        return [(await check.read(None)).known_gpus for _ in range(3)]
 
     assert within_time(scenario) == [(), ("GPU-0", "GPU-1"), ("GPU-0", "GPU-1")]
 
 
-def test_only_gpus_that_workers_see_are_looked_at() -> None:
+def test_only_gpus_that_workers_see_are_measured() -> None:
     nvml = fake_nvml(dict.fromkeys(range(4), (0, 0, 0, 0)))
     assert [gpu.index for gpu in read(nvml, "1,GPU-3")] == [1, 3]
 
 
 def test_a_node_for_which_no_gpu_is_visible_has_none(tmp_path: Path) -> None:
-    assert looked(HealthLimits(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
+    assert measured(HealthLimits(), tmp_path, CUDA_VISIBLE_DEVICES="").gpus == ()
 
 
-def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
+def test_real_gpus_are_found_and_healthy(tmp_path: Path) -> None:
     """Where there are any: `pip install nvidia-ml-py` and run this file on a machine with a GPU."""
     pynvml = pytest.importorskip("pynvml")
     try:
@@ -315,6 +317,6 @@ def test_real_gpus_are_found_and_good(tmp_path: Path) -> None:
         pytest.skip(str(error))
     count = pynvml.nvmlDeviceGetCount()
     pynvml.nvmlShutdown()
-    facts = looked(HealthLimits(), tmp_path)
-    assert len(facts.gpus) == len(facts.known) == count
-    assert facts.gpus == tuple(GpuHealth(index, uuid) for index, uuid in enumerate(facts.known))
+    facts = measured(HealthLimits(), tmp_path)
+    assert len(facts.gpus) == len(facts.known_gpus) == count
+    assert facts.gpus == tuple(GpuHealth(index, uuid) for index, uuid in enumerate(facts.known_gpus))

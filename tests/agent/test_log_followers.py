@@ -1,4 +1,4 @@
-"""Who is waited for at the end of an agent, and for how long."""
+"""For which log followers an agent waits at its end, and for how long."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,13 +12,13 @@ LONG = 60.0
 DEADLINE = 20.0
 
 
-def parting(before: Callable[[LogFollowers], None], meanwhile: Callable[[LogFollowers], None] | None = None) -> bool:
-    """Whether somebody was waited for; nobody is beyond the deadline of a test."""
+def has_waited(before: Callable[[LogFollowers], None], meanwhile: Callable[[LogFollowers], None] | None = None) -> bool:
+    """Whether the agent waited for a follower."""
 
     async def scenario() -> bool:
         found = LogFollowers()
         before(found)
-        task = asyncio.create_task(found.part(LONG))
+        task = asyncio.create_task(found.wait(LONG))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         waited = not task.done()
@@ -31,57 +31,59 @@ def parting(before: Callable[[LogFollowers], None], meanwhile: Callable[[LogFoll
     return asyncio.run(scenario())
 
 
-def test_nobody_is_waited_for_who_is_not_there_or_has_had_the_end() -> None:
-    def had_the_end(found: LogFollowers) -> None:
-        found.ask("a")
-        found.answer("a", last=False)
-        found.ask("a")
-        found.answer("a", last=True)
+def test_the_agent_does_not_wait_without_followers_or_after_their_last_piece() -> None:
+    def read_to_the_end(found: LogFollowers) -> None:
+        found.on_query("a")
+        found.on_reply("a", is_last=False)
+        found.on_query("a")
+        found.on_reply("a", is_last=True)
 
-    assert not parting(lambda _: None)
-    assert not parting(had_the_end)
+    assert not has_waited(lambda _: None)
+    assert not has_waited(read_to_the_end)
 
 
-def test_who_is_being_answered_is_waited_for_until_it_has_the_end() -> None:
+def test_the_agent_waits_for_an_open_query_until_its_client_has_the_last_piece() -> None:
     def half(found: LogFollowers) -> None:
         for name in ("a", "b"):
-            found.ask(name)
-            found.answer(name, last=False)
-            found.ask(name)
+            found.on_query(name)
+            found.on_reply(name, is_last=False)
+            found.on_query(name)
 
     def rest(found: LogFollowers) -> None:
         for name in ("a", "b"):
-            found.answer(name, last=False)
-            found.ask(name)
-            found.answer(name, last=True)
+            found.on_reply(name, is_last=False)
+            found.on_query(name)
+            found.on_reply(name, is_last=True)
 
-    assert parting(half, rest)
+    assert has_waited(half, rest)
 
 
-def test_who_does_not_ask_again_is_waited_for_briefly_and_once_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_followers, "PATIENCE", 0.05)
+def test_the_agent_waits_briefly_and_only_once_for_a_client_that_sends_no_query(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_followers, "NEXT_QUERY_TIMEOUT_S", 0.05)
 
-    def silent(found: LogFollowers) -> None:
-        found.ask("a")
-        found.answer("a", last=False)
+    def sends_one_query(found: LogFollowers) -> None:
+        found.on_query("a")
+        found.on_reply("a", is_last=False)
 
     async def long_ago() -> bool:
         found = LogFollowers()
-        silent(found)
-        await found.part(LONG)
-        task = asyncio.create_task(found.part(LONG))
+        sends_one_query(found)
+        await found.wait(LONG)
+        task = asyncio.create_task(found.wait(LONG))
         await asyncio.sleep(0)
         return task.done()
 
-    assert parting(silent)
+    assert has_waited(sends_one_query)
     assert asyncio.run(long_ago())
 
 
-def test_there_is_a_time_after_which_nobody_is_waited_for() -> None:
+def test_the_wait_for_followers_has_a_timeout() -> None:
     async def scenario() -> None:
         found = LogFollowers()
-        found.ask("a")
+        found.on_query("a")
         async with asyncio.timeout(DEADLINE):
-            await found.part(0.05)
+            await found.wait(0.05)
 
     asyncio.run(scenario())

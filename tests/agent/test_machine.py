@@ -1,15 +1,12 @@
-"""One node's decisions as transcripts: an event and its time go in, commands come out."""
+"""The agent's decisions as transcripts: each input and its time, and the commands that follow."""
 
 from msgspec.structs import replace
 
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.agent.machine import (
-    FAREWELL,
-    HUSH,
-    Agent,
+from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent, AgentSettings, WorkersState
+from ripstop.agent.machine_io import (
     AgentCommand,
     AgentInput,
-    AgentSettings,
     CoordinatorConnected,
     CoordinatorLost,
     CoordinatorMessage,
@@ -19,17 +16,16 @@ from ripstop.agent.machine import (
     LogLine,
     OpenStorePort,
     SendToCoordinator,
-    Signalled,
+    SignalReceived,
     StartWorkers,
     StopWorkers,
     StorePortReady,
     Tick,
     WarmupDone,
     WorkersFailed,
-    WorkersFinished,
-    WorkersGone,
     WorkersInspected,
-    WorkersState,
+    WorkersStopped,
+    WorkersSucceeded,
 )
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
@@ -59,11 +55,11 @@ TIMING = Timing(join=100.0, coordinator=50.0, shutdown=30.0)
 NODE = Node("a", "host-a", 2)
 FULL = HealthProblem("disk logs", "/logs (logs) needs 32 MiB free and has 3 MiB")
 FULLER = HealthProblem("disk logs", "/logs (logs) needs 32 MiB free and has 2 MiB")
-LOST = HealthProblem("gpu 3", "GPU 3: NVML says: GPU is lost")
+LOST = HealthProblem("gpu 3", "GPU 3: NVML reports: GPU is lost")
 
 
 def on(agent: Agent, event: AgentInput, now: float = 0.0) -> list[AgentCommand]:
-    """What the agent does, without what it says to its operator."""
+    """The agent's commands without log lines."""
     return [command for command in agent.on(event, now) if not isinstance(command, LogLine)]
 
 
@@ -96,7 +92,7 @@ def new_agent() -> Agent:
 
 
 def ready_agent() -> Agent:
-    """Linked, warm, its port 7001 offered."""
+    """Connected and warm; it has offered port 7001."""
     agent = new_agent()
     agent.on(CoordinatorConnected("host-a"), 0.0)
     agent.on(WarmupDone(), 0.0)
@@ -114,7 +110,7 @@ def running_agent(round: int = 1, rank: int = 1) -> Agent:
 # joining --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_joins_as_soon_as_it_is_linked() -> None:
+def test_an_agent_joins_as_soon_as_it_is_connected() -> None:
     assert on(new_agent(), CoordinatorConnected("host-a")) == [join()]
 
 
@@ -124,64 +120,64 @@ def test_a_node_learns_its_address_from_the_link() -> None:
     assert on(agent, WarmupDone()) == []
     assert on(agent, CoordinatorConnected("10.0.0.7")) == [
         SendToCoordinator(Join(Node("a", "10.0.0.7", 2), 1, 4)),
-        OpenStorePort(),
+        OpenStorePort(is_required=True),
     ]
 
 
-def test_an_address_that_was_given_is_kept() -> None:
+def test_a_configured_address_is_kept() -> None:
     agent = new_agent()
     on(agent, CoordinatorConnected("10.0.0.7"))
     assert agent.node.host == "host-a"
 
 
-def test_a_warm_node_offers_a_port_and_says_it_is_ready() -> None:
+def test_a_warm_node_offers_a_port_and_reports_ready() -> None:
     agent = new_agent()
     on(agent, CoordinatorConnected("host-a"))
-    assert on(agent, WarmupDone()) == [OpenStorePort()]
+    assert on(agent, WarmupDone()) == [OpenStorePort(is_required=True)]
     assert on(agent, StorePortReady(7001)) == [SendToCoordinator(Ready(7001, after=0))]
 
 
-def test_a_node_that_is_ready_before_it_is_linked_joins_ready() -> None:
+def test_a_node_that_is_ready_before_it_is_connected_joins_ready() -> None:
     agent = new_agent()
-    assert on(agent, WarmupDone()) == [OpenStorePort()]
+    assert on(agent, WarmupDone()) == [OpenStorePort(is_required=True)]
     assert on(agent, StorePortReady(7001)) == []
     assert on(agent, CoordinatorConnected("host-a")) == [join(ready=Ready(7001, 0))]
 
 
-def test_a_port_is_asked_for_once() -> None:
+def test_a_port_is_opened_once() -> None:
     agent = new_agent()
-    assert on(agent, WarmupDone()) == [OpenStorePort()]
+    assert on(agent, WarmupDone()) == [OpenStorePort(is_required=True)]
     assert on(agent, CoordinatorConnected("host-a")) == [join()]
 
 
 # rule 1: one group ----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_sent_away_stops_its_workers_and_ends_well() -> None:
+def test_a_drained_node_stops_its_workers_and_exits_0() -> None:
     agent = running_agent()
     assert on(agent, CoordinatorMessage(Drain("drained"))) == [
         SendToCoordinator(Leaving("drained")),
         StopWorkers(1, 15, 30.0, "drained"),
     ]
     assert on(agent, assign(2)) == []
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Left("drained")), ExitAgent(0, "drained")]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("drained")), ExitAgent(0, "drained")]
 
 
-def test_an_idle_agent_starts_its_round_at_once() -> None:
+def test_an_idle_agent_starts_its_round_immediately() -> None:
     assert on(ready_agent(), assign(1)) == [StartWorkers(place(1), "because")]
 
 
-def test_the_next_round_starts_when_the_workers_of_the_last_are_gone() -> None:
+def test_the_next_round_starts_when_the_old_workers_have_stopped() -> None:
     agent = running_agent()
     assert on(agent, assign(2)) == [StopWorkers(1, 15, 30.0, "because")]
-    assert on(agent, WorkersGone(1)) == [StartWorkers(place(2), "because")]
+    assert on(agent, WorkersStopped(1)) == [StartWorkers(place(2), "because")]
 
 
-def test_of_two_rounds_that_come_while_stopping_only_the_newest_starts() -> None:
+def test_of_two_rounds_assigned_while_stopping_only_the_newest_starts() -> None:
     agent = running_agent()
     on(agent, assign(2))
     assert on(agent, assign(3)) == []
-    assert on(agent, WorkersGone(1)) == [StartWorkers(place(3), "because")]
+    assert on(agent, WorkersStopped(1)) == [StartWorkers(place(3), "because")]
 
 
 def test_the_host_of_the_store_offers_the_next_port_when_it_starts() -> None:
@@ -195,20 +191,54 @@ def test_a_promised_port_is_not_replaced_before_its_round_starts() -> None:
     assert on(agent, assign(2, rank=0)) == [StopWorkers(1, 15, 30.0, "because")]
     assert on(agent, CoordinatorLost("reset")) == []
     assert on(agent, CoordinatorConnected("host-a")) == [join(newest=2, held=place(2, 0), status=Status.RUNNING)]
-    assert on(agent, WorkersGone(1)) == [StartWorkers(place(2, 0), "because"), OpenStorePort()]
+    assert on(agent, WorkersStopped(1)) == [StartWorkers(place(2, 0), "because"), OpenStorePort()]
 
 
-def test_a_promised_port_is_replaced_when_its_round_is_over_before_it_started() -> None:
+def test_a_promised_port_is_replaced_when_its_round_ends_before_it_starts() -> None:
     agent = running_agent()
     on(agent, assign(2, rank=0))
     assert on(agent, CoordinatorMessage(StandBy(2, "wait"))) == [OpenStorePort()]
     assert on(agent, StorePortReady(7002)) == [SendToCoordinator(Ready(7002, after=2))]
 
 
+# rule 7: a port that the user fixed ----------------------------------------------------------------------------------
+
+
+def fixed_port_agent() -> Agent:
+    """Healthy and connected; the user fixed port 7001."""
+    agent = Agent(AgentSettings(NODE, 1, 4, TIMING, store_port=7001))
+    agent.on(HealthChecked(()), 0.0)
+    agent.on(CoordinatorConnected("host-a"), 0.0)
+    return agent
+
+
+def test_a_fixed_port_is_opened_once_and_offered_again_over_a_new_connection() -> None:
+    agent = fixed_port_agent()
+    assert on(agent, WarmupDone()) == [OpenStorePort(7001, is_required=True)]
+    assert on(agent, StorePortReady(7001)) == [SendToCoordinator(Ready(7001, after=0))]
+    assert on(agent, CoordinatorLost("reset")) == []
+    assert on(agent, CoordinatorConnected("host-a")) == [join(ready=Ready(7001, 0))]
+
+
+def test_a_fixed_port_is_offered_for_the_next_round_without_opening_it() -> None:
+    agent = fixed_port_agent()
+    on(agent, WarmupDone())
+    on(agent, StorePortReady(7001))
+    assert on(agent, assign(1, rank=0)) == [
+        StartWorkers(place(1, 0), "because"),
+        SendToCoordinator(Ready(7001, after=1)),
+    ]
+
+
+def test_only_a_node_that_never_ran_workers_requires_its_port() -> None:
+    agent = ready_agent()
+    assert on(agent, assign(1, rank=0))[-1] == OpenStorePort(is_required=False)
+
+
 # rule 2: only newer ---------------------------------------------------------------------------------------------------
 
 
-def test_an_assignment_that_comes_twice_starts_once() -> None:
+def test_an_assignment_that_arrives_twice_starts_once() -> None:
     agent = running_agent()
     assert on(agent, assign(1)) == []
 
@@ -218,68 +248,68 @@ def test_an_older_assignment_is_not_started() -> None:
     assert on(agent, assign(2)) == []
 
 
-def test_a_hold_stops_the_workers_of_its_round() -> None:
+def test_a_stand_by_stops_the_workers_of_its_round() -> None:
     agent = running_agent()
     assert on(agent, CoordinatorMessage(StandBy(1, "wait"))) == [StopWorkers(1, 15, 30.0, "wait")]
-    assert on(agent, WorkersGone(1)) == []
+    assert on(agent, WorkersStopped(1)) == []
     assert agent.state is WorkersState.IDLE
 
 
-def test_a_hold_of_an_older_round_stops_nothing() -> None:
+def test_a_stand_by_of_an_older_round_stops_nothing() -> None:
     assert on(running_agent(round=3), CoordinatorMessage(StandBy(2, "wait"))) == []
 
 
-def test_an_assignment_overtaken_by_its_hold_is_not_started() -> None:
+def test_an_assignment_that_arrives_after_its_stand_by_is_not_started() -> None:
     agent = ready_agent()
     on(agent, CoordinatorMessage(StandBy(1, "wait")))
     assert on(agent, assign(1)) == []
     assert on(agent, assign(2)) == [StartWorkers(place(2), "because")]
 
 
-def test_the_port_of_a_round_that_was_overtaken_by_its_hold_is_replaced() -> None:
+def test_the_port_of_an_assignment_that_arrives_after_its_stand_by_is_replaced() -> None:
     agent = ready_agent()
     on(agent, CoordinatorMessage(StandBy(1, "wait")))
-    assert on(agent, assign(1, rank=0)) == [OpenStorePort()]
+    assert on(agent, assign(1, rank=0)) == [OpenStorePort(is_required=True)]
     assert on(agent, StorePortReady(7002)) == [SendToCoordinator(Ready(7002, after=1))]
 
 
-def test_a_hold_takes_back_a_round_that_has_not_started() -> None:
+def test_a_stand_by_cancels_a_round_that_has_not_started() -> None:
     agent = running_agent()
     on(agent, assign(2))
     on(agent, CoordinatorMessage(StandBy(2, "wait")))
-    assert on(agent, WorkersGone(1)) == []
+    assert on(agent, WorkersStopped(1)) == []
 
 
-def test_events_of_workers_long_gone_change_nothing() -> None:
+def test_inputs_about_older_workers_change_nothing() -> None:
     agent = running_agent(round=3)
-    for event in (WorkersFailed(2, (failure(2),)), WorkersFinished(2), WorkersGone(2), WorkersGone(3)):
+    for event in (WorkersFailed(2, (failure(2),)), WorkersSucceeded(2), WorkersStopped(2), WorkersStopped(3)):
         assert on(agent, event) == []
     assert agent.state is WorkersState.RUNNING
 
 
-def test_a_round_whose_store_is_on_a_port_that_was_replaced_is_not_started() -> None:
+def test_a_round_whose_store_port_was_replaced_is_not_started() -> None:
     agent = ready_agent()
     on(agent, CoordinatorLost("reset"))
     on(agent, StorePortReady(7002))
     on(agent, CoordinatorConnected("host-a"))
-    assert on(agent, assign(1, rank=0)) == []  # decided before the coordinator had read the Join
+    assert on(agent, assign(1, rank=0)) == []  # the coordinator formed it before it read the Join
     assert agent.state is WorkersState.IDLE
 
 
-# rule 3: tell, do not act ---------------------------------------------------------------------------------------------
+# rule 3: report, do not act -------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_told_and_nothing_else_is_done() -> None:
+def test_a_failure_is_only_reported() -> None:
     assert on(running_agent(), WorkersFailed(1, (failure(),))) == [SendToCoordinator(Failed(1, (failure(),)))]
 
 
-def test_success_is_told_and_the_agent_waits_for_the_word() -> None:
+def test_success_is_reported_and_the_agent_waits_for_the_coordinator() -> None:
     agent = running_agent()
-    assert on(agent, WorkersFinished(1)) == [SendToCoordinator(Succeeded(1))]
+    assert on(agent, WorkersSucceeded(1)) == [SendToCoordinator(Succeeded(1))]
     assert agent.state is WorkersState.SUCCEEDED
 
 
-def test_what_could_not_be_told_is_in_the_next_join() -> None:
+def test_the_next_join_has_a_failure_that_could_not_be_sent() -> None:
     agent = running_agent()
     on(agent, CoordinatorLost("reset"))
     on(agent, StorePortReady(7002))
@@ -289,30 +319,30 @@ def test_what_could_not_be_told_is_in_the_next_join() -> None:
     ]
 
 
-def test_a_join_tells_of_success() -> None:
+def test_a_join_reports_success() -> None:
     agent = running_agent()
     on(agent, CoordinatorLost("reset"))
-    on(agent, WorkersFinished(1))
+    on(agent, WorkersSucceeded(1))
     assert on(agent, CoordinatorConnected("host-a")) == [join(newest=1, held=place(1), status=Status.SUCCEEDED)]
 
 
-def test_a_join_tells_how_many_failures_were_healed_even_without_workers() -> None:
+def test_a_join_has_the_restart_count_even_without_workers() -> None:
     agent = ready_agent()
     on(agent, CoordinatorMessage(Assign(place(4, restarts=3), "because")))
     on(agent, CoordinatorMessage(StandBy(4, "wait")))
-    on(agent, WorkersGone(4))
+    on(agent, WorkersStopped(4))
     on(agent, CoordinatorLost("reset"))
     assert on(agent, CoordinatorConnected("host-a")) == [join(newest=4, restarts=3)]
 
 
-def test_an_unused_offer_is_replaced_when_the_link_breaks() -> None:
+def test_an_unused_offer_is_replaced_when_the_connection_breaks() -> None:
     agent = ready_agent()
-    assert on(agent, CoordinatorLost("reset")) == [OpenStorePort()]
+    assert on(agent, CoordinatorLost("reset")) == [OpenStorePort(is_required=True)]
     assert on(agent, StorePortReady(7002)) == []
     assert on(agent, CoordinatorConnected("host-a")) == [join(ready=Ready(7002, 0))]
 
 
-def test_a_link_that_never_was_replaces_no_offer() -> None:
+def test_a_connection_attempt_that_fails_replaces_no_offer() -> None:
     agent = new_agent()
     on(agent, WarmupDone())
     on(agent, StorePortReady(7001))
@@ -320,10 +350,10 @@ def test_a_link_that_never_was_replaces_no_offer() -> None:
     assert on(agent, CoordinatorConnected("host-a")) == [join(ready=Ready(7001, 0))]
 
 
-# rule 4: the coordinator is away --------------------------------------------------------------------------------------
+# rule 4: unreachable coordinator --------------------------------------------------------------------------------------
 
 
-def test_healthy_workers_go_on_without_a_coordinator() -> None:
+def test_healthy_workers_continue_without_a_coordinator() -> None:
     agent = running_agent()
     agent.on(CoordinatorLost("reset"), 10.0)
     assert agent.deadline() is None
@@ -333,60 +363,61 @@ def test_healthy_workers_go_on_without_a_coordinator() -> None:
 def test_an_agent_that_never_finds_a_coordinator_gives_up() -> None:
     agent = new_agent()
     agent.on(CoordinatorLost("node0:29400: connection refused"), 1.0)
-    agent.on(Tick(), HUSH)
+    agent.on(Tick(), WAIT_LOG_DELAY_S)
     assert agent.deadline() == 100.0
     assert on(agent, Tick(), 99.9) == []
     assert on(agent, Tick(), 100.0) == [
         ExitAgent(
             1,
-            "no coordinator for 100 s (node0:29400: connection refused); is its node up, and the job not over?",
+            "no coordinator for 100 s (node0:29400: connection refused); "
+            "check that its node is up and that the job is not over",
         )
     ]
 
 
-def test_an_agent_that_waits_for_a_coordinator_says_so_once() -> None:
+def test_a_wait_for_the_coordinator_is_logged_once() -> None:
     agent = new_agent()
     agent.on(CoordinatorLost("node0:29400: connection refused"), 1.0)
-    assert agent.deadline() == HUSH
-    said = "waiting for the coordinator, 100 s at most (node0:29400: connection refused)"
-    assert agent.on(Tick(), HUSH) == [LogLine(said)]
-    assert agent.on(Tick(), 2 * HUSH) == []
+    assert agent.deadline() == WAIT_LOG_DELAY_S
+    line = "waiting for the coordinator, at most 100 s (node0:29400: connection refused)"
+    assert agent.on(Tick(), WAIT_LOG_DELAY_S) == [LogLine(line)]
+    assert agent.on(Tick(), 2 * WAIT_LOG_DELAY_S) == []
 
 
-def test_a_node_that_finished_alone_does_not_fail_for_want_of_a_coordinator() -> None:
+def test_a_node_that_succeeded_alone_exits_0_without_a_coordinator() -> None:
     agent = ready_agent()
     agent.on(CoordinatorMessage(Assign(replace(place(1, rank=0), group_size=1), "first round")), 1.0)
     agent.on(CoordinatorLost("reset"), 10.0)
-    agent.on(WorkersFinished(1), 20.0)
-    assert agent.deadline() == 20.0 + FAREWELL
-    assert [type(c) for c in on(agent, Tick(), 20.0 + FAREWELL)] == [StopWorkers]
-    assert [c.code for c in on(agent, WorkersGone(1), 26.0) if isinstance(c, ExitAgent)] == [0]
+    agent.on(WorkersSucceeded(1), 20.0)
+    assert agent.deadline() == 20.0 + FINAL_REPORT_TIMEOUT_S
+    assert [type(c) for c in on(agent, Tick(), 20.0 + FINAL_REPORT_TIMEOUT_S)] == [StopWorkers]
+    assert [c.code for c in on(agent, WorkersStopped(1), 26.0) if isinstance(c, ExitAgent)] == [0]
 
 
-def test_a_job_that_was_closing_ends_soon_without_its_coordinator() -> None:
+def test_an_agent_of_a_closing_job_ends_soon_without_its_coordinator() -> None:
     agent = running_agent()
     agent.on(CoordinatorMessage(Closing("rank 3 failed")), 5.0)
-    agent.on(WorkersGone(1), 6.0)
+    agent.on(WorkersStopped(1), 6.0)
     agent.on(CoordinatorLost("reset"), 7.0)
-    assert agent.deadline() == 7.0 + FAREWELL
-    assert on(agent, Tick(), 7.0 + FAREWELL) == [ExitAgent(1, "rank 3 failed")]
+    assert agent.deadline() == 7.0 + FINAL_REPORT_TIMEOUT_S
+    assert on(agent, Tick(), 7.0 + FINAL_REPORT_TIMEOUT_S) == [ExitAgent(1, "rank 3 failed")]
 
 
 def test_an_agent_whose_workers_failed_needs_a_coordinator_and_stops_them_when_it_gives_up() -> None:
     agent = running_agent()
     agent.on(CoordinatorLost("reset"), 10.0)
     agent.on(WorkersFailed(1, (failure(),)), 20.0)
-    agent.on(Tick(), 20.0 + HUSH)
+    agent.on(Tick(), 20.0 + WAIT_LOG_DELAY_S)
     assert agent.deadline() == 70.0
-    why = "no coordinator for 50 s while one was needed (reset); raise coordinator_timeout"
+    why = "no coordinator for 50 s while the node needed one (reset); raise coordinator_timeout"
     assert on(agent, Tick(), 70.0) == [StopWorkers(1, 15, 30.0, why)]
-    assert on(agent, WorkersGone(1), 71.0) == [ExitAgent(1, why)]
+    assert on(agent, WorkersStopped(1), 71.0) == [ExitAgent(1, why)]
 
 
-def test_a_coordinator_found_again_ends_the_waiting() -> None:
+def test_a_reconnect_ends_the_wait_for_the_coordinator() -> None:
     agent = ready_agent()
     agent.on(CoordinatorLost("reset"), 10.0)
-    assert agent.deadline() == 10.0 + HUSH
+    assert agent.deadline() == 10.0 + WAIT_LOG_DELAY_S
     agent.on(CoordinatorConnected("host-a"), 20.0)
     assert agent.deadline() is None
 
@@ -396,35 +427,35 @@ def test_a_coordinator_found_again_ends_the_waiting() -> None:
 
 def test_a_signal_stops_the_workers_with_it_and_the_agent_leaves() -> None:
     agent = running_agent()
-    assert on(agent, Signalled(2)) == [SendToCoordinator(Leaving("SIGINT")), StopWorkers(1, 2, 30.0, "SIGINT")]
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Left("SIGINT")), ExitAgent(130, "SIGINT")]
+    assert on(agent, SignalReceived(2)) == [SendToCoordinator(Leaving("SIGINT")), StopWorkers(1, 2, 30.0, "SIGINT")]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("SIGINT")), ExitAgent(130, "SIGINT")]
 
 
-def test_an_idle_agent_leaves_at_once() -> None:
-    assert on(ready_agent(), Signalled(15)) == [
+def test_an_idle_agent_leaves_immediately() -> None:
+    assert on(ready_agent(), SignalReceived(15)) == [
         SendToCoordinator(Leaving("SIGTERM")),
         SendToCoordinator(Left("SIGTERM")),
         ExitAgent(143, "SIGTERM"),
     ]
 
 
-def test_a_second_signal_means_now() -> None:
+def test_a_second_signal_kills_the_workers() -> None:
     agent = running_agent()
-    on(agent, Signalled(15))
-    assert on(agent, Signalled(15)) == [StopWorkers(1, 15, 0.0, "second signal")]
+    on(agent, SignalReceived(15))
+    assert on(agent, SignalReceived(15)) == [StopWorkers(1, 15, 0.0, "second signal")]
 
 
 def test_a_leaving_agent_starts_no_other_round() -> None:
     agent = running_agent()
     on(agent, assign(2))
-    on(agent, Signalled(15))
+    on(agent, SignalReceived(15))
     assert on(agent, assign(3)) == []
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Left("SIGTERM")), ExitAgent(143, "SIGTERM")]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("SIGTERM")), ExitAgent(143, "SIGTERM")]
 
 
-def test_a_leaving_agent_says_so_over_a_new_connection_and_does_not_offer_itself() -> None:
+def test_a_leaving_agent_reports_that_over_a_new_connection_and_makes_no_offer() -> None:
     agent = running_agent()
-    on(agent, Signalled(15))
+    on(agent, SignalReceived(15))
     assert on(agent, CoordinatorLost("reset")) == []
     assert on(agent, CoordinatorConnected("host-a")) == [join(newest=1), SendToCoordinator(Leaving("SIGTERM"))]
 
@@ -432,22 +463,22 @@ def test_a_leaving_agent_says_so_over_a_new_connection_and_does_not_offer_itself
 # the end --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_jobs_success_ends_the_agent_with_zero() -> None:
+def test_the_agent_of_a_successful_job_exits_0() -> None:
     agent = running_agent()
-    on(agent, WorkersFinished(1))
+    on(agent, WorkersSucceeded(1))
     report = JobReport("job7", Outcome.SUCCEEDED, "because", 1, 0)
     assert on(agent, closed(Outcome.SUCCEEDED)) == [StopWorkers(1, 15, 30.0, "because")]
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
 
 
-def test_a_node_without_a_place_in_a_job_that_succeeds_says_that_it_ran_nothing() -> None:
+def test_a_node_without_a_place_in_a_successful_job_warns_that_it_ran_no_worker() -> None:
     report = JobReport("job7", Outcome.SUCCEEDED, "because", 1, 0)
-    why = "job=job7 had ended (because) before this node had a place in it: this node ran no worker"
-    end = [LogLine(why, warning=True), SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
+    why = "job=job7 ended (because) before this node got a place: this node ran no worker"
+    end = [LogLine(why, is_warning=True), SendToCoordinator(Left("because")), ExitAgent(0, "because", report)]
     assert ready_agent().on(closed(Outcome.SUCCEEDED), 5.0) == end
 
 
-def test_the_jobs_failure_ends_the_agent_with_one() -> None:
+def test_the_agent_of_a_failed_job_exits_1() -> None:
     report = JobReport("job7", Outcome.FAILED, "because", 1, 0)
     assert on(ready_agent(), closed(Outcome.FAILED)) == [
         SendToCoordinator(Left("because")),
@@ -455,14 +486,14 @@ def test_the_jobs_failure_ends_the_agent_with_one() -> None:
     ]
 
 
-def test_a_closing_job_stops_the_workers_and_tells_how_they_died() -> None:
+def test_a_closing_job_stops_the_workers_and_reports_their_failures() -> None:
     agent = running_agent()
     assert on(agent, CoordinatorMessage(Closing("over"))) == [StopWorkers(1, 15, 30.0, "over")]
     assert on(agent, WorkersFailed(1, (failure(),))) == []
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Stopped((failure(),)))]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Stopped((failure(),)))]
 
 
-def test_an_idle_agent_answers_a_closing_job_at_once() -> None:
+def test_an_idle_agent_of_a_closing_job_reports_stopped_immediately() -> None:
     assert on(ready_agent(), CoordinatorMessage(Closing("over"))) == [SendToCoordinator(Stopped())]
 
 
@@ -471,42 +502,42 @@ def test_a_closing_job_starts_nothing() -> None:
     on(agent, assign(2))
     on(agent, CoordinatorMessage(Closing("over")))
     assert on(agent, assign(3)) == []
-    assert on(agent, WorkersGone(1)) == [SendToCoordinator(Stopped())]
+    assert on(agent, WorkersStopped(1)) == [SendToCoordinator(Stopped())]
 
 
-def test_a_closing_job_is_remembered_for_the_next_coordinator() -> None:
+def test_a_join_reports_to_a_new_coordinator_that_the_job_is_closing() -> None:
     agent = ready_agent()
     on(agent, CoordinatorMessage(Closing("over", Outcome.STOPPED)))
     on(agent, CoordinatorLost("reset"))
-    (told,) = on(agent, CoordinatorConnected("host-a"))
-    assert told == join(closing=Closing("over", Outcome.STOPPED))
+    (sent,) = on(agent, CoordinatorConnected("host-a"))
+    assert sent == join(closing=Closing("over", Outcome.STOPPED))
 
 
-def test_a_refusal_ends_the_agent_with_two() -> None:
+def test_a_rejected_agent_exits_2() -> None:
     assert on(ready_agent(), CoordinatorMessage(Rejected("not you"))) == [
         SendToCoordinator(Left("not you")),
         ExitAgent(2, "not you"),
     ]
 
 
-def test_a_signal_shows_in_the_exit_code_even_when_the_job_fails_meanwhile() -> None:
+def test_a_signal_determines_the_exit_code_even_if_the_job_fails_meanwhile() -> None:
     agent = running_agent()
-    on(agent, Signalled(15))
+    on(agent, SignalReceived(15))
     on(agent, closed(Outcome.FAILED))
-    assert on(agent, WorkersGone(1))[-1] == ExitAgent(
+    assert on(agent, WorkersStopped(1))[-1] == ExitAgent(
         143, "because", JobReport("job7", Outcome.FAILED, "because", 1, 0)
     )
 
 
 def test_nothing_happens_after_the_end() -> None:
     agent = ready_agent()
-    on(agent, Signalled(15))
+    on(agent, SignalReceived(15))
     for event in (
         assign(9),
         CoordinatorMessage(Heartbeat()),
         CoordinatorConnected("x"),
         CoordinatorLost("x"),
-        Signalled(15),
+        SignalReceived(15),
         Tick(),
         StorePortReady(1),
     ):
@@ -518,81 +549,81 @@ def test_nothing_happens_after_the_end() -> None:
 
 
 def unchecked_agent() -> Agent:
-    """Linked and warm; nobody has looked at its health yet."""
+    """Connected and warm; no health check is complete."""
     agent = Agent(AgentSettings(NODE, 1, 4, TIMING))
     agent.on(CoordinatorConnected("host-a"), 0.0)
     agent.on(WarmupDone(), 0.0)
     return agent
 
 
-def test_nothing_is_offered_before_the_node_was_found_healthy() -> None:
+def test_a_node_offers_nothing_before_its_first_passed_health_check() -> None:
     agent = unchecked_agent()
-    assert not agent.admitted
-    assert on(agent, HealthChecked(()), 1.0) == [OpenStorePort()]
+    assert not agent.passed_health_check
+    assert on(agent, HealthChecked(()), 1.0) == [OpenStorePort(is_required=True)]
     assert on(agent, StorePortReady(7001), 1.0) == [SendToCoordinator(Ready(7001, 0))]
 
 
-def test_an_unhealthy_node_says_so_once_and_is_ready_when_it_is_mended() -> None:
+def test_an_unhealthy_node_reports_that_once_and_is_ready_after_recovery() -> None:
     agent = unchecked_agent()
-    said = agent.on(HealthChecked((FULL,)), 1.0)
-    assert said == [
-        LogLine(f"unhealthy: {FULL.words}; not ready for the job until that is mended, 100 s at most"),
-        SendToCoordinator(Problems((FULL.words,))),
+    commands = agent.on(HealthChecked((FULL,)), 1.0)
+    assert commands == [
+        LogLine(f"unhealthy: {FULL.text}; waiting at most 100 s for recovery before joining"),
+        SendToCoordinator(Problems((FULL.text,))),
     ]
     assert agent.on(HealthChecked((FULLER,)), 31.0) == []
     assert agent.on(HealthChecked(()), 61.0) == [
         LogLine("healthy again"),
         SendToCoordinator(Problems()),
-        OpenStorePort(),
+        OpenStorePort(is_required=True),
     ]
 
 
-def test_another_problem_is_told_too() -> None:
+def test_a_new_problem_is_reported() -> None:
     agent = running_agent()
     on(agent, HealthChecked((FULL,)), 2.0)
-    assert on(agent, HealthChecked((FULL, LOST)), 32.0) == [SendToCoordinator(Problems((FULL.words, LOST.words)))]
+    assert on(agent, HealthChecked((FULL, LOST)), 32.0) == [SendToCoordinator(Problems((FULL.text, LOST.text)))]
 
 
-def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout_and_says_why() -> None:
+def test_a_node_that_is_never_healthy_gives_up_after_the_join_timeout() -> None:
     agent = unchecked_agent()
     agent.on(HealthChecked((FULL,)), 5.0)
     assert agent.deadline() == 105.0
     agent.on(HealthChecked((FULLER,)), 95.0)
     assert on(agent, Tick(), 105.0) == [
-        SendToCoordinator(Left(f"unhealthy for 100 s: {FULLER.words}")),
-        ExitAgent(1, f"unhealthy for 100 s: {FULLER.words}"),
+        SendToCoordinator(Left(f"unhealthy for 100 s: {FULLER.text}")),
+        ExitAgent(1, f"unhealthy for 100 s: {FULLER.text}"),
     ]
 
 
-def test_a_node_that_was_healthy_once_never_gives_up_for_its_health() -> None:
+def test_a_node_that_was_healthy_once_never_gives_up_because_of_its_health() -> None:
     agent = running_agent()
-    assert on(agent, HealthChecked((FULL,)), 5.0) == [SendToCoordinator(Problems((FULL.words,)))]
+    assert on(agent, HealthChecked((FULL,)), 5.0) == [SendToCoordinator(Problems((FULL.text,)))]
     assert agent.deadline() is None
     assert agent.state is WorkersState.RUNNING
 
 
-def test_a_join_tells_the_problems_too() -> None:
+def test_a_join_has_the_health_problems() -> None:
     agent = running_agent()
-    on(agent, CoordinatorLost("gone"), 5.0)
+    on(agent, CoordinatorLost("reset"), 5.0)
     assert on(agent, HealthChecked((LOST,)), 6.0) == []
-    (told,) = (
+    (sent,) = (
         command for command in on(agent, CoordinatorConnected("host-a"), 7.0) if isinstance(command, SendToCoordinator)
     )
-    assert isinstance(told.message, Join)
-    assert told.message.problems == (LOST.words,)
+    assert isinstance(sent.message, Join)
+    assert sent.message.problems == (LOST.text,)
 
 
 # hangs ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_that_is_asked_looks_at_its_workers_and_tells() -> None:
+def test_an_agent_inspects_its_workers_on_request() -> None:
     agent = running_agent()
     assert on(agent, CoordinatorMessage(Inspect(1))) == [InspectWorkers(1)]
     assert on(agent, WorkersInspected(1, (failure(),))) == [SendToCoordinator(Inspected(1, (failure(),)))]
-    assert agent.state is WorkersState.RUNNING  # looking changes nothing
+    assert agent.state is WorkersState.RUNNING  # an inspection changes nothing
 
 
-def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
+def test_an_agent_without_workers_of_the_round_reports_an_empty_inspection() -> None:
     agent = running_agent()
     assert on(agent, CoordinatorMessage(Inspect(2))) == [SendToCoordinator(Inspected(2))]
 
@@ -600,21 +631,21 @@ def test_an_agent_without_such_workers_has_nothing_to_tell() -> None:
 # probes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_of_use_when_it_is_warm_and_linked_or_trains() -> None:
+def test_a_node_is_ready_when_it_is_warm_connected_and_healthy_or_its_workers_run() -> None:
     agent = Agent(AgentSettings(NODE, 2, 2, TIMING))
-    assert agent.unready() == "it is warming up"
+    assert agent.reason_not_ready() == "the node is warming up"
     on(agent, WarmupDone())
     on(agent, CoordinatorLost("host-b:29400: connection refused"))
-    assert agent.unready() == "it has no coordinator: host-b:29400: connection refused"
+    assert agent.reason_not_ready() == "the node has no coordinator: host-b:29400: connection refused"
     on(agent, CoordinatorConnected("host-a"))
-    assert agent.unready() == "its health is being looked at"
+    assert agent.reason_not_ready() == "the first health check is not complete"
     on(agent, HealthChecked((FULL,)))
-    assert agent.unready() == f"it is unhealthy: {FULL.words}"
+    assert agent.reason_not_ready() == f"the node is unhealthy: {FULL.text}"
     on(agent, HealthChecked(()))
-    assert agent.unready() == ""
+    assert agent.reason_not_ready() == ""
     on(agent, StorePortReady(7001))
     on(agent, assign(1))
-    on(agent, CoordinatorLost("gone"))
-    assert agent.unready() == "", "healthy workers go on"
-    on(agent, Signalled(15))
-    assert agent.unready() == "it is leaving, or the job is over"
+    on(agent, CoordinatorLost("reset"))
+    assert agent.reason_not_ready() == "", "healthy workers continue"
+    on(agent, SignalReceived(15))
+    assert agent.reason_not_ready() == "the node is leaving, or the job is over"

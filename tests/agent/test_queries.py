@@ -1,4 +1,4 @@
-"""Questions to an agent, with workers and without."""
+"""Queries to an agent, with workers and without."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from ripstop.agent.gpu_usage import GpuUsageReader
 from ripstop.agent.log_followers import LogFollowers
-from ripstop.agent.queries import QUESTIONS, QueriedNode, Workers, reply
+from ripstop.agent.queries import QUERIES, QueriedNode, Workers, reply
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.logs import follow
 from ripstop.logs.directory import RoundLogs
@@ -23,42 +23,42 @@ PLACE = Place(2, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
 ONE = (GpuSample(0, memory_used=7),)
 
 
-def told(question: str, workers: Workers | None = None, **details: object) -> Any:
+def ask(query: str, workers: Workers | None = None, **details: object) -> Any:
     return json.loads(
         asyncio.run(
-            reply(question, json.dumps(details), QueriedNode(GpuUsageReader(lambda: ONE), workers, LogFollowers()))
+            reply(query, json.dumps(details), QueriedNode(GpuUsageReader(lambda: ONE), workers, LogFollowers()))
         )
     )
 
 
-@pytest.mark.parametrize("question", sorted(set(QUESTIONS) - {"sample"}))
-def test_what_is_about_workers_has_no_answer_without_them(question: str) -> None:
+@pytest.mark.parametrize("query", sorted(set(QUERIES) - {"sample"}))
+def test_a_query_about_workers_fails_without_workers(query: str) -> None:
     with pytest.raises(QueryFailed, match="no workers run on this node now"):
-        told(question)
+        ask(query)
 
 
 def test_a_node_without_workers_can_be_sampled() -> None:
-    sample = told("sample")
+    sample = ask("sample")
     assert (sample["ranks"], sample["gpus"][0]["memory_used"]) == ([], 7)
 
 
-def test_a_worker_that_reports_tells_its_step_and_others_say_that_they_do_not(tmp_path: Path) -> None:
+def test_a_step_query_works_only_for_a_worker_that_reports_steps(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
     workers = Workers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, 100.0, 8)})
     before = time.time()
-    seen = told("step", workers, rank=5)
+    seen = ask("step", workers, rank=5)
     assert (seen["round"], seen["step"]) == (2, 7)
     assert before - 100.0 <= seen["at"] <= time.time() - 100.0
     with pytest.raises(QueryFailed, match="rank 4 reports no steps now"):
-        told("step", workers, rank=4)
+        ask("step", workers, rank=4)
 
 
-def test_an_unknown_question_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(QueryFailed, match="'meaning'; it answers log, sample, stacks, step, workers"):
-        told("meaning")
+def test_an_unknown_query_is_an_error_that_lists_the_known_queries() -> None:
+    with pytest.raises(QueryFailed, match="'meaning'; it has log, sample, stacks, step, workers"):
+        ask("meaning")
 
 
-def test_the_log_of_an_earlier_round_is_read_to_its_end_and_then_the_present_one(tmp_path: Path) -> None:
+def test_after_an_older_rounds_log_follows_the_current_rounds(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     before = tmp_path / "round_1" / "5" / "stdout.log"
@@ -66,13 +66,13 @@ def test_the_log_of_an_earlier_round_is_read_to_its_end_and_then_the_present_one
     before.write_text("one\n")
     (tmp_path / "round_2" / "5" / "stdout.log").write_text("two\n")
     workers = Workers(PLACE, (1, 2), logs, {})
-    first = told("log", workers, rank=5, stream="stdout", round=1, offset=0)
-    second = told("log", workers, rank=5, stream="stdout", round=1, offset=first["next"])
+    first = ask("log", workers, rank=5, stream="stdout", round=1, offset=0)
+    second = ask("log", workers, rank=5, stream="stdout", round=1, offset=first["next"])
     assert [(piece["round"], piece["text"]) for piece in (first, second)] == [(1, "one\n"), (2, "two\n")]
-    assert told("log", workers, rank=5, stream="stderr", round=1, offset=9)["round"] == 2
+    assert ask("log", workers, rank=5, stream="stderr", round=1, offset=9)["round"] == 2
 
 
-def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_told_of_them(tmp_path: Path) -> None:
+def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
@@ -90,32 +90,32 @@ def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_t
 
         assert [(await log(at))["end"] for at in (0, follow.PIECE)] == [False, False]
         waiting = asyncio.create_task(log(follow.PIECE + 8, wait=8.0))
-        parting = asyncio.create_task(node.readers.part(60.0))
-        done, _ = await asyncio.wait([waiting, parting], timeout=0.05)
+        leaving = asyncio.create_task(node.log_followers.wait(60.0))
+        done, _ = await asyncio.wait([waiting, leaving], timeout=0.05)
         assert not done
         stopped.set_result(None)
         async with asyncio.timeout(4.0):
             piece = await waiting
-            await parting
+            await leaving
         assert (piece["text"], piece["end"]) == ("\ufffd", True)
         assert not (await log(0))["end"]
         with pytest.raises(QueryFailed, match="no workers of round 3 or a later one"):
             await log(0, round=3)
-        for question in ("stacks", "step", "workers"):
+        for query in ("stacks", "step", "workers"):
             with pytest.raises(QueryFailed, match="no workers run on this node now"):
-                await reply(question, "{}", node)
+                await reply(query, "{}", node)
         assert json.loads(await reply("sample", "{}", node))["ranks"] == []
 
     asyncio.run(scenario())
 
 
-def test_the_rest_of_an_earlier_log_is_told_also_of_a_rank_that_is_elsewhere_now(tmp_path: Path) -> None:
+def test_the_older_log_of_a_rank_that_is_now_on_another_node_can_be_read(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     before = tmp_path / "round_1" / "0" / "stdout.log"
     before.parent.mkdir(parents=True)
     before.write_text("one\n")
     workers = Workers(PLACE, (1, 2), logs, {})
-    assert told("log", workers, rank=0, stream="stdout", round=1, offset=0)["text"] == "one\n"
+    assert ask("log", workers, rank=0, stream="stdout", round=1, offset=0)["text"] == "one\n"
     with pytest.raises(QueryFailed, match="rank 0 is not on this node, which has ranks 4 to 5"):
-        told("log", workers, rank=0, stream="stdout", round=1, offset=4)
+        ask("log", workers, rank=0, stream="stdout", round=1, offset=4)

@@ -1,4 +1,4 @@
-"""What workers use, seen from outside; real processes."""
+"""The resource usage of real worker processes."""
 
 import os
 import subprocess
@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ripstop.agent import usage
+from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.round import Address, Place
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @contextmanager
 def worker(code: str = WORKER) -> Iterator[subprocess.Popen[str]]:
-    """A process with a session of its own, as workers are; ready."""
+    """A process in its own session, as workers are; ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -40,15 +40,7 @@ def worker(code: str = WORKER) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout.readline() == "ready\n"
         yield process
     finally:
-        process.communicate()  # its standard input ends, and so does it
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    step: int | None = 7
-    rate: float = 2.5
-    age: float = 0.5
-    beats: int = 9
+        process.communicate()  # closes its stdin, which ends it
 
 
 def place(slots: int) -> Place:
@@ -75,15 +67,15 @@ def test_a_worker_is_all_processes_of_its_session() -> None:
     assert 0.3 <= used.cpu < 60
 
 
-def test_a_worker_that_is_gone_and_a_stranger_with_its_pid_are_not_there(tmp_path: Path) -> None:
+def test_an_exited_worker_and_another_process_with_its_pid_are_not_sampled(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path), place(2), "default", terminal=False)
     with worker("print('ready', flush=True)") as process:
         process.wait()
-        parent = os.getsid(os.getppid())  # the leader of a session, and no child of ours
+        parent = os.getsid(os.getppid())  # a session leader that is not a child of this process
         assert usage.sample(place(2), (process.pid, parent), logs, {}, ()).ranks == ()
 
 
-def test_a_nodes_sample_has_its_ranks_logs_and_progress(tmp_path: Path) -> None:
+def test_a_sample_has_the_log_bytes_and_progress_of_every_rank(tmp_path: Path) -> None:
     logs = RoundLogs(
         tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), place(2), "default", terminal=False
     )
@@ -92,17 +84,17 @@ def test_a_nodes_sample_has_its_ranks_logs_and_progress(tmp_path: Path) -> None:
         (tmp_path / "round_3" / "4" / stream).write_text("12345")
     with worker() as process:
         before = time.time()
-        sample = usage.sample(place(2), (process.pid, 2**22), logs, {0: Reported()}, ())
+        sample = usage.sample(place(2), (process.pid, 2**22), logs, {0: WorkerProgress(7, 2.5, 0.5, 9)}, ())
     (rank,) = sample.ranks
     assert (rank.rank, rank.log_bytes, rank.step, rank.steps_per_second, rank.beats) == (4, 10, 7, 2.5, 9)
     assert sample.round == 3 and sample.at >= before
     assert sample.cpu > 0 and sample.memory > 1 << 20
 
 
-def test_a_node_without_workers_has_a_sample_too() -> None:
+def test_a_node_without_workers_has_a_sample() -> None:
     sample = usage.sample(None, (), None, {}, ())
     assert (sample.round, sample.ranks) == (0, ())
 
 
-def test_what_goes_nowhere_has_no_bytes(tmp_path: Path) -> None:
+def test_only_regular_files_count_as_log_bytes(tmp_path: Path) -> None:
     assert usage.log_bytes([Path(os.devnull), tmp_path / "missing", tmp_path]) == 0

@@ -111,7 +111,7 @@ def test_a_rank_that_waits_in_a_collective_tells_so_and_who_is_late_is_known(sta
 def test_a_rank_that_holds_pythons_lock_is_not_waited_for(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(sockets: list[str]) -> None:
         (first,) = await until(sockets[:1], lambda found: "#2" in found[0].text)
-        monkeypatch.setattr(flight_dump, "PATIENCE", 0.3)
+        monkeypatch.setattr(flight_dump, "TIMEOUT_S", 0.3)
         found = await until(sockets, lambda found: found[1].standings is None)
         assert found[1] == Flight(why="the worker did not answer within 0.3 s")
         assert found[0] == first

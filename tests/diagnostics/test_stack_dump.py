@@ -160,7 +160,7 @@ def test_nobody_looks_at_the_pid_of_a_worker_that_has_ended(stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("details", "why"), [({"rank": 6}, "rank 6 is not on this node"), ({"rank": "x"}, "a rank is")]
+    ("details", "why"), [({"rank": 6}, "rank 6 is not on this node"), ({"rank": "x"}, "rank must be an integer")]
 )
 def test_a_rank_that_is_not_here_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)

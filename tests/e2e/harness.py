@@ -1,7 +1,7 @@
-"""Runs real `ripstop run` agents on this machine, and waits for what they and their workers do.
+"""Runs real `ripstop run` agents on this machine, and waits for events of the agents and their workers.
 
-`Job` is a context manager: when it ends, however it ends, every process it started is gone, and it fails the test if
-an agent that had ended before had left any behind.
+`Job` is a context manager: at its end it kills every process it started.  It fails the test if an agent that has ended
+left a process behind.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from ripstop.diagnostics import stack_dump
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 T = TypeVar("T")
-Happening = dict[str, Any]
+WorkerEvent = dict[str, Any]
 
 
 def free_port() -> int:
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 @cache
 def spied() -> bool:
-    """Whether py-spy is installed here, and may look at other processes."""
+    """Whether py-spy is installed and may read other processes."""
     waits = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -49,7 +49,7 @@ def spied() -> bool:
 
 
 def hurried(flags: Sequence[str], nnodes: str) -> list[str]:
-    """The flags of a node whose job does not wait 30 s before a first round of fewer nodes than it could have."""
+    """The flags of a node whose job waits only 2 s for more nodes before its first round."""
     conf = next((flag for flag in flags if flag.startswith("--rdzv-conf=")), "")
     if ":" not in nnodes or "last_call_timeout" in conf:
         return list(flags)
@@ -57,17 +57,17 @@ def hurried(flags: Sequence[str], nnodes: str) -> list[str]:
     return [*(flag for flag in flags if flag != conf), hurry]
 
 
-def wait_until(what: Callable[[], T | None], patience: float = PATIENCE, why: Callable[[], str] = str) -> T:
-    end = time.monotonic() + patience
+def wait_until(what: Callable[[], T | None], timeout: float = TIMEOUT_S, why: Callable[[], str] = str) -> T:
+    end = time.monotonic() + timeout
     while time.monotonic() < end:
         if (found := what()) is not None:
             return found
         time.sleep(0.01)
-    raise AssertionError(f"did not happen within {patience:g} s\n{why()}")
+    raise AssertionError(f"did not happen within {timeout:g} s\n{why()}")
 
 
 class Agent:
-    """One `ripstop` process and what it prints."""
+    """One `ripstop` process and its output."""
 
     def __init__(self, argv: list[str], env: dict[str, str], wrap: list[str]) -> None:
         self.process = subprocess.Popen(
@@ -82,12 +82,12 @@ class Agent:
         self._out: list[bytes] = []
         self._err: list[bytes] = []
         assert self.process.stdout and self.process.stderr
-        self._readers = [
+        self._threads = [
             threading.Thread(target=_collect, args=(self.process.stdout, self._out), daemon=True),
             threading.Thread(target=_collect, args=(self.process.stderr, self._err), daemon=True),
         ]
-        for reader in self._readers:
-            reader.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def out(self) -> str:
@@ -97,23 +97,23 @@ class Agent:
     def err(self) -> str:
         return b"".join(self._err).decode(errors="replace")
 
-    def wait(self, patience: float = PATIENCE) -> int:
-        """The exit code; all output has been read then."""
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        """The exit code, after all output has been read."""
         try:
-            code = self.process.wait(patience)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"agent {self.pid} did not end within {patience:g} s\n{self.err}") from None
-        for reader in self._readers:
-            reader.join(5)
+            raise AssertionError(f"agent {self.pid} did not end within {timeout:g} s\n{self.err}") from None
+        for thread in self._threads:
+            thread.join(5)
         return code
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
 
-    def says(self, pattern: str, patience: float = PATIENCE) -> re.Match[str]:
-        """Waits for words on stderr."""
+    def wait_for_log(self, pattern: str, timeout: float = TIMEOUT_S) -> re.Match[str]:
+        """Wait for a match on stderr."""
         return wait_until(
-            lambda: re.search(pattern, self.err), patience, lambda: f"never said {pattern!r}:\n{self.err}"
+            lambda: re.search(pattern, self.err), timeout, lambda: f"never logged {pattern!r}:\n{self.err}"
         )
 
 
@@ -124,11 +124,11 @@ def _collect(pipe: Any, into: list[bytes]) -> None:
 
 
 class Job:
-    """Agents of one job on this machine, and the log of what their workers did."""
+    """The agents of one job on this machine, and the events that their workers wrote."""
 
     def __init__(self, folder: Path, **env: str) -> None:
         self.folder = folder
-        self.log = folder / "happenings.jsonl"
+        self.log = folder / "worker-events.jsonl"
         self.logs = folder / "logs"
         self.port = free_port()
         self.mark = f"ripstop-e2e-{os.getpid()}-{time.monotonic_ns()}"
@@ -171,7 +171,7 @@ class Job:
         wrap: list[str] | None = None,
         hurry: bool = True,
     ) -> Agent:
-        """Start one node of a job of several, with one worker."""
+        """Start one node, with one worker, of a job of several nodes."""
         return self.run(
             f"--nnodes={nnodes}",
             "--nproc-per-node=1",
@@ -184,46 +184,46 @@ class Job:
             wrap=wrap,
         )
 
-    # what happened
+    # events that the workers wrote
 
-    def happenings(self, **like: Any) -> list[Happening]:
+    def worker_events(self, **like: Any) -> list[WorkerEvent]:
         if not self.log.exists():
             return []
         found = []
         for line in self.log.read_text().splitlines():
-            with suppress(ValueError):  # cut off by a SIGKILL
+            with suppress(ValueError):  # truncated by a SIGKILL
                 found.append(json.loads(line))
         return [h for h in found if all(h.get(k) == v for k, v in like.items())]
 
-    def wait_for(self, *, count: int = 1, after: float = 0.0, patience: float = PATIENCE, **like: Any) -> Happening:
-        """Waits until so many workers' happenings look like this; returns the last of them."""
+    def wait_for(self, *, count: int = 1, after: float = 0.0, timeout: float = TIMEOUT_S, **like: Any) -> WorkerEvent:
+        """Wait until `count` events match; return the last of them."""
 
-        def look() -> Happening | None:
-            found = [h for h in self.happenings(**like) if h["t"] > after]
+        def find() -> WorkerEvent | None:
+            found = [h for h in self.worker_events(**like) if h["t"] > after]
             return found[count - 1] if len(found) >= count else None
 
-        return wait_until(look, patience, lambda: f"no {count} x {like} after {after}\n{self.story()}")
+        return wait_until(find, timeout, lambda: f"no {count} x {like} after {after}\n{self.describe()}")
 
-    def steps(self, world: int, *, after: float = 0.0, patience: float = PATIENCE) -> Happening:
-        """Waits until every rank of a world of this size has made the same step after this time."""
+    def steps(self, world: int, *, after: float = 0.0, timeout: float = TIMEOUT_S) -> WorkerEvent:
+        """Wait until every rank of a world of this size has completed the same step after this time."""
 
-        def look() -> Happening | None:
+        def find() -> WorkerEvent | None:
             ranks: dict[int, set[int]] = {}
-            for h in self.happenings(event="step", world=world):
+            for h in self.worker_events(event="step", world=world):
                 if h["t"] > after:
                     ranks.setdefault(h["step"], set()).add(h["rank"])
                     if len(ranks[h["step"]]) == world:
                         return h
             return None
 
-        return wait_until(look, patience, lambda: f"no full step of {world} ranks\n{self.story()}")
+        return wait_until(find, timeout, lambda: f"no full step of {world} ranks\n{self.describe()}")
 
-    def story(self) -> str:
+    def describe(self) -> str:
         tails = [f"--- agent {a.pid} ({a.process.poll()})\n{a.err[-3000:]}" for a in self.agents]
-        return "\n".join([*tails, *map(str, self.happenings()[-8:])])
+        return "\n".join([*tails, *map(str, self.worker_events()[-8:])])
 
     def leftovers(self, *, kill: bool = False) -> list[str]:
-        """Processes, other than agents that still run, that descend from this job: they carry its mark."""
+        """Processes of this job, found by its mark in their environment; without agents that still run."""
         agents = {a.pid for a in self.agents if a.process.poll() is None}
         found = []
         for pid, command in _marked(self.mark):

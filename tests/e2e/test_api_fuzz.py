@@ -22,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder), RIPSTOP_TOKEN=TOKEN) as job:
         where = f"--api=127.0.0.1:{job.port}"
         agent = job.run("--standalone", where, "--rdzv-id=fuzz", "--tee=3", str(SCRIPTS / "chatty.py"))
-        agent.says("round=1")
+        agent.wait_for_log("round=1")
         yield job
 
 
@@ -70,13 +70,13 @@ def test_the_worker_has_not_noticed(job: Job) -> None:
     """It still talks, and is still the first."""
     (agent,) = job.agents
     before = agent.out.count("out 0 ")
-    wait_until(lambda: True if agent.out.count("out 0 ") > before else None, why=job.story)
-    assert "round=2" not in agent.err, job.story()
+    wait_until(lambda: True if agent.out.count("out 0 ") > before else None, why=job.describe)
+    assert "round=2" not in agent.err, job.describe()
 
 
 def test_restarts_are_answered_as_described_and_the_job_goes_on(described: Any, job: Job) -> None:
     fuzz(described, RESTART, 3)
     (agent,) = job.agents
-    agent.says("pause_ms=")  # quick restarts may pass over a round
+    agent.wait_for_log("pause_ms=")  # quick restarts may pass over a round
     assert agent.process.poll() is None
-    assert "Traceback" not in agent.err, job.story()
+    assert "Traceback" not in agent.err, job.describe()

@@ -36,11 +36,11 @@ def attack(job: Job, kind: str, seconds: float, count: int) -> dict[str, float]:
 
 def assert_trained_through(job: Job, result: dict[str, float]) -> None:
     """The same two processes made steps during the attack and after it."""
-    steps = [h["t"] for h in job.happenings(event="step")]
-    assert any(result["began"] < t < result["ended"] for t in steps), job.story()
+    steps = [h["t"] for h in job.worker_events(event="step")]
+    assert any(result["began"] < t < result["ended"] for t in steps), job.describe()
     job.steps(2, after=result["ended"])
-    assert len(job.happenings(event="start")) == 2, job.story()
-    assert all(agent.process.poll() is None for agent in job.agents), job.story()
+    assert len(job.worker_events(event="start")) == 2, job.describe()
+    assert all(agent.process.poll() is None for agent in job.agents), job.describe()
 
 
 @pytest.mark.parametrize("kind", ["no-secret", "wrong-secret", "other-job", "replay"])
@@ -87,7 +87,7 @@ def test_ten_thousand_idle_connections_do_not_affect_the_job(job: Job) -> None:
     assert result["accepted"] == 0, result
     assert result["rejected"] > count / 2, result
     assert_trained_through(job, result)
-    wait_until(lambda: True if "unauthenticated connections" in host(job).err else None, why=job.story)
+    wait_until(lambda: True if "unauthenticated connections" in host(job).err else None, why=job.describe)
 
 
 def host(job: Job) -> Agent:

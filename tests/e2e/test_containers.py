@@ -1,4 +1,4 @@
-"""What an agent in a container leaves behind, answers and waits for; and other people's conventions."""
+"""Agents in containers: termination messages, probes, `--linger`, and the environment of other operators."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ def script(job: Job, text: str) -> str:
     return str(path)
 
 
-def word(job: Job) -> dict[str, object]:
+def termination_message(job: Job) -> dict[str, object]:
     found: dict[str, object] = json.loads((job.folder / "termination-log").read_text())
     return found
 
@@ -34,24 +34,24 @@ def word(job: Job) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("text", "code", "outcome"), [("", 0, "succeeded"), ("raise RuntimeError('no data')", 1, "failed")]
 )
-def test_how_the_job_ended_is_in_the_termination_log(job: Job, text: str, code: int, outcome: str) -> None:
+def test_the_termination_log_has_the_jobs_outcome(job: Job, text: str, code: int, outcome: str) -> None:
     env = {"RIPSTOP_TERMINATION_LOG": str(job.folder / "termination-log")}
     assert job.run("--standalone", script(job, text), env=env).wait() == code
-    found = word(job)
+    found = termination_message(job)
     assert (found["outcome"], found["rounds"], found["restarts"]) == (outcome, 1, 0)
     assert ("no data" in str(found.get("culprit"))) == bool(code)
 
 
-def test_an_agent_that_is_told_to_go_says_that_it_left(job: Job) -> None:
+def test_the_termination_log_of_a_terminated_agent_has_the_outcome_left(job: Job) -> None:
     env = {"RIPSTOP_TERMINATION_LOG": str(job.folder / "termination-log")}
     agent = job.run("--standalone", script(job, WAIT), env=env)
     wait_until(lambda: True if "here" in agent.out else None)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
-    assert word(job) == {"outcome": "left", "why": "SIGTERM"}
+    assert termination_message(job) == {"outcome": "left", "why": "SIGTERM"}
 
 
-def test_a_termination_log_that_cannot_be_written_changes_nothing(job: Job) -> None:
+def test_a_termination_log_that_cannot_be_written_does_not_change_the_exit_code(job: Job) -> None:
     env = {"RIPSTOP_TERMINATION_LOG": "/no/such/folder/file"}
     agent = job.run("--standalone", script(job, ""), env=env)
     assert agent.wait() == 0
@@ -60,8 +60,8 @@ def test_a_termination_log_that_cannot_be_written_changes_nothing(job: Job) -> N
 
 def probe(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode().strip()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+            return response.status, response.read().decode().strip()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode().strip()
     except OSError:
@@ -72,7 +72,7 @@ def test_probes_are_answered_and_a_node_without_a_coordinator_is_not_ready(job: 
     port = free_port()
     waiting = job.node("--rdzv-conf=is_host=0", f"--probe-port={port}", script=Path(script(job, WAIT)))
     wait_until(lambda: True if probe(port, "/livez") == (200, "ok") else None)
-    wait_until(lambda: True if probe(port, "/readyz")[1].startswith("it has no coordinator") else None)
+    wait_until(lambda: True if probe(port, "/readyz")[1].startswith("the node has no coordinator") else None)
     first = job.node("--rdzv-conf=is_host=1", script=Path(script(job, WAIT)))
     wait_until(lambda: True if probe(port, "/readyz") == (200, "ok") else None)
     for agent in (waiting, first):
@@ -80,7 +80,7 @@ def test_probes_are_answered_and_a_node_without_a_coordinator_is_not_ready(job: 
         assert agent.wait() == 143
 
 
-def test_a_probe_port_that_is_taken_is_refused_before_anything_starts(job: Job) -> None:
+def test_a_probe_port_in_use_is_an_error_before_anything_starts(job: Job) -> None:
     first = job.run("--standalone", "--local-addr=127.0.0.1", f"--probe-port={job.port}", script(job, WAIT))
     wait_until(lambda: True if "here" in first.out else None)
     second = job.run("--standalone", "--local-addr=127.0.0.1", f"--probe-port={job.port}", script(job, WAIT))
@@ -91,9 +91,9 @@ def test_a_probe_port_that_is_taken_is_refused_before_anything_starts(job: Job) 
     assert first.wait() == 143
 
 
-def test_a_lingering_agent_stays_when_the_job_is_over_and_keeps_its_exit_code(job: Job) -> None:
+def test_a_lingering_agent_waits_for_a_signal_and_keeps_its_exit_code(job: Job) -> None:
     agent = job.run("--standalone", "--linger", script(job, "raise SystemExit(3)"))
-    agent.says("the job is over; staying until a signal comes")
+    agent.wait_for_log("the job is over; waiting for a signal to exit")
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 1
 
@@ -103,10 +103,10 @@ def test_an_agent_that_found_no_coordinator_does_not_linger(job: Job) -> None:
     assert agent.wait() == 1
 
 
-# other people's conventions -------------------------------------------------------------------------------------------
+# environments of other operators --------------------------------------------------------------------------------------
 
 
-def conventions(kind: str, port: int, index: int) -> dict[str, str]:
+def environment(kind: str, port: int, index: int) -> dict[str, str]:
     if kind == "PyTorchJob with an elasticPolicy":
         return {
             "PET_RDZV_BACKEND": "c10d",
@@ -131,8 +131,8 @@ def conventions(kind: str, port: int, index: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["PyTorchJob with an elasticPolicy", "TrainJob"])
-def test_a_pod_of_kubeflows_needs_no_flag(job: Job, kind: str) -> None:
-    told = script(job, "import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
-    agents = [job.run(told, env=conventions(kind, job.port, index)) for index in range(2)]
+def test_a_kubeflow_pod_needs_no_flags(job: Job, kind: str) -> None:
+    path = script(job, "import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    agents = [job.run(path, env=environment(kind, job.port, index)) for index in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
     assert {agent.out for agent in agents} == {"0 of 2\n", "1 of 2\n"}

@@ -67,7 +67,7 @@ def without(agents: list[Agent], victim: Agent) -> list[Agent]:
 def test_a_job_through_etcd_leaves_only_its_leased_outcome(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
-    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+    assert {h["rank"] for h in job.worker_events(event="done", world=3)} == {0, 1, 2}
     assert sum("elected: " in agent.err for agent in agents) == 1
     assert list(etcd.keys()) == [OUTCOME]
     (lease,) = {kv["lease"] for kv in (etcd.ask("kv/range", {"key": encode(OUTCOME)}) or {})["kvs"]}
@@ -98,7 +98,7 @@ def test_training_continues_when_the_node_of_the_coordinator_or_rank_0_dies(job:
         before = time.time()
         kill(victim)
         agents.remove(victim)
-        step = job.steps(world, after=before, patience=20)
+        step = job.steps(world, after=before, timeout=20)
         assert step["restart"] == 0
     assert any("elected: " in agent.err for agent in agents)
     finish(job, *agents)
@@ -111,7 +111,7 @@ def test_a_terminated_leader_hands_over_at_once(job: Job, etcd: Member) -> None:
     before = time.time()
     victim.signal(signal.SIGTERM)
     assert victim.wait() == 143
-    step = job.steps(2, after=before, patience=20)
+    step = job.steps(2, after=before, timeout=20)
     assert step["restart"] == 0
     finish(job, *without(agents, victim))
 
@@ -123,11 +123,11 @@ def test_a_frozen_leader_steps_down_when_it_resumes_and_rejoins_as_a_node(job: J
     before = time.time()
     for pid in tree(frozen.pid):
         os.kill(pid, signal.SIGSTOP)
-    job.steps(2, after=before, patience=20)
+    job.steps(2, after=before, timeout=20)
     for pid in reversed(tree(frozen.pid)):
         os.kill(pid, signal.SIGCONT)
-    frozen.says("steps down")
-    step = job.steps(3, after=time.time(), patience=20)
+    frozen.wait_for_log("steps down")
+    step = job.steps(3, after=time.time(), timeout=20)
     assert step["restart"] == 0
     finish(job, *agents)
 
@@ -136,29 +136,29 @@ def test_training_continues_when_the_leader_of_etcd_dies(job: Job, tmp_path: Pat
     with cluster(3, tmp_path) as members:
         agents = [node(job, endpoints(members), "--rdzv-conf=lease=3", nnodes="2") for _ in range(2)]
         job.steps(2)
-        starts = len(job.happenings(event="start"))
+        starts = len(job.worker_events(event="start"))
         leader = next(member for member in members if member.leads)
         leader.kill()
         left = [member for member in members if member is not leader]
         wait_until(lambda: any(member.leads for member in left) or None)
         job.steps(2, after=time.time() + 4)
-        assert len(job.happenings(event="start")) == starts
+        assert len(job.worker_events(event="start")) == starts
         finish(job, *agents)
 
 
 def test_training_continues_while_etcd_is_unreachable(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
-    starts = len(job.happenings(event="start"))
+    starts = len(job.worker_events(event="start"))
     leader = host(agents)
     etcd.signal(signal.SIGSTOP)
-    leader.says("steps down: its lease was not renewed in time")
+    leader.wait_for_log("steps down: its lease was not renewed in time")
     assert "coordinator is not in this process now" in refused(job, "stop")
     job.steps(2, after=time.time())
     etcd.signal(signal.SIGCONT)
     for agent in agents:
-        agent.says("coordinator found again")
-    assert len(job.happenings(event="start")) == starts
+        agent.wait_for_log("coordinator found again")
+    assert len(job.worker_events(event="start")) == starts
     finish(job, *agents)
 
 
@@ -166,7 +166,9 @@ def test_an_unreachable_etcd_is_reported_within_seconds(job: Job) -> None:
     ports = free_port(), free_port()
     where = f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
     agent = node(job, where, "--rdzv-conf=join_timeout=3")
-    agent.says(rf"etcd cannot be reached, trying again: 127.0.0.1:{ports[0]}: connection refused; 127.0.0.1:{ports[1]}")
+    agent.wait_for_log(
+        rf"etcd cannot be reached, trying again: 127.0.0.1:{ports[0]}: connection refused; 127.0.0.1:{ports[1]}"
+    )
     assert agent.wait() == 1
     assert "no coordinator for 3 s (etcd cannot be reached: 127.0.0.1:" in agent.err
 
@@ -219,14 +221,14 @@ def test_a_server_that_is_not_etcd_is_reported(job: Job, etcd: Member) -> None:
 def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
     agents = [node(job, etcd.endpoint, nnodes="2") for _ in range(2)]
     job.steps(2)
-    starts = len(job.happenings(event="start"))
+    starts = len(job.worker_events(event="start"))
     leader = host(agents)
     etcd.ask("kv/deleterange", {"key": encode(KEY)})
-    leader.says("steps down: its key was deleted from etcd")
+    leader.wait_for_log("steps down: its key was deleted from etcd")
     for agent in agents:
-        agent.says("coordinator found again")
+        agent.wait_for_log("coordinator found again")
     job.steps(2, after=time.time())
-    assert len(job.happenings(event="start")) == starts
+    assert len(job.worker_events(event="start")) == starts
     finish(job, *agents)
 
 

@@ -43,7 +43,7 @@ def start_three_nodes(job: Job, members: list[Member], nnodes: str) -> list[Agen
         agents.append(node(job, endpoints(members), DEFAULTS, nnodes=nnodes))
         host(agents[:1])
     job.steps(3)
-    agents[0].says("ranks=0-0 world=3")
+    agents[0].wait_for_log("ranks=0-0 world=3")
     return agents
 
 
@@ -57,7 +57,7 @@ def others(members: list[Member], one: Member) -> list[Member]:
 
 def longest_pause(job: Job, since: float) -> float:
     """The longest time without a step of rank 0, in seconds."""
-    times = [since, *(h["t"] for h in job.happenings(event="step", rank=0) if h["t"] > since)]
+    times = [since, *(h["t"] for h in job.worker_events(event="step", rank=0) if h["t"] > since)]
     return float(max(later - earlier for earlier, later in pairwise(times)))
 
 
@@ -84,7 +84,7 @@ def test_training_continues_when_one_member_of_three_is_lost(
     job.steps(3, after=began + 8)  # longer than any lease
     record_property("pause", longest_pause(job, began))
     assert longest_pause(job, began) < 2
-    assert len(job.happenings(event="start")) == 3
+    assert len(job.worker_events(event="start")) == 3
     assert not any("steps down" in agent.err for agent in agents)
     finish(job, *agents)
 
@@ -98,13 +98,15 @@ def test_training_continues_when_two_of_three_members_are_lost_and_return(
     began = time.time()
     for member in lost:
         member.signal(signum)
-    agents[0].says("steps down: its lease was not renewed in time")
+    agents[0].wait_for_log("steps down: its lease was not renewed in time")
     newcomer = node(job, endpoints(members), DEFAULTS, nnodes="2:4")
-    newcomer.says(f"etcd cannot be reached, trying again: .*{members[2].endpoint} without a leader; check", patience=15)
+    newcomer.wait_for_log(
+        f"etcd cannot be reached, trying again: .*{members[2].endpoint} without a leader; check", timeout=15
+    )
     job.steps(3, after=time.time())
     record_property("pause", longest_pause(job, began))
     assert longest_pause(job, began) < 2
-    assert len(job.happenings(event="start")) == 3
+    assert len(job.worker_events(event="start")) == 3
     for member in lost:
         member.resume()
     step = job.steps(4, after=began)
@@ -118,7 +120,7 @@ def test_training_continues_when_the_node_of_the_coordinator_and_rank_0_dies(
 ) -> None:
     agents = start_three_nodes(job, members, "2:3")
     began = time.time()
-    last = job.happenings(event="step")[-1]["step"]
+    last = job.worker_events(event="step")[-1]["step"]
     if with_etcds_leader:
         leader(members).kill()
     kill(agents[0])
@@ -141,7 +143,7 @@ def test_training_continues_when_the_node_of_rank_0_dies(
     if rank_0 is coordinators:
         coordinators.signal(signal.SIGSTOP)  # until the other is elected
         (other,) = without(left, coordinators)
-        other.says("elected: ")
+        other.wait_for_log("elected: ")
         coordinators.signal(signal.SIGCONT)
         job.steps(2, after=time.time())
     began = time.time()

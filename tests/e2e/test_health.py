@@ -1,4 +1,4 @@
-"""Good nodes only: bad ones are kept out, lose their place to a spare, and have it back."""
+"""Unhealthy nodes do not join, lose their place to a spare, and become spares after recovery."""
 
 import json
 import os
@@ -32,66 +32,68 @@ def finish(*agents: Agent) -> None:
 
 
 def kinds(job: Job) -> list[str]:
-    """What happened, as the coordinator wrote it down."""
+    """The kinds of the events that the coordinator recorded."""
     (file,) = job.logs.glob("*/job-events.jsonl")
     return [json.loads(line)["kind"] for line in file.read_text().splitlines()]
 
 
-def test_an_unhealthy_nodes_place_goes_to_a_spare_and_training_goes_on_uncharged(job: Job, tmp_path: Path) -> None:
-    ill = tmp_path / "ill"
-    check = f"""--health-check=sh -c 'test ! -e {ill} || {{ echo the fan is loud; exit 1; }}'"""
+def test_a_spare_replaces_an_unhealthy_node_and_no_restart_is_charged(job: Job, tmp_path: Path) -> None:
+    sick = tmp_path / "sick"
+    check = f"""--health-check=sh -c 'test ! -e {sick} || {{ echo the fan is loud; exit 1; }}'"""
     host = node(job, SOON)
-    host.says("joined")
+    host.wait_for_log("joined")
     patient = node(job, SOON, check)
     job.steps(2)
     spare = node(job, SOON)
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", patient.err)[1]
-    ill.touch()
-    patient.says("unhealthy: --health-check sh exited with code 1: the fan is loud")
-    spare.says(f"ranks={rank}-{rank} world=2")
+    sick.touch()
+    patient.wait_for_log("unhealthy: --health-check sh exited with code 1: the fan is loud")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2")
     assert job.steps(2, after=time.time())["restart"] == 0
-    ill.unlink()
-    patient.says("healthy again")
-    host.says("is healthy again")
+    sick.unlink()
+    patient.wait_for_log("healthy again")
+    host.wait_for_log("is healthy again")
     finish(host, spare, patient)
     found = kinds(job)
     assert found.index("node_unhealthy") < found.index("node_healthy")
     assert "budget_charged" not in found
 
 
-def test_a_node_that_crashes_again_and_again_is_replaced_by_a_spare(job: Job) -> None:
+def test_a_spare_replaces_a_node_whose_workers_crash_repeatedly(job: Job) -> None:
     host = node(job, "--max-restarts=9")
-    host.says("joined")
+    host.wait_for_log("joined")
     bad = node(job, "--max-restarts=9")
     job.steps(2)
     spare = node(job, "--max-restarts=9")
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", bad.err)[1]
     for restart in range(3):
         worker = job.wait_for(event="step", rank=int(rank), restart=restart)
         os.kill(worker["pid"], signal.SIGKILL)
-    host.says("is in quarantine for 600 s: at fault 3 times in .* died of SIGKILL")
-    spare.says(f"ranks={rank}-{rank} world=2 restarts=3")
-    bad.says("in quarantine: at fault 3 times")
+    host.wait_for_log("is in quarantine for 600 s: at fault 3 times in .* died of SIGKILL")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2 restarts=3")
+    bad.wait_for_log("in quarantine: at fault 3 times")
     job.steps(2, after=time.time())
     finish(host, spare, bad)
     assert kinds(job).count("node_quarantined") == 1
 
 
-def test_a_node_whose_clock_is_off_is_kept_out_and_says_so_at_once(job: Job) -> None:
+def test_a_node_with_clock_skew_does_not_join_and_logs_why(job: Job) -> None:
     host = node(job, nnodes="1:2")
     job.steps(1)
-    off = node(job, "--rdzv-conf=max_clock_skew=0.000000001", nnodes="1:2")  # as no two readings of a clock agree
-    off.says(r"unhealthy: the clock is \S+ s (ahead of|behind) the coordinator's")
-    host.says("is unhealthy: the clock is")
-    assert not job.happenings(world=2)
+    off = node(job, "--rdzv-conf=max_clock_skew=0.000000001", nnodes="1:2")  # less than any real difference
+    off.wait_for_log(r"unhealthy: the clock is \S+ s (ahead of|behind) the coordinator's")
+    host.wait_for_log("is unhealthy: the clock is")
+    assert not job.worker_events(world=2)
     finish(host, off)
 
 
-def test_a_health_command_that_hangs_goes_with_its_agent(job: Job) -> None:
+def test_a_health_command_that_hangs_exits_with_its_agent(job: Job) -> None:
     agent = job.run("--standalone", "--health-check=sleep 1000", "--health-interval=1000", str(SCRIPTS / "steps.py"))
-    wait_until(lambda: any("sleep 1000" in process for process in job.leftovers()) or None)  # maybe before its exec
+    wait_until(
+        lambda: any("sleep 1000" in process for process in job.leftovers()) or None
+    )  # it may not have called exec yet
     agent.signal(signal.SIGKILL)
     agent.wait()
     wait_until(lambda: not job.leftovers() or None, why=lambda: str(job.leftovers()))

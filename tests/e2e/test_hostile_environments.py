@@ -1,4 +1,4 @@
-"""What a launcher meets in the wild: impatient users, strange parents, full disks, hostile scripts."""
+"""Hostile environments: early interrupts, unusual parents, full disks, resource limits, hostile scripts."""
 
 import os
 import re
@@ -53,18 +53,18 @@ SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(1000)\n"
 # signals --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_while_the_zygote_still_imports_ends_it_all(job: Job) -> None:
+def test_an_interrupt_while_the_zygote_imports_ends_the_agent(job: Job) -> None:
     script(
         job, f"import pathlib, time\npathlib.Path({str(job.folder / 'began')!r}).touch()\ntime.sleep(1000)\n", "slow.py"
     )
     agent = job.run("--standalone", "--preload=slow", script(job, SLEEP))
-    wait_until(lambda: True if (job.folder / "began").exists() else None, why=job.story)
+    wait_until(lambda: True if (job.folder / "began").exists() else None, why=job.describe)
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
     assert "Traceback" not in agent.err
 
 
-def test_an_interrupt_at_any_moment_of_the_start_is_no_traceback(job: Job) -> None:
+def test_an_interrupt_during_the_start_prints_no_traceback(job: Job) -> None:
     path = script(job, SLEEP)
     for _ in range(5):
         agent = job.run("--standalone", path)
@@ -75,61 +75,61 @@ def test_an_interrupt_at_any_moment_of_the_start_is_no_traceback(job: Job) -> No
 
 
 def _our_code_runs(pid: int) -> bool | None:
-    """`python -m ripstop` has come so far as to load what the agent needs."""
+    """`python -m ripstop` has loaded the agent's modules."""
     return True if "_socket." in Path(f"/proc/{pid}/maps").read_text() else None
 
 
-def test_an_interrupt_while_waiting_for_other_nodes_is_a_leave(job: Job) -> None:
+def test_an_agent_interrupted_while_it_waits_for_other_nodes_leaves(job: Job) -> None:
     agent = job.node(nnodes="2", script=Path(script(job, SLEEP)))
-    agent.says("waiting: 1 of at least 2 nodes")
+    agent.wait_for_log("waiting: 1 of at least 2 nodes")
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
     assert "left: SIGINT" in agent.err
 
 
-@pytest.mark.parametrize("gap", ["at once", "in between"])
-def test_two_interrupts_in_the_middle_of_restarts_end_it_without_a_traceback(job: Job, gap: str) -> None:
+@pytest.mark.parametrize("gap", ["immediately", "after the log line"])
+def test_two_interrupts_during_restarts_end_the_agent_without_a_traceback(job: Job, gap: str) -> None:
     agent = job.run(
         "--standalone", "--nproc-per-node=2", "--max-restarts=100000", "--restart-backoff=0", script(job, CRASH)
     )
-    agent.says("round=5 ")
+    agent.wait_for_log("round=5 ")
     agent.signal(signal.SIGINT)
-    if gap == "in between":
-        agent.says("SIGINT: stopping")
+    if gap == "after the log line":
+        agent.wait_for_log("SIGINT: stopping")
     agent.signal(signal.SIGINT)
-    assert agent.wait() in (130, -signal.SIGINT), agent.err  # the second may come when all is done but the exit
-    assert "launch.py" not in agent.err, "a traceback of the agent's"  # workers may show theirs
+    assert agent.wait() in (130, -signal.SIGINT), agent.err  # the second may arrive just before the exit
+    assert "launch.py" not in agent.err, "a traceback of the agent"  # workers may print theirs
     assert "never retrieved" not in agent.err
 
 
-def test_nohup_is_respected(job: Job) -> None:
+def test_an_agent_under_nohup_ignores_sighup(job: Job) -> None:
     agent = job.run("--standalone", script(job, UNTIL_GO), wrap=["nohup"])
-    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    wait_until(lambda: True if "up" in agent.out else None, why=job.describe)
     agent.signal(signal.SIGHUP)
     go(job)
-    assert agent.wait() == 0, job.story()
+    assert agent.wait() == 0, job.describe()
 
 
-def test_a_zygote_that_is_killed_is_missed_by_nobody(job: Job) -> None:
+def test_a_killed_zygote_is_replaced(job: Job) -> None:
     agent = job.run(
         "--standalone",
         "--max-restarts=1",
         script(job, UNTIL_GO + "os._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"),
     )
-    wait_until(lambda: True if "up" in agent.out else None, why=job.story)
+    wait_until(lambda: True if "up" in agent.out else None, why=job.describe)
     os.kill(zygote_of(agent.pid), signal.SIGTERM)
     go(job)
     assert agent.wait() == 0
     assert agent.out.split() == ["up", "up"]
 
 
-# whoever started us ---------------------------------------------------------------------------------------------------
+# the parent process ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", ["zygote", "exec"])
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
-def test_closed_standard_streams_are_silent_ones(job: Job, closed: tuple[int, ...], start: str) -> None:
-    wish = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
+def test_closed_standard_streams_become_dev_null(job: Job, closed: tuple[int, ...], start: str) -> None:
+    redirections = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
     seen = job.folder / "seen"
     text = f"""
 import os, sys
@@ -137,7 +137,7 @@ print('to stdout')
 print('to stderr', file=sys.stderr)
 with open({str(seen)!r}, 'w') as f: f.write(' '.join(os.readlink(f'/proc/self/fd/{{n}}') for n in (0, 1, 2)))
 """
-    wrap = ["sh", "-c", f'exec "$@" {wish}', "sh"]
+    wrap = ["sh", "-c", f'exec "$@" {redirections}', "sh"]
     agent = job.run("--standalone", f"--start-method={start}", script(job, text), wrap=wrap)
     assert agent.wait() == 0
     streams = seen.read_text().split()
@@ -146,7 +146,7 @@ with open({str(seen)!r}, 'w') as f: f.write(' '.join(os.readlink(f'/proc/self/fd
     assert agent.out == ("" if 1 in closed else "to stdout\n")
 
 
-def test_a_reader_that_goes_away_takes_nobody_with_it(job: Job) -> None:
+def test_a_console_reader_that_exits_does_not_end_the_job(job: Job) -> None:
     """`ripstop run … 2>&1 | head -1`."""
     path = script(job, "for i in range(20000): print('line', i)\n")
     agent = subprocess.Popen(
@@ -176,11 +176,11 @@ def test_a_console_gets_all_of_a_flood(job: Job) -> None:
     assert agent.err.splitlines().count(line) == 200000
 
 
-# what runs out --------------------------------------------------------------------------------------------------------
+# limited resources ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a small disk needs root and util-linux")
-def test_a_full_disk_is_the_workers_trouble_and_the_report_is_still_printed(job: Job) -> None:
+def test_a_full_disk_fails_the_worker_and_the_report_is_still_printed(job: Job) -> None:
     disk = job.folder / "disk"
     disk.mkdir()
     mount = 'mount -t tmpfs -o size=128k tmpfs "$0" && exec "$@"'
@@ -198,7 +198,7 @@ def test_a_full_disk_is_the_workers_trouble_and_the_report_is_still_printed(job:
 
 
 @pytest.mark.parametrize("limit", [20, 30, 34, 38])
-def test_too_few_file_descriptors_are_a_failure_and_no_hang(job: Job, limit: int) -> None:
+def test_too_few_file_descriptors_are_an_error_and_not_a_hang(job: Job, limit: int) -> None:
     wrap = ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh"]
     agent = job.run("--standalone", "--nproc-per-node=8", "--tee=3", script(job, "pass\n"), wrap=wrap)
     code = agent.wait()
@@ -213,17 +213,17 @@ def test_sixty_four_workers_start(job: Job) -> None:
     assert sorted(int(log.read_text()) for log in job.logs.glob("*/round_1/*/stdout.log")) == list(range(64))
 
 
-# what disappears ------------------------------------------------------------------------------------------------------
+# deleted files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_script_that_is_deleted_between_rounds_is_named(job: Job) -> None:
+def test_the_error_names_a_script_that_was_deleted_between_rounds(job: Job) -> None:
     path = script(job, "import os\nos.unlink(__file__)\nos._exit(3)\n")
     agent = job.run("--standalone", "--max-restarts=1", path)
     assert agent.wait() == 1
     assert f"can't open file '{path}'" in agent.err
 
 
-def test_a_working_directory_that_is_deleted_between_rounds_stops_nobody(job: Job) -> None:
+def test_workers_restart_after_the_working_directory_was_deleted(job: Job) -> None:
     here = job.folder / "here"
     here.mkdir()
     text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n  os.rmdir(os.getcwd())\n  os._exit(3)\n"
@@ -231,7 +231,7 @@ def test_a_working_directory_that_is_deleted_between_rounds_stops_nobody(job: Jo
     assert agent.wait() == 0
 
 
-def test_a_relative_log_directory_below_a_deleted_one_is_exit_2(job: Job) -> None:
+def test_a_relative_log_directory_in_a_deleted_directory_is_exit_2(job: Job) -> None:
     here = job.folder / "here"
     here.mkdir()
     wrap = ["sh", "-c", f'cd {here} && rmdir {here} && exec "$@"', "sh"]
@@ -245,7 +245,7 @@ def test_a_relative_log_directory_below_a_deleted_one_is_exit_2(job: Job) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_daemons_that_a_script_leaves_behind_are_gone_with_the_job(job: Job, code: int) -> None:
+def test_daemons_that_a_script_leaves_behind_end_with_the_job(job: Job, code: int) -> None:
     text = f"""
 import os, time
 if os.fork() == 0:
@@ -261,7 +261,7 @@ os._exit({code})
     assert not job.leftovers()
 
 
-def test_a_worker_that_closes_every_descriptor_is_still_watched(job: Job) -> None:
+def test_the_exit_of_a_worker_that_closed_every_descriptor_is_seen(job: Job) -> None:
     text = "import os, time\nos.closerange(0, 4096)\ntime.sleep(0.1)\nos._exit(int(os.environ['RANK']))\n"
     agent = job.run("--standalone", "--nproc-per-node=2", script(job, text))
     assert agent.wait() == 1
@@ -269,14 +269,14 @@ def test_a_worker_that_closes_every_descriptor_is_still_watched(job: Job) -> Non
     assert "exited with code 1" in agent.err
 
 
-def test_a_worker_reads_what_is_piped_to_the_agent(job: Job) -> None:
+def test_a_worker_reads_the_agents_stdin(job: Job) -> None:
     text = "import sys\nprint(sys.stdin.read())\n"
     agent = job.run("--standalone", script(job, text), wrap=["sh", "-c", 'echo piped | "$@"', "sh"])
     assert agent.wait() == 0
     assert agent.out.strip() == "piped"
 
 
-def test_a_path_may_have_spaces_and_any_letters(job: Job) -> None:
+def test_a_path_may_have_spaces_and_non_ascii_letters(job: Job) -> None:
     path = script(job, "import sys\nprint(sys.argv)\n", "größe mit abstand/tr ain – 1.py")
     agent = job.run("--standalone", path, "a b", "ü")
     assert agent.wait() == 0
@@ -288,7 +288,7 @@ def test_a_path_may_have_spaces_and_any_letters(job: Job) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> list[str]:
-    """Wraps a command so that `disk` is a file system of 8 MiB, for that command alone; `sh` in front fills it."""
+    """A prefix for a command: it mounts an 8 MiB file system at `disk` for that command, and runs $FIRST before it."""
     (tmp_path / "disk").mkdir()
     mounts = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m none "$0"', str(tmp_path / "disk")]
     if shutil.which("unshare") is None or subprocess.run(mounts, capture_output=True, check=False).returncode:
@@ -323,11 +323,11 @@ for number in range(40):  # more than the disk holds; each part is on the consol
 """
 
 
-def test_workers_may_write_to_stderr_where_the_disk_is_full(job: Job, small_disk: list[str]) -> None:
+def test_workers_can_write_to_stderr_when_the_disk_is_full(job: Job, small_disk: list[str]) -> None:
     env = {"TMPDIR": small_disk[-1], "FIRST": 'head -c 9m /dev/zero > "$0/fill" 2> /dev/null'}
     text = "import sys\nsys.stderr.write('x' * 1_000_000 + '\\n')\nprint('trained')\n"
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=2", script(job, text), env=env, wrap=small_disk)
-    assert agent.wait() == 0, job.story()
+    assert agent.wait() == 0, job.describe()
     assert agent.out.split() == ["trained"] * 2
     assert agent.err.count("x") >= 2_000_000
     assert agent.err.count("is full: workers write stderr to the console alone") == 1
@@ -336,7 +336,7 @@ def test_workers_may_write_to_stderr_where_the_disk_is_full(job: Job, small_disk
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("dies", [False, True])
-def test_workers_may_write_to_stderr_while_the_disk_fills_up(
+def test_workers_can_write_to_stderr_while_the_disk_fills_up(
     job: Job, small_disk: list[str], dies: bool, named: bool
 ) -> None:
     flags = [f"--log-dir={small_disk[-1]}/logs"] if named else []
@@ -344,9 +344,9 @@ def test_workers_may_write_to_stderr_while_the_disk_fills_up(
     path = script(job, FILL + NOISY + end)
     agent = job.ripstop("run", "--standalone", *flags, path, env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
     for number in range(40):
-        agent.says(f"part {number}\n")
+        agent.wait_for_log(f"part {number}\n")
         Path(f"{job.log}.{number}").touch()
-    assert agent.wait() == int(dies), job.story()
+    assert agent.wait() == int(dies), job.describe()
     assert agent.err.count("x") >= 40 * 199_999  # a line of the log may be in between
     assert len(re.findall(r"the disk of \S+ is full: only the console", agent.err)) == 1
     if dies:
@@ -354,17 +354,17 @@ def test_workers_may_write_to_stderr_while_the_disk_fills_up(
         assert "part 39" in agent.err.split("last lines of stderr")[1]
 
 
-def test_a_worker_that_dies_on_a_full_disk_is_reported_with_that(job: Job, small_disk: list[str]) -> None:
+def test_the_failure_of_a_worker_on_a_full_disk_mentions_the_disk(job: Job, small_disk: list[str]) -> None:
     text = FILL + "fill()\nos.kill(os.getpid(), 9)\n"
     agent = job.ripstop("run", "--standalone", script(job, text), env={"TMPDIR": small_disk[-1]}, wrap=small_disk)
     assert agent.wait() == 1
-    assert re.search(r"killed by SIGKILL.*; the disk of \S+ is full", agent.err), job.story()
+    assert re.search(r"killed by SIGKILL.*; the disk of \S+ is full", agent.err), job.describe()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to plant what belongs to another user")
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", ["round_1/0/stderr.log", "events.jsonl", "job-events.jsonl"])
-def test_links_that_were_planted_in_a_shared_log_directory_are_not_followed(job: Job, name: str, own: bool) -> None:
+def test_planted_links_in_a_shared_log_directory_are_not_followed(job: Job, name: str, own: bool) -> None:
     secret = job.folder / "secret"
     secret.write_text("secret")
     planted = job.folder / "logs" / "job7" / name
@@ -383,12 +383,12 @@ def test_links_that_were_planted_in_a_shared_log_directory_are_not_followed(job:
     assert secret.read_text() == "secret"
 
 
-# what the system refuses ----------------------------------------------------------------------------------------------
+# limits of the system -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
-def test_too_few_processes_are_an_error_in_one_line(job: Job, processes: int) -> None:
-    rights = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]  # root itself has no such limit
+def test_a_process_limit_is_an_error_in_one_line(job: Job, processes: int) -> None:
+    rights = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]  # root has no limit
     other = ["setpriv", "--reuid=424242", "--clear-groups", *rights, "prlimit", f"--nproc={processes}"]
     if shutil.which("setpriv") is None or subprocess.run([*other, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs root, and setpriv")
@@ -397,24 +397,24 @@ def test_too_few_processes_are_an_error_in_one_line(job: Job, processes: int) ->
     env = {"TMPDIR": str(job.folder)}
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=6", "--tee=3", path, env=env, wrap=other)
     assert agent.wait() == 1
-    assert re.search("error: .*ulimit|could not be started: .*(ulimit|limits)", agent.err), job.story()
+    assert re.search("error: .*ulimit|could not be started: .*(ulimit|limits)", agent.err), job.describe()
     assert "Traceback" not in agent.err
 
 
-def test_a_log_directory_whose_name_is_no_text_is_named_as_well_as_can_be(job: Job) -> None:
+def test_a_log_directory_whose_name_is_not_utf_8_is_printed_with_replacements(job: Job) -> None:
     logs = os.fsdecode(os.fsencode(job.folder) + b"/l\xffgs")
     agent = job.ripstop("run", "--standalone", f"--log-dir={logs}", script(job, "raise ValueError('no')"))
     assert agent.wait() == 1
     assert "ValueError: no" in agent.err.split("root cause")[1]
     assert "/l?gs/" in agent.err
-    assert "launch.py" not in agent.err, "a traceback of the agent's"
+    assert "launch.py" not in agent.err, "a traceback of the agent"
     assert list(Path(logs).glob("*/report.json"))
 
 
 @pytest.mark.parametrize(
     ("name", "variable"), [("x" * 300, "--log-dir"), ("x" * 300, "TMPDIR"), ("x" * 300, "TORCHELASTIC_TIMER_FILE")]
 )
-def test_a_name_that_is_too_long_is_an_error_in_one_line(job: Job, name: str, variable: str) -> None:
+def test_a_path_that_is_too_long_is_an_error_in_one_line(job: Job, name: str, variable: str) -> None:
     path, env = str(job.folder / name), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"} if "TIMER" in variable else {}
     if variable.startswith("--"):
         agent = job.ripstop("run", "--standalone", f"{variable}={path}", script(job, ""))

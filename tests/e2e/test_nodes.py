@@ -1,4 +1,4 @@
-"""Several agents on one machine: losses, newcomers, spares, leavers, and the coordinator itself."""
+"""Several agents on one machine: nodes that fail, join, leave or wait as spares, and coordinators that fail."""
 
 import json
 import os
@@ -22,23 +22,23 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def finish(job: Job, *agents: Agent) -> None:
-    """End a job that would go on for ever, and see that its agents leave cleanly."""
+    """End a job that has no end of its own, and check that its agents leave cleanly."""
     for agent in reversed(agents):
         agent.signal(signal.SIGTERM)
     assert [agent.wait() for agent in agents] == [143] * len(agents)
 
 
 def two_nodes(job: Job, *flags: str, nnodes: str) -> tuple[Agent, Agent]:
-    """Two nodes that train together; the first is the coordinator's."""
+    """Two nodes that train together; the first one hosts the coordinator."""
     first = job.node(*flags, nnodes=nnodes)
-    first.says("joined")
+    first.wait_for_log("joined")
     second = job.node(*flags, nnodes=nnodes)
     job.steps(2)
     return first, second
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -46,46 +46,46 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def test_nodes_meet_and_finish_together(job: Job) -> None:
+def test_nodes_join_and_finish_together(job: Job) -> None:
     agents = [job.node(nnodes="3", env={"TRAIN_STEPS": "20"}) for _ in range(3)]
     assert [a.wait() for a in agents] == [0, 0, 0]
-    assert {h["rank"] for h in job.happenings(event="done", world=3)} == {0, 1, 2}
+    assert {h["rank"] for h in job.worker_events(event="done", world=3)} == {0, 1, 2}
 
 
 def test_nodes_that_start_seconds_apart_train_together_from_the_first_round(job: Job) -> None:
     first = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
-    first.says(r"1 of 2 nodes are ready; the first round waits 30 s for more .*last_call_timeout=SECONDS")
+    first.wait_for_log(r"1 of 2 nodes are ready; the first round waits 30 s for more .*last_call_timeout=SECONDS")
     time.sleep(3)  # as users do
     second = job.node(nnodes="1:2", env={"TRAIN_STEPS": "20"}, hurry=False)
     assert [first.wait(), second.wait()] == [0, 0]
-    assert sorted(h["rank"] for h in job.happenings(event="done")) == [0, 1]
-    assert {h["world"] for h in job.happenings()} == {2}
+    assert sorted(h["rank"] for h in job.worker_events(event="done")) == [0, 1]
+    assert {h["world"] for h in job.worker_events()} == {2}
     assert "round=2" not in first.err
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
-def test_a_node_that_ran_no_worker_says_so(job: Job, tmp_path: Path, status: int, code: int) -> None:
+def test_a_node_that_ran_no_worker_warns_about_it(job: Job, tmp_path: Path, status: int, code: int) -> None:
     script, go = tmp_path / "brief.py", tmp_path / "go"
     script.write_text(
         f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\nraise SystemExit({status})"
     )
     secret = {"RIPSTOP_TOKEN": "shared"}  # without one, a job of one node makes its own
     first = job.node(nnodes="1", script=script, env=secret)
-    first.says("ranks=0-0")
+    first.wait_for_log("ranks=0-0")
     spare = job.node(nnodes="1", script=script, env=secret)
-    spare.says("spare")
+    spare.wait_for_log("spare")
     go.touch()
     assert [first.wait(), spare.wait()] == [code, code]
-    said = r" W job=e2e had ended \(all workers exited 0\) before this node had a place in it: this node ran no worker"
-    assert [bool(re.search(said, agent.err)) for agent in (first, spare)] == [False, status == 0]
+    warning = r" W job=e2e ended \(all workers exited 0\) before this node got a place: this node ran no worker"
+    assert [bool(re.search(warning, agent.err)) for agent in (first, spare)] == [False, status == 0]
     assert ("exited with code 3" in spare.err) is (status == 3), spare.err
 
 
-def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
+def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
     agents = [job.node(nnodes="2:3") for _ in range(3)]
     job.steps(3)
     victim = next(a for a in agents if "joined" not in a.err)  # not the one that is the coordinator
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     for pid in tree(victim.pid):
         os.kill(pid, signal.SIGKILL)
     victim.wait()
@@ -94,16 +94,16 @@ def test_a_lost_node_costs_no_restart_and_the_others_go_on(job: Job) -> None:
     finish(job, *(a for a in agents if a is not victim))
 
 
-def test_only_the_agent_dies_and_its_workers_do_too(job: Job) -> None:
+def test_the_workers_of_a_killed_agent_exit_and_the_job_continues(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGKILL)
     second.wait()
     job.steps(1, after=before)
     finish(job, first)
 
 
-def test_a_newcomer_is_admitted_and_everybody_gets_a_rank(job: Job) -> None:
+def test_a_new_node_is_admitted_and_every_node_gets_a_rank(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     second = job.node(nnodes="1:2")
@@ -112,23 +112,23 @@ def test_a_newcomer_is_admitted_and_everybody_gets_a_rank(job: Job) -> None:
     finish(job, first, second)
 
 
-def test_a_surplus_node_waits_as_a_spare_and_takes_the_lost_ones_rank(job: Job) -> None:
+def test_a_spare_takes_the_rank_of_a_lost_node(job: Job) -> None:
     host = job.node(nnodes="2")
-    host.says("joined")
+    host.wait_for_log("joined")
     victim = job.node(nnodes="2")
     job.steps(2)
     spare = job.node(nnodes="2")
-    spare.says("spare")
+    spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", victim.err)[1]
     for pid in tree(victim.pid):
         os.kill(pid, signal.SIGKILL)
     victim.wait()
-    spare.says(f"ranks={rank}-{rank} world=2")
+    spare.wait_for_log(f"ranks={rank}-{rank} world=2")
     job.steps(2, after=time.time())
     finish(job, host, spare)
 
 
-def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, tmp_path: Path) -> None:
+def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "label.py"
     script.write_text("import os\nprint('label', os.environ['PET_NODE_LABEL'], 'rank', os.environ['RANK'])\n")
 
@@ -137,7 +137,7 @@ def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, 
         return job.node(*flags, nnodes="3", script=script, env={"PET_NODE_LABEL": label})
 
     first = node("rack10")
-    first.says("joined")
+    first.wait_for_log("joined")
     agents = [first, node("rack11", "--node-rank=0"), node("rack9", "--node-rank=0")]
     assert [agent.wait() for agent in agents] == [0, 0, 0]
     ranks = dict(re.findall(r"label (\w+) rank (\d)", "".join(agent.out for agent in agents)))
@@ -145,15 +145,15 @@ def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, 
     assert re.search(r"round=1 node=\S+ has node rank 2, not the requested 0: node \S+ wished for it", first.err)
 
 
-def test_by_address_the_coordinators_node_has_one_among_the_others(job: Job) -> None:
+def test_with_ranks_by_address_the_coordinators_node_has_a_numeric_address(job: Job) -> None:
     agent = job.node("--rdzv-conf=rank_by=address", endpoint=f"localhost:{job.port}")
-    agent.says(r"joined from 127\.0\.0\.1 ")
+    agent.wait_for_log(r"joined from 127\.0\.0\.1 ")
     finish(job, agent)
 
 
-def test_a_node_that_is_terminated_leaves_and_the_job_goes_on_without_it(job: Job) -> None:
+def test_a_terminated_node_leaves_and_the_job_continues_without_it(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGTERM)
     assert second.wait() == 143
     step = job.steps(1, after=before)
@@ -165,23 +165,23 @@ def test_a_job_below_its_minimum_waits_for_a_replacement(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     second.signal(signal.SIGKILL)
     second.wait()
-    first.says("waiting: 1 of at least 2 nodes")
+    first.wait_for_log("waiting: 1 of at least 2 nodes")
     before = time.time()
     third = job.node(nnodes="2")
     job.steps(2, after=before)
     finish(job, first, third)
 
 
-def test_a_failure_on_one_node_restarts_all_and_is_charged_once(job: Job) -> None:
+def test_a_failure_on_one_node_restarts_all_nodes_and_is_charged_once(job: Job) -> None:
     agents = [
         job.node("--max-restarts=3", nnodes="2", env={"TRAIN_FAULT": "raise:1:5:0", "TRAIN_STEPS": "20"})
         for _ in range(2)
     ]
     assert [a.wait() for a in agents] == [0, 0]
-    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {1}
 
 
-def test_every_node_prints_the_one_root_cause(job: Job) -> None:
+def test_every_node_prints_the_same_root_cause(job: Job) -> None:
     agents = [job.node(nnodes="2", env={"TRAIN_FAULT": "segv:1:5"}) for _ in range(2)]
     assert [a.wait() for a in agents] == [1, 1]
     for agent in agents:
@@ -199,60 +199,60 @@ def test_a_node_that_finishes_early_waits_for_the_others(job: Job) -> None:
     assert [a.wait() for a in agents] == [0, 0]
 
 
-def test_an_agent_stopped_past_its_lease_is_lost_and_comes_back_as_a_newcomer(job: Job) -> None:
+def test_an_agent_suspended_past_its_lease_is_lost_and_joins_again(job: Job) -> None:
     first, second = two_nodes(job, "--rdzv-conf=lease=1", nnodes="1:2")
-    before = job.happenings()[-1]["t"]
+    before = job.worker_events()[-1]["t"]
     second.signal(signal.SIGSTOP)
     job.steps(1, after=before)
     assert "silent for" in first.err
     second.signal(signal.SIGCONT)
-    step = job.steps(2, after=job.happenings()[-1]["t"])
+    step = job.steps(2, after=job.worker_events()[-1]["t"])
     assert step["restart"] == 0
     finish(job, first, second)
 
 
-def test_training_goes_on_while_a_separate_coordinator_is_killed_and_started_again(job: Job) -> None:
+def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted(job: Job) -> None:
     endpoint = f"127.0.0.1:{job.port}"
-    words = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
-    coordinator = job.ripstop(*words)
+    argv = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
+    coordinator = job.ripstop(*argv)
     agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", env={"TRAIN_STEPS": "400"}) for _ in range(2)]
     job.steps(2)
-    pids = {h["pid"] for h in job.happenings(event="start")}
+    pids = {h["pid"] for h in job.worker_events(event="start")}
     coordinator.signal(signal.SIGKILL)
     coordinator.wait()
     for agent in agents:
-        agent.says("coordinator lost")
-    job.steps(2, after=job.happenings()[-1]["t"])
-    again = job.ripstop(*words)
-    again.says("continues: all 2 nodes have rejoined")
+        agent.wait_for_log("coordinator lost")
+    job.steps(2, after=job.worker_events()[-1]["t"])
+    again = job.ripstop(*argv)
+    again.wait_for_log("goes on: all 2 nodes are back")
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
-    assert {h["pid"] for h in job.happenings(event="start")} == pids, "somebody was restarted"
+    assert {h["pid"] for h in job.worker_events(event="start")} == pids, "a worker was restarted"
 
 
-def test_the_coordinators_own_agent_dies_and_is_started_again(job: Job) -> None:
+def test_the_agent_that_hosts_the_coordinator_can_be_killed_and_restarted(job: Job) -> None:
     first, second = two_nodes(job, nnodes="2")
     first.signal(signal.SIGKILL)
     first.wait()
-    second.says("coordinator lost")
+    second.wait_for_log("coordinator lost")
     before = time.time()
     third = job.node(nnodes="2")
     job.steps(2, after=before)
     finish(job, third, second)
 
 
-def test_a_wrong_secret_is_refused_with_exit_2_and_changes_nothing(job: Job) -> None:
+def test_an_agent_with_a_wrong_secret_is_rejected_with_exit_2_and_changes_nothing(job: Job) -> None:
     first = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "right"})
     job.steps(1)
     stranger = job.node(nnodes="1:2", env={"RIPSTOP_TOKEN": "wrong"})
     assert stranger.wait() == 2
     assert "RIPSTOP_TOKEN" in stranger.err
-    job.steps(1, after=job.happenings()[-1]["t"])
+    job.steps(1, after=job.worker_events()[-1]["t"])
     assert "round=2" not in first.err
     finish(job, first)
 
 
-def test_another_node_range_is_refused_with_exit_2(job: Job) -> None:
+def test_an_agent_with_another_node_range_is_rejected_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     other = job.node(nnodes="1:4")
@@ -261,7 +261,7 @@ def test_another_node_range_is_refused_with_exit_2(job: Job) -> None:
     finish(job, first)
 
 
-def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
+def test_an_agent_of_another_job_is_rejected_with_exit_2(job: Job) -> None:
     first = job.node(nnodes="1:2")
     job.steps(1)
     other = job.run(
@@ -273,18 +273,18 @@ def test_another_jobs_agent_is_refused_with_exit_2(job: Job) -> None:
     )
     assert other.wait() == 2
     assert "is the coordinator of another job, not of 'other'; " in other.err
-    assert "e2e" not in other.err  # strangers are not told the run id
+    assert "e2e" not in other.err  # a stranger does not learn the run id
     finish(job, first)
 
 
-def test_an_endpoint_nobody_answers_at_is_named_with_what_was_tried(job: Job) -> None:
+def test_an_endpoint_that_refuses_connections_is_named_in_the_error(job: Job) -> None:
     agent = job.node("--rdzv-conf=is_host=0,join_timeout=2", nnodes="2")
     assert agent.wait() == 1
     assert f"127.0.0.1:{job.port}" in agent.err
     assert "refused" in agent.err.lower()
 
 
-def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
+def test_garbage_on_the_port_does_not_disturb_the_job(job: Job) -> None:
     first, second = two_nodes(job, nnodes="1:2")
     rubbish = [
         b"\x00" * 4096,
@@ -299,16 +299,16 @@ def test_garbage_on_the_port_is_refused_and_the_job_unharmed(job: Job) -> None:
         open_sockets.append(s)
         with suppress(OSError):
             s.sendall(data)
-    job.steps(2, after=job.happenings()[-1]["t"])
+    job.steps(2, after=job.worker_events()[-1]["t"])
     for s in open_sockets:
         s.close()
-    assert {h["pid"] for h in job.happenings(event="start", world=2)} == {
-        h["pid"] for h in job.happenings(event="step", world=2)
+    assert {h["pid"] for h in job.worker_events(event="start", world=2)} == {
+        h["pid"] for h in job.worker_events(event="step", world=2)
     }
     finish(job, first, second)
 
 
-def test_static_nodes_get_the_ranks_they_were_given(job: Job) -> None:
+def test_static_nodes_get_their_configured_ranks(job: Job) -> None:
     flags = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={job.port}")
     agents = [
         job.run(*flags, f"--node-rank={rank}", str(SCRIPTS / "train.py"), env={"TRAIN_STEPS": "5"}) for rank in (1, 0)
@@ -334,12 +334,12 @@ def test_nodes_may_have_different_numbers_of_workers_and_roles(job: Job) -> None
     ]
 
 
-def test_a_job_whose_coordinators_node_has_left_still_ends_well(job: Job) -> None:
+def test_a_job_whose_coordinators_node_has_left_succeeds(job: Job) -> None:
     host = job.node(nnodes="1:2", script=SCRIPTS / "graceful.py")
-    host.says("round=1 ranks=0-0")
+    host.wait_for_log("round=1 ranks=0-0")
     other = job.node(nnodes="1:2", script=SCRIPTS / "uneven.py")
-    other.says("ranks=1-1 world=2")
+    other.wait_for_log("ranks=1-1 world=2")
     host.signal(signal.SIGTERM)
     assert host.wait() == 143
-    other.says("ranks=0-0 world=1")
+    other.wait_for_log("ranks=0-0 world=1")
     assert other.wait() == 0

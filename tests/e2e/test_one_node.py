@@ -1,4 +1,4 @@
-"""One agent, real workers, real deaths."""
+"""One agent with real workers that fail."""
 
 import json
 import os
@@ -23,25 +23,25 @@ def job(tmp_path: Path):
 def test_a_job_runs_to_its_end_and_exits_0(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN))
     assert agent.wait() == 0
-    assert len(job.happenings(event="done")) == 2
-    assert {h["rank"] for h in job.happenings(event="step", step=20)} == {0, 1}
+    assert len(job.worker_events(event="done")) == 2
+    assert {h["rank"] for h in job.worker_events(event="step", step=20)} == {0, 1}
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("kill", "SIGKILL"), ("segv", "SIGSEGV"), ("raise", "RuntimeError: the fault"), ("exit", "exited with code 7")],
 )
-def test_a_worker_that_dies_is_healed_and_the_job_goes_on(job: Job, kind: str, how: str) -> None:
+def test_a_failed_worker_is_restarted_and_the_job_continues(job: Job, kind: str, how: str) -> None:
     agent = job.run(
         "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(TRAIN), env={"TRAIN_FAULT": f"{kind}:1:5:0"}
     )
     assert agent.wait() == 0
-    assert {h["restart"] for h in job.happenings(event="done")} == {1}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {1}
     assert how in agent.err
     assert "restart 1 of 1" in agent.err
 
 
-def test_a_spent_budget_ends_the_job_with_a_report_that_names_the_culprit(job: Job) -> None:
+def test_an_exhausted_restart_budget_ends_the_job_with_a_report_of_the_root_cause(job: Job) -> None:
     agent = job.run(
         "--standalone",
         "--nproc-per-node=2",
@@ -51,7 +51,7 @@ def test_a_spent_budget_ends_the_job_with_a_report_that_names_the_culprit(job: J
         env={"TRAIN_FAULT": "raise:1:5"},
     )
     assert agent.wait() == 1
-    assert {h["restart"] for h in job.happenings(event="fault")} == {0, 1}
+    assert {h["restart"] for h in job.worker_events(event="fault")} == {0, 1}
     assert "root cause: rank 1" in agent.err
     assert "RuntimeError: the fault that was asked for" in agent.err
     (path,) = job.logs.glob("*/report.json")
@@ -61,7 +61,7 @@ def test_a_spent_budget_ends_the_job_with_a_report_that_names_the_culprit(job: J
     assert report["root_cause"]["exitcode"] == 1
 
 
-def test_torchs_record_decorator_feeds_the_report(job: Job) -> None:
+def test_the_report_has_the_exception_that_torchs_record_decorator_saved(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=1", "--start-method=exec", str(RECORDED))
     assert agent.wait() == 1
     assert "ValueError: recorded by torch" in agent.err
@@ -70,7 +70,7 @@ def test_torchs_record_decorator_feeds_the_report(job: Job) -> None:
     assert "in main" in json.loads(path.read_text())["root_cause"]["traceback"]
 
 
-def test_the_last_lines_of_stderr_are_in_the_report_of_a_program_that_just_dies(job: Job) -> None:
+def test_the_report_has_the_end_of_stderr_of_a_program_without_an_error_file(job: Job) -> None:
     agent = job.run("--standalone", "--no-python", "sh", "-c", "echo the disk is on fire >&2; exit 3")
     assert agent.wait() == 1
     assert "exited with code 3" in agent.err
@@ -83,7 +83,7 @@ def test_a_terminated_agent_stops_its_workers_with_that_signal_and_exits_143(job
     job.wait_for(event="start", count=2)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
-    assert len(job.happenings(event="saved", signal=int(signal.SIGTERM))) == 2
+    assert len(job.worker_events(event="saved", signal=int(signal.SIGTERM))) == 2
 
 
 def test_an_interrupted_agent_exits_130(job: Job) -> None:
@@ -91,7 +91,7 @@ def test_an_interrupted_agent_exits_130(job: Job) -> None:
     job.wait_for(event="start")
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
-    assert job.happenings(event="saved", signal=int(signal.SIGINT))
+    assert job.worker_events(event="saved", signal=int(signal.SIGINT))
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job: Job) -> None:
@@ -102,7 +102,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(job:
     assert not alive(pid)
 
 
-def test_a_second_signal_does_not_wait_for_the_grace(job: Job) -> None:
+def test_a_second_signal_does_not_wait_for_the_grace_period(job: Job) -> None:
     agent = job.run("--standalone", "--shutdown-timeout=600", str(SCRIPTS / "graceful.py"), env={"STUBBORN": "1"})
     job.wait_for(event="start")
     agent.signal(signal.SIGTERM)
@@ -111,7 +111,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(job: Job) -> None:
     assert agent.wait() == 143
 
 
-def test_a_killed_agent_takes_all_its_processes_with_it(job: Job) -> None:
+def test_all_processes_of_a_killed_agent_exit(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", str(TRAIN), env={"TRAIN_STEPS": "100000"})
     job.steps(2)
     agent.signal(signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_killed_agent_takes_all_its_processes_with_it(job: Job) -> None:
     wait_until(lambda: True if not job.leftovers() else None, 10, lambda: str(job.leftovers()))
 
 
-def test_every_way_to_start_gives_the_workers_the_same_environment(job: Job) -> None:
+def test_every_start_method_gives_the_workers_the_same_environment(job: Job) -> None:
     seen = []
     for flags in (["--start-method=zygote"], ["--start-method=exec"]):
         agent = job.run(
@@ -155,7 +155,7 @@ def test_the_agent_never_imports_torch(job: Job) -> None:
     agent.wait()
 
 
-def test_tee_prefixes_every_line_and_loses_none(job: Job) -> None:
+def test_tee_prefixes_every_line_and_drops_none(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", "--tee=3", "--role=w", str(SCRIPTS / "lines.py"), "2000")
     assert agent.wait() == 0
     lines = agent.out.splitlines()
@@ -168,7 +168,7 @@ def test_tee_prefixes_every_line_and_loses_none(job: Job) -> None:
         assert errors == [f"[w{rank}]:err {rank} {i}" for i in range(2000)]
 
 
-def test_two_jobs_at_once_do_not_meet(job: Job, tmp_path: Path) -> None:
+def test_two_concurrent_jobs_do_not_interfere(job: Job, tmp_path: Path) -> None:
     other_folder = tmp_path / "other"
     other_folder.mkdir()
     with Job(other_folder) as other:
@@ -176,7 +176,7 @@ def test_two_jobs_at_once_do_not_meet(job: Job, tmp_path: Path) -> None:
         assert [a.wait() for a in agents] == [0, 0]
 
 
-def test_a_master_port_that_was_asked_for_is_the_workers_store_in_every_round(job: Job) -> None:
+def test_a_fixed_master_port_is_the_store_port_of_every_round(job: Job) -> None:
     agent = job.run(
         "--nproc-per-node=2",
         f"--master-port={job.port}",
@@ -185,10 +185,10 @@ def test_a_master_port_that_was_asked_for_is_the_workers_store_in_every_round(jo
         env={"TRAIN_FAULT": "kill:0:3:0,kill:1:6:1"},
     )
     assert agent.wait() == 0, agent.err
-    assert {h["restart"] for h in job.happenings(event="done")} == {2}
+    assert {h["restart"] for h in job.worker_events(event="done")} == {2}
 
 
-def test_a_script_that_is_not_there_is_one_line_and_exit_2() -> None:
+def test_a_missing_script_is_one_line_of_error_and_exit_2() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ripstop", "run", "no_such_script.py"],
         check=False,
@@ -201,7 +201,7 @@ def test_a_script_that_is_not_there_is_one_line_and_exit_2() -> None:
     assert "no_such_script.py" in done.stderr
 
 
-def test_the_agent_costs_next_to_nothing_while_its_workers_run(job: Job) -> None:
+def test_the_agent_does_not_poll_while_its_workers_run(job: Job) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", "-t", "3", str(TRAIN), env={"TRAIN_STEPS": "100000"})
     job.steps(2)
 
@@ -210,13 +210,13 @@ def test_the_agent_costs_next_to_nothing_while_its_workers_run(job: Job) -> None
         return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
 
     before = wakeups()
-    job.wait_for(event="step", count=len(job.happenings(event="step")) + 100)
+    job.wait_for(event="step", count=len(job.worker_events(event="step")) + 100)
     assert wakeups() - before <= 5, "something polls"
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
 
 
-def test_nothing_is_left_in_the_temporary_directory_after_a_quiet_success(tmp_path: Path) -> None:
+def test_a_successful_job_leaves_nothing_in_the_temporary_directory(tmp_path: Path) -> None:
     scripts = tmp_path / "s.py"
     scripts.write_text("pass\n")
     temporary = tmp_path / "tmp"
@@ -226,7 +226,7 @@ def test_nothing_is_left_in_the_temporary_directory_after_a_quiet_success(tmp_pa
     assert not list(temporary.iterdir())
 
 
-def test_stderr_that_nobody_asked_to_keep_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_stderr_that_is_not_kept_does_not_fill_the_disk(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(
         "import os, sys, time\n"
@@ -240,19 +240,19 @@ def test_stderr_that_nobody_asked_to_keep_does_not_fill_the_disk(tmp_path: Path)
     assert done.stderr.count(b"x" * 99 + b"\n") == 100_000
 
 
-def test_a_console_that_nobody_reads_stops_neither_signals_nor_the_end(job: Job, tmp_path: Path) -> None:
+def test_a_console_that_is_not_read_blocks_neither_signals_nor_the_exit(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "loud.py"
     script.write_text(
         "import sys\nsys.path.insert(0, '')\n"
         "for _ in range(3000): print('x' * 99, file=sys.stderr)\n"
         f"exec(open({str(SCRIPTS / 'graceful.py')!r}).read())\n"
     )
-    reader, writer = os.pipe()
+    read_end, write_end = os.pipe()
     agent = subprocess.Popen(
         [sys.executable, "-m", "ripstop", "run", script],
         env=job.env,
-        stdout=writer,
-        stderr=writer,
+        stdout=write_end,
+        stderr=write_end,
         start_new_session=True,
     )
     try:
@@ -263,18 +263,18 @@ def test_a_console_that_nobody_reads_stops_neither_signals_nor_the_end(job: Job,
     finally:
         agent.kill()
         agent.wait()
-        os.close(reader)
-        os.close(writer)
+        os.close(read_end)
+        os.close(write_end)
 
 
-def test_workers_are_not_told_the_secret(job: Job) -> None:
+def test_workers_do_not_get_the_secret(job: Job) -> None:
     agent = job.run("--no-python", "env", env={"RIPSTOP_TOKEN": "very-secret"})
     assert agent.wait() == 0
     assert "WORLD_SIZE=1" in agent.out
     assert "very-secret" not in agent.out
 
 
-def test_a_worker_that_ends_as_it_was_told_is_not_blamed(job: Job, tmp_path: Path) -> None:
+def test_a_worker_that_exits_on_sigterm_is_not_a_failure(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(
         "import os, signal, sys, time\n"

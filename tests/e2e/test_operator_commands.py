@@ -63,7 +63,7 @@ def until_running(job: Job, round: int = 1, *argv: str) -> dict[str, Any]:
         found = json.loads(out) if code == 0 else {"phase": "", "round": 0}
         return found if found["phase"] == "running" and found["round"] >= round else None
 
-    return wait_until(look, why=job.story)
+    return wait_until(look, why=job.describe)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_status_tells_the_pids_of_the_workers_and_proc_tells_their_ranks(alone: 
         environ = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
         return dict(line.partition("=")[::2] for line in environ), Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
-    pids = wait_until(lambda: status(alone)["nodes"][0]["pids"], why=alone.story)
+    pids = wait_until(lambda: status(alone)["nodes"][0]["pids"], why=alone.describe)
     assert len(pids) == 2
     for rank, pid in enumerate(pids):
         env, words = shown(pid)
@@ -116,8 +116,8 @@ def test_status_tells_the_goodput_of_workers_that_report_and_follows_it(alone: J
         found = status(alone)["goodput"]
         return found if found is not None and found > share else None
 
-    first = wait_until(lambda: above(0.0), why=alone.story)
-    assert wait_until(lambda: above(first), why=alone.story) < 1.0  # it has started long ago, and nothing is lost
+    first = wait_until(lambda: above(0.0), why=alone.describe)
+    assert wait_until(lambda: above(first), why=alone.describe) < 1.0  # it has started long ago, and nothing is lost
     assert re.search(r"nodes 1:1, goodput \d+%\n", says(alone, "status"))
 
 
@@ -187,7 +187,7 @@ def test_a_restart_goes_through_and_what_follows_a_log_follows_it(job: Job) -> N
         pids = {line.split(" ")[2] for line in following.out.splitlines() if line.count(" ") == 3}
         return next(iter(pids - {first.split(" ")[2]}), None)
 
-    pid = wait_until(second, why=job.story)
+    pid = wait_until(second, why=job.describe)
     numbers = [int(line.split(" ")[3]) for line in following.out.splitlines() if line.split(" ")[2:3] == [pid]]
     assert numbers == list(range(len(numbers)))  # from its first line on
     assert [str(each) for each in status(job)["nodes"][0]["pids"]] == [pid]
@@ -245,12 +245,12 @@ def test_who_follows_logs_of_several_nodes_has_all_of_them_when_the_job_ends(tmp
 
 def test_nothing_is_loaded_before_somebody_asks_and_what_only_the_console_has_is_said_to_be_there(job: Job) -> None:
     agent = job.run("--standalone", str(CHATTY))
-    agent.says("round=1")
+    agent.wait_for_log("round=1")
     assert not maps(agent, "_http_parser")
     until_running(job)
     assert maps(agent, "_http_parser")
     assert refused(job, "logs", "0", "--stream=stdout") == (
-        "rank 0's stdout goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+        "rank 0's stdout goes only to its node's console; start the job with --tee=3 or --redirects=3"
     )
     assert says(job, "logs", "0", "--tail=1").startswith("err 0 ")
 
@@ -278,11 +278,11 @@ def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_a_socket_that_was_removed_with_its_directory_is_made_anew(job: Job, asked_before: bool) -> None:
     agent = job.run("--standalone", str(CHATTY))
-    agent.says("round=1 ")
+    agent.wait_for_log("round=1 ")
     if asked_before:
         until_running(job)
     shutil.rmtree(run_directory(job.env))
-    agent.says("is made anew")
+    agent.wait_for_log("is made anew")
     until_running(job)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
@@ -318,11 +318,11 @@ def test_any_node_can_be_asked_and_a_drained_one_leaves(job: Job, tmp_path: Path
     flags = {"nnodes": "1:2", "script": CHATTY}
     secret = {"RIPSTOP_TOKEN": TOKEN}
     first = job.node(**flags, env=secret)
-    first.says("ranks=0-0")
+    first.wait_for_log("ranks=0-0")
     following = job.ripstop("logs", "-f", "--stream=stderr")
     wait_until(lambda: "[0] err 0 " in following.out or None, why=lambda: following.err)
     second = job.node(**flags, env=secret | {"XDG_RUNTIME_DIR": str(other)})  # as if on another machine
-    second.says("ranks=1-1")
+    second.wait_for_log("ranks=1-1")
     wait_until(lambda: "[1] err 1 " in following.out or None, why=lambda: following.err)
     assert re.search(r"^\[1\] err 1 \d+ 0$", following.out, re.MULTILINE)  # from its first line on
     elsewhere = {"XDG_RUNTIME_DIR": str(other)}
@@ -384,14 +384,14 @@ def test_whoever_is_elected_can_be_asked_on_its_own_machine(job: Job, tmp_path: 
         for place in places:
             place.mkdir()
             agents.append(job.run(*flags, "--rdzv-id=e2e", str(CHATTY), env={"XDG_RUNTIME_DIR": str(place)}))
-            agents[-1].says("ranks=")
+            agents[-1].wait_for_log("ranks=")
         host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
         here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
-        wait_until(lambda: True if "world 2" in says(job, "status", **here) else None, why=job.story)
+        wait_until(lambda: True if "world 2" in says(job, "status", **here) else None, why=job.describe)
         assert refused(job, "status", **there).startswith(
             "a job without a secret cannot be operated over the network; "
         )
         agents[host].signal(signal.SIGKILL)
-        wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.story)
+        wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.describe)
         says(job, "stop", **there)
         assert agents[1 - host].wait() == 1

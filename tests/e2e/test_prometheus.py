@@ -89,7 +89,7 @@ def crashing_job(folder: Path) -> Iterator[Job]:
         coordinator = job.ripstop(
             "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
         )
-        coordinator.says("coordinator of job=e2e")
+        coordinator.wait_for_log("coordinator of job=e2e")
         node = job.node("--rdzv-conf=is_host=0", "--nproc-per-node=2", nnodes="1", script=SCRIPTS / "counting.py")
         yield job
         node.signal(signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
 def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
     answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
-    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "RestartBudget")
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
     assert answers[filled_in(*queries(restarts))] == {(): 1.0}
 
 

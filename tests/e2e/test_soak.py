@@ -51,10 +51,10 @@ def test_recovery_after_recovery_none_hangs_and_nothing_piles_up(tmp_path: Path,
         def met(restart: int) -> bool | None:
             return True if agent.out.count(f"restart {restart} rank ") == 2 else None
 
-        wait_until(lambda: met(0), why=job.story)
+        wait_until(lambda: met(0), why=job.describe)
         before = LeaderKnown.by(agent.pid)
         Path(f"{go}-0").touch()
-        wait_until(lambda: met(times), times * LONGEST, why=job.story)
+        wait_until(lambda: met(times), times * LONGEST, why=job.describe)
         after = LeaderKnown.by(agent.pid)
         Path(f"{go}-{times}").touch()
         assert agent.wait() == 0

@@ -39,8 +39,8 @@ def train(job: Job, tls: Tls, *flags: str) -> Agent:
 
 def test_nodes_train_over_tls_and_recover_from_a_crash(job: Job, authority: Authority) -> None:
     agents = [train(job, authority.node(name)) for name in ("a", "b")]
-    assert [agent.wait() for agent in agents] == [0, 0], job.story()
-    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
+    assert [agent.wait() for agent in agents] == [0, 0], job.describe()
+    assert {(h["rank"], h["restart"]) for h in job.worker_events(event="done")} == {(0, 1), (1, 1)}
 
 
 def test_a_node_without_a_certificate_or_with_a_foreign_one_is_rejected(
@@ -55,7 +55,7 @@ def test_a_node_without_a_certificate_or_with_a_foreign_one_is_rejected(
         rejected = job.node(conf(tls), nnodes="1:2")
         assert rejected.wait() == 2
         assert "give this node a certificate" in rejected.err
-    assert len(job.happenings(event="start")) == 1
+    assert len(job.worker_events(event="start")) == 1
     first.signal(15)
     assert first.wait() == 143
 
@@ -66,5 +66,5 @@ def test_a_coordinator_that_etcd_elects_uses_its_certificate(job: Job, authority
     with cluster(1, tmp_path) as (member,):
         rendezvous = ("--rdzv-backend=etcd", f"--rdzv-endpoint={member.endpoint}")
         agents = [train(job, authority.node(name), *rendezvous) for name in ("a", "b")]
-        assert [agent.wait() for agent in agents] == [0, 0], job.story()
-    assert {(h["rank"], h["restart"]) for h in job.happenings(event="done")} == {(0, 1), (1, 1)}
+        assert [agent.wait() for agent in agents] == [0, 0], job.describe()
+    assert {(h["rank"], h["restart"]) for h in job.worker_events(event="done")} == {(0, 1), (1, 1)}

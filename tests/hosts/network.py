@@ -199,4 +199,4 @@ class Cluster:
     def ranks(self, world: int, after: float = 0.0) -> dict[str, int]:
         """Which host had which rank in the newest full step of a world of this size."""
         self.job.steps(world, after=after)
-        return {h["host"]: h["rank"] for h in self.job.happenings(event="step", world=world) if h["t"] > after}
+        return {h["host"]: h["rank"] for h in self.job.worker_events(event="step", world=world) if h["t"] > after}

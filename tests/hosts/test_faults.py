@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Happening, Job
+from tests.e2e.harness import Agent, Job, WorkerEvent
 from tests.hosts.network import Cluster, Host, etcd, hosts, needs_hosts, needs_loss, part, rejoin
 from tests.hosts.test_hosts import LEASE, finish, now
 
@@ -39,13 +39,13 @@ def start(cluster: Cluster, lease: float = LEASE) -> list[Agent]:
     agents: list[Agent] = []
     for host in cluster.hosts:
         agents.append(cluster.node(host, nnodes="2:4", lease=lease))
-        agents[0].says(rf"joined from {host.address} ")
+        agents[0].wait_for_log(rf"joined from {host.address} ")
     assert cluster.ranks(4)["host1"] == 0
     return agents
 
 
-def steps(cluster: Cluster, since: float) -> list[Happening]:
-    return [h for h in cluster.job.happenings(event="step") if h["t"] > since]
+def steps(cluster: Cluster, since: float) -> list[WorkerEvent]:
+    return [h for h in cluster.job.worker_events(event="step") if h["t"] > since]
 
 
 def all_went_well(cluster: Cluster, since: float, witness: Host) -> None:
@@ -77,7 +77,7 @@ def test_a_coordinator_that_is_cut_off_from_half_of_the_nodes_goes_on_with_the_o
     part(here, there)
     assert four.ranks(2, after=cut).keys() == {"host1", "host2"}
     for agent in agents[2:]:
-        agent.says("coordinator lost")
+        agent.wait_for_log("coordinator lost")
     later = now(four)
     four.job.steps(2, after=later + LEASE)
     assert {h["host"] for h in steps(four, later)} == {"host1", "host2"}, "there are two jobs"
@@ -94,7 +94,7 @@ def test_a_coordinators_host_that_is_cut_off_is_replaced_and_comes_back(four: Cl
     first = four.hosts[0]
     first.cut()
     assert four.ranks(3, after=cut).keys() == {"host2", "host3", "host4"}
-    agents[0].says("steps down: its lease was not renewed in time")
+    agents[0].wait_for_log("steps down: its lease was not renewed in time")
     first.heal()
     four.job.steps(4, after=now(four))
     all_went_well(four, cut, four.hosts[1])
@@ -123,7 +123,7 @@ def test_a_host_that_loses_30_percent_of_what_arrives_slows_the_others_down_and_
     before = now(four)
     bad = four.hosts[0 if four.elected else 1]
     bad.loses(0.3)
-    four.job.wait_for(event="step", rank=0, count=8, after=before, patience=90)
+    four.job.wait_for(event="step", rank=0, count=8, after=before, timeout=90)
     bad.loses(0)
     four.job.steps(4, after=now(four))
     assert {h["restart"] for h in steps(four, before)} == {0}

@@ -26,13 +26,13 @@ def start(cluster: Cluster, nnodes: str, *machines: Host, **more: str) -> list[A
     agents: list[Agent] = []
     for host in machines:
         agents.append(cluster.node(host, nnodes=nnodes, lease=LEASE, **more))
-        agents[0].says(rf"joined from {host.address} ")
+        agents[0].wait_for_log(rf"joined from {host.address} ")
     return agents
 
 
 def now(cluster: Cluster) -> float:
     """The time of what happened last."""
-    return float(cluster.job.happenings()[-1]["t"])
+    return float(cluster.job.worker_events()[-1]["t"])
 
 
 def finish(*agents: Agent) -> None:
@@ -45,7 +45,7 @@ def finish(*agents: Agent) -> None:
 def test_hosts_train_together_and_find_their_own_addresses(three: Cluster) -> None:
     agents = [three.node(host, nnodes="3", env={"TRAIN_STEPS": "10"}) for host in three.hosts]
     assert [a.wait() for a in agents] == [0, 0, 0]
-    done = three.job.happenings(event="done", world=3)
+    done = three.job.worker_events(event="done", world=3)
     assert {h["host"] for h in done} == {"host1", "host2", "host3"}
     assert {h["rank"] for h in done} == {0, 1, 2}
     (rank_0,) = (h["host"] for h in done if h["rank"] == 0)
@@ -60,15 +60,15 @@ def test_a_host_that_is_cut_off_is_lost_after_its_lease_and_comes_back_as_a_newc
     cut = now(three)
     without = three.ranks(2, after=cut)
     assert "silent for" in agents[0].err
-    agents[1].says("coordinator lost: nothing was heard")
+    agents[1].wait_for_log("coordinator lost: nothing was heard")
     middle.heal()
     again = three.ranks(3, after=cut)
     assert before == {"host1": 0, "host2": 1, "host3": 2}
     assert without == {"host1": 0, "host3": 1}
     assert again == {**without, "host2": 2}, "who stayed keeps its rank"
-    restarts = {h["restart"] for h in three.job.happenings(event="step") if h["t"] > cut}
+    restarts = {h["restart"] for h in three.job.worker_events(event="step") if h["t"] > cut}
     assert restarts == {0}, "the stale round cost a restart"
-    worlds = [h["world"] for h in three.job.happenings(event="step") if h["t"] > cut and h["host"] == "host1"]
+    worlds = [h["world"] for h in three.job.worker_events(event="step") if h["t"] > cut and h["host"] == "host1"]
     assert worlds == sorted(worlds), "the stale round disturbed the one that ran"
     finish(*agents)
 
@@ -85,7 +85,7 @@ def test_a_short_cut_of_the_coordinators_host_goes_unnoticed(three: Cluster) -> 
     first.heal()
     three.job.steps(2, after=last)
     assert [agent.err for agent in agents] == said
-    assert len(three.job.happenings(event="start")) == 2
+    assert len(three.job.worker_events(event="start")) == 2
     finish(*agents)
 
 
@@ -96,8 +96,8 @@ def test_the_others_wait_for_the_coordinators_host_when_it_is_cut_off_for_long(t
     first.cut()
     cut = now(three)
     for agent in agents[1:]:
-        agent.says("coordinator lost")
-    agents[0].says("waiting: 1 of at least 2 nodes")
+        agent.wait_for_log("coordinator lost")
+    agents[0].wait_for_log("waiting: 1 of at least 2 nodes")
     first.heal()
     step = three.job.steps(3, after=cut)
     assert step["restart"] == 0
@@ -127,7 +127,7 @@ def test_a_replacement_of_a_dead_host_takes_the_vacated_rank(three: Cluster) -> 
     three.die(second)
     died = now(three)
     agents[1].wait()
-    agents[0].says("waiting: 1 of at least 2 nodes")
+    agents[0].wait_for_log("waiting: 1 of at least 2 nodes")
     replacement = three.node(third, nnodes="2", lease=LEASE)
     after = three.ranks(2, after=died)
     assert after == {"host1": before["host1"], "host3": before["host2"]}
@@ -142,7 +142,7 @@ def test_the_coordinators_host_dies_and_is_started_again_under_its_address(three
     died = now(three)
     agents[0].wait()
     for agent in agents[1:]:
-        agent.says("coordinator lost")
+        agent.wait_for_log("coordinator lost")
     first.heal()
     again = three.node(first, nnodes="3", lease=LEASE)
     step = three.job.steps(3, after=died)

@@ -85,14 +85,14 @@ def test_pods_meet_when_their_names_are_known_and_a_new_first_pod_is_found_at_it
     first, second, third = pods.hosts
     pods.bring(second, 1, made(1))
     zero = pods.bring(first, 0, made(0))
-    zero.says(r"does not resolve to this node yet; listening at 10\.83\.7\.1:29400")
+    zero.wait_for_log(r"does not resolve to this node yet; listening at 10\.83\.7\.1:29400")
     pods.tell(second, train_0=first)
     before = pods.ranks(2)
     assert before == {"train-0": 0, "train-1": 1}
 
     pods.die(first)
-    when = float(pods.job.happenings()[-1]["t"])
+    when = float(pods.job.worker_events()[-1]["t"])
     again = pods.bring(third, 0, made(0), train_0=first)  # the name service has not noticed
-    again.says(r"does not resolve to this node yet; listening at 10\.83\.7\.3:29400")
+    again.wait_for_log(r"does not resolve to this node yet; listening at 10\.83\.7\.3:29400")
     pods.tell(second, train_0=third)
     assert pods.ranks(2, after=when) == before

@@ -245,7 +245,7 @@ class Rules:
         if any(job._roster._quarantine.reason(n.id) for n in living):
             return "somebody is in quarantine"
         sick = {n.id for n in living if n.sick}
-        if any(not n.machine.admitted for n in living):
+        if any(not n.machine.passed_health_check for n in living):
             return "somebody waits to be healthy"
         if not job._done and not sick & job.places.keys() and len(job.places) != min(job._target, len(ids - sick)):
             return f"{len(job.places)} nodes of {len(living)} are in the round"

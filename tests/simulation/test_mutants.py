@@ -32,17 +32,17 @@ def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
-    right = Agent._unlink
+    right = Agent._on_disconnected
 
     def unlink(agent: Agent, why: str) -> Any:
         offer = agent._ready
         out = right(agent, why)
         if offer:
-            agent._ready, agent._offering = offer, False
+            agent._ready, agent._is_opening_port = offer, False
             out = out[:1]
         return out
 
-    patch.setattr(Agent, "_unlink", unlink)
+    patch.setattr(Agent, "_on_disconnected", unlink)
 
 
 def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
@@ -133,21 +133,21 @@ def a_lost_assignment_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_agent_starts_any_round(patch: pytest.MonkeyPatch) -> None:
-    right = Agent._assigned
+    right = Agent._on_assign
 
     def assigned(agent: Agent, place: Any, why: str) -> Any:
-        agent._newest = min(agent._newest, place.round - 1)
+        agent._newest_round = min(agent._newest_round, place.round - 1)
         return right(agent, place, why)
 
-    patch.setattr(Agent, "_assigned", assigned)
+    patch.setattr(Agent, "_on_assign", assigned)
 
 
 def an_agent_ignores_holds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Agent, "_hold", lambda agent, round, why: [])
+    patch.setattr(Agent, "_on_stand_by", lambda agent, round, why: [])
 
 
 def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
-    right = Agent._link
+    right = Agent._on_connected
 
     def link(agent: Agent, host: str) -> Any:
         closing, agent._closing = agent._closing, None
@@ -155,7 +155,7 @@ def an_agent_forgets_that_the_job_is_closing(patch: pytest.MonkeyPatch) -> None:
         agent._closing = closing
         return out
 
-    patch.setattr(Agent, "_link", link)
+    patch.setattr(Agent, "_on_connected", link)
 
 
 def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from ripstop.agent import machine as agent
+from ripstop.agent import machine_io as agent_io
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.coordinator import job as coordinator
 from ripstop.coordinator.job import Job
@@ -255,7 +256,7 @@ class World:
                 self._check_up(node, sick=kind == "sicken")
             case "signal":
                 node.leaving = node.leaving or 15
-                self._feed(node, agent.Signalled(15))
+                self._feed(node, agent_io.SignalReceived(15))
             case "kill":
                 self._node_down(node, silent=False)
             case "vanish":
@@ -429,13 +430,13 @@ class World:
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
-        self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent.WarmupDone())
+        self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent_io.WarmupDone())
         self.soon(0.0, 0.05, self._connect, node)
         self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
 
     def _check_up(self, node: SimNode, sick: bool) -> None:
         node.sick = sick
-        self._feed(node, agent.HealthChecked((HealthProblem("disk", "the disk is full"),) if sick else ()))
+        self._feed(node, agent_io.HealthChecked((HealthProblem("disk", "the disk is full"),) if sick else ()))
 
     def _wish(self) -> int | None:
         """In some schedules some nodes would like a rank, several of them the same."""
@@ -464,46 +465,46 @@ class World:
     def _tick(self, node: SimNode, when: float) -> None:
         if node.timer == when and node.alive:
             node.timer = None
-            self._feed(node, agent.Tick())
+            self._feed(node, agent_io.Tick())
             demand(node.timer is None or node.timer > self.now, f"{node.id}: a deadline in the past: {node.timer}")
 
-    def _feed(self, node: SimNode, event: agent.AgentInput) -> None:
+    def _feed(self, node: SimNode, event: agent_io.AgentInput) -> None:
         if not node.alive:
             return
-        if self.trace and event != agent.CoordinatorMessage(Heartbeat()):
+        if self.trace and event != agent_io.CoordinatorMessage(Heartbeat()):
             self.note(f"{node.id:5} ← {event}")
         for command in node.machine.on(event, self.now):
             if self.trace:
                 self.note(f"{node.id:5} → {command}")
             match command:
-                case agent.SendToCoordinator(message):
+                case agent_io.SendToCoordinator(message):
                     connection = node.connection
                     demand(connection is not None and connection.open, f"{node.id} speaks without a link: {message}")
                     assert connection is not None
                     self._send_up(connection, message)
-                case agent.OpenStorePort():
+                case agent_io.OpenStorePort():
                     self.port += 1
                     node.offered = self.port
-                    self.soon(0.0, 0.02, self._feed, node, agent.StorePortReady(self.port))
-                case agent.StartWorkers(place):
+                    self.soon(0.0, 0.02, self._feed, node, agent_io.StorePortReady(self.port))
+                case agent_io.StartWorkers(place):
                     self._start(node, place)
-                case agent.InspectWorkers(round):
+                case agent_io.InspectWorkers(round):
                     where = (self._hang(node, node.group),) if node.group else ()
                     self.soon(
                         0.0,
                         self.random.choice((0.05, 2.0, 999.0)),
                         self._feed,
                         node,
-                        agent.WorkersInspected(round, where),
+                        agent_io.WorkersInspected(round, where),
                     )
-                case agent.StopWorkers(round, _, grace):
+                case agent_io.StopWorkers(round, _, grace):
                     self._stop(node, round, grace)
-                case agent.ExitAgent():
+                case agent_io.ExitAgent():
                     self._quit(node, command)
                     return
         self._arm(node)
 
-    def _quit(self, node: SimNode, end: agent.ExitAgent) -> None:
+    def _quit(self, node: SimNode, end: agent_io.ExitAgent) -> None:
         demand(node.group is None, f"{node.id} ends before its workers")
         if end.report is not None:
             good = end.report.outcome is Outcome.SUCCEEDED
@@ -511,7 +512,7 @@ class World:
         elif node.leaving:
             right = end.code == 128 + node.leaving
         elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
-            right = not node.machine.admitted
+            right = not node.machine.passed_health_check
         elif self.fixed and end.code == 2:
             right = "is taken by node" in end.why  # by one that is dead and not yet known to be
         else:
@@ -519,10 +520,10 @@ class World:
             link = node.connection  # it may have come while the workers were being stopped
             alone = link is None or not link.linked or self.now - link.began < self.timing.shutdown + 1.0
             patience = min(self.timing.join, self.timing.coordinator)
-            held = node.machine.held
+            held = node.machine.place
             succeeded = held is not None and node.id in self.finished.get(held.store, ()) and not node.closing
             if node.closing or (held is not None and succeeded and held.group_size == 1):
-                patience = min(patience, agent.FAREWELL)  # the end is known
+                patience = min(patience, agent.FINAL_REPORT_TIMEOUT_S)  # the end is known
             right = (end.code == 1 or (end.code == 0 and succeeded)) and alone and lost >= patience
         demand(right, f"{node.id} ends with a wrong exit code: {end}")
         node.alive, node.code = False, end.code
@@ -570,7 +571,7 @@ class World:
     def _stopped(self, node: SimNode, group: Group) -> None:
         if node.group is group:
             node.group = None
-            self._feed(node, agent.WorkersGone(group.place.round))
+            self._feed(node, agent_io.WorkersStopped(group.place.round))
 
     def _workers_fail(self, node: SimNode, group: Group, kind: str) -> None:
         if not node.alive or node.group is not group or group.state == "done":
@@ -583,7 +584,7 @@ class World:
         failure = Failure(
             place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=words, traceback=words
         )
-        self._feed(node, agent.WorkersFailed(place.round, (failure,)))
+        self._feed(node, agent_io.WorkersFailed(place.round, (failure,)))
 
     def _workers_hang(self, node: SimNode, group: Group) -> None:
         """And who waits for them hangs a moment later, unless somebody acts."""
@@ -593,7 +594,7 @@ class World:
         for peer in self.nodes.values():
             if peer.group and peer.group.place.store == group.place.store and self.random.random() < 0.7:
                 self.soon(0.0, 0.5, self._workers_hang, peer, peer.group)
-        self._feed(node, agent.WorkersFailed(group.place.round, (self._hang(node, group),)))
+        self._feed(node, agent_io.WorkersFailed(group.place.round, (self._hang(node, group),)))
 
     def _hang(self, node: SimNode, group: Group) -> Failure:
         hang = Hang(1.0, "no heartbeat", "all_reduce", "train.py:41", self.random.random() < 0.5, "S")
@@ -613,7 +614,7 @@ class World:
     def _workers_done(self, node: SimNode, group: Group) -> None:
         group.state = "done"
         self.finished.setdefault(group.place.store, set()).add(node.id)
-        self._feed(node, agent.WorkersFinished(group.place.round))
+        self._feed(node, agent_io.WorkersSucceeded(group.place.round))
 
     def _try_to_finish(self, node: SimNode, group: Group) -> None:
         store = group.place.store
@@ -680,7 +681,7 @@ class World:
                 node.newest = max(node.newest, round)
             case Closing():
                 node.closing = True
-        self._feed(node, agent.CoordinatorMessage(message))
+        self._feed(node, agent_io.CoordinatorMessage(message))
 
     def _send_gone(self, connection: Connection) -> None:
         when = max(self.now + self._latency(), connection.node.blocked_up, connection.up_last)
@@ -723,7 +724,7 @@ class World:
         node = connection.node
         if connection.open and node.connection is connection and node.alive:
             connection.linked = True
-            self._feed(node, agent.CoordinatorConnected(f"host-{node.id}"))
+            self._feed(node, agent_io.CoordinatorConnected(f"host-{node.id}"))
             if not connection.local:
                 self.soon(0.0, BEAT, self._beat, connection)
 
@@ -737,7 +738,7 @@ class World:
         node.connection = None
         if connection.linked:
             node.unlinked_since = self.now
-            self._feed(node, agent.CoordinatorLost(why))
+            self._feed(node, agent_io.CoordinatorLost(why))
         self.soon(0.01, self.random.choice((0.1, 0.1, 1.5)), self._connect, node)
 
     def _beat(self, connection: Connection) -> None:

@@ -1,1 +1,1 @@
-"""One node's supervisor: what it decides, and how that is carried out."""
+"""The supervisor of one node: `machine` decides, `driver` and `round_runner` execute."""

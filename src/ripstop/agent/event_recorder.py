@@ -1,7 +1,7 @@
-"""What one agent has to tell of its node: numbered, said in the log, written down, and told to the coordinator.
+"""Records the events of one node: each gets a number and goes to the log, to the sinks and to the coordinator.
 
-The latest entries are told again over every new connection: what was lost with the last one arrives after all, and a
-coordinator that knows nothing learns what happened lately.
+The latest events are sent again after every reconnect.  So an event that was lost with a connection still arrives, and
+a new coordinator learns the recent history.
 """
 
 import logging
@@ -15,39 +15,39 @@ from ripstop.protocol.messages import Events
 
 log = logging.getLogger("ripstop.agent")
 
-REPEATED = 64  # entries
-BATCH = 32 * 1024  # characters in one message
+MAX_RESENT_EVENTS = 64
+MAX_BATCH_CHARS = 32 * 1024  # in one message
 
 
 class EventRecorder:
-    """`tell` sends to the coordinator, if it can be reached now; `sinks` take every entry."""
+    """`send` sends to the coordinator if it is reachable; `sinks` take every record."""
 
-    def __init__(self, node: str, tell: Callable[[Events], None], sinks: Iterable[Sink] = ()) -> None:
+    def __init__(self, node: str, send: Callable[[Events], None], sinks: Iterable[Sink] = ()) -> None:
         self._node = node
-        self._tell = tell
+        self._send = send
         self._sinks = tuple(sinks)
         self._seq = 0
-        self._latest: deque[str] = deque(maxlen=REPEATED)
+        self._latest: deque[str] = deque(maxlen=MAX_RESENT_EVENTS)
 
     def record(self, event: Event, level: int = logging.INFO) -> None:
-        """This has just happened."""
+        """Record an event that happens now."""
         if text := log_line(event):
             log.log(level, "%s", text)
         self._seq += 1
-        entry = EventRecord(self._seq, time.time(), self._node, event)
+        record = EventRecord(self._seq, time.time(), self._node, event)
         for sink in self._sinks:
-            sink(entry)
-        line = to_json(entry)
+            sink(record)
+        line = to_json(record)
         self._latest.append(line)
-        self._tell(Events((line,)))
+        self._send(Events((line,)))
 
-    def tell_again(self) -> None:
-        """The coordinator is there, or another one."""
+    def send_again(self) -> None:
+        """Send the latest events over a new connection."""
         batch: list[str] = []
         for line in self._latest:
-            if batch and sum(map(len, batch)) + len(line) > BATCH:
-                self._tell(Events(tuple(batch)))
+            if batch and sum(map(len, batch)) + len(line) > MAX_BATCH_CHARS:
+                self._send(Events(tuple(batch)))
                 batch = []
             batch.append(line)
         if batch:
-            self._tell(Events(tuple(batch)))
+            self._send(Events(tuple(batch)))

@@ -1,7 +1,7 @@
-"""What NVML says of this machine's GPUs now: what they do and what they hold.  Read when somebody asks.
+"""Reads the usage of this machine's GPUs from NVML, when an operator asks for it.
 
-A driver that hangs keeps nobody waiting (`look.py`).  Where there is no NVML, it is looked for once; whatever else goes
-wrong is of now, or of one GPU, and says nothing of the others or of later.
+A driver that hangs does not block the agent (`system/blocking_calls.py`).  If NVML is missing, the agent does not look
+for it again.  Any other error affects only this sample, or only one GPU.
 """
 
 from collections.abc import Callable
@@ -11,28 +11,28 @@ from ripstop.model.usage import GpuSample
 from ripstop.system import nvml
 from ripstop.system.blocking_calls import ExclusiveCall
 
-PATIENCE = 0.4  # seconds for all GPUs; the first time the driver may take longer, and is heard the next time
+READ_TIMEOUT_S = 0.4  # for all GPUs; a first read that takes longer is part of the next sample
 
 
 class GpuUsageReader:
-    """The GPUs of this machine; `read` is another's in tests."""
+    """The GPUs of this machine; tests replace `read`."""
 
     def __init__(self, read: Callable[[], tuple[GpuSample, ...]] | None = None) -> None:
         self._read = read or _Nvml().read
-        self._look = ExclusiveCall[tuple[GpuSample, ...]](self._ask, ())
-        self._absent = False
+        self._call = ExclusiveCall[tuple[GpuSample, ...]](self._read_or_nothing, ())
+        self._is_missing = False
 
-    async def sample(self, patience: float = PATIENCE) -> tuple[GpuSample, ...]:
-        """What is known of them within this time: everything, or nothing."""
-        return () if self._absent else await self._look.call(patience) or ()
+    async def sample(self, timeout: float = READ_TIMEOUT_S) -> tuple[GpuSample, ...]:
+        """All GPUs; none if NVML does not reply within the timeout."""
+        return () if self._is_missing else await self._call.call(timeout) or ()
 
-    def _ask(self) -> tuple[GpuSample, ...]:
+    def _read_or_nothing(self) -> tuple[GpuSample, ...]:
         try:
             return self._read()
         except nvml.NoNvml:
-            self._absent = True
+            self._is_missing = True
             return ()
-        except Exception:  # what was seen before is no answer
+        except Exception:  # an older sample would be wrong
             return ()
 
 
@@ -43,35 +43,35 @@ class _Nvml:
     def read(self) -> tuple[GpuSample, ...]:
         if self._nvml is None:
             self._nvml = nvml.load()
-        found = map(self._one, range(self._nvml.nvmlDeviceGetCount()))
-        return tuple(gpu for gpu in found if gpu is not None)
+        gpus = map(self._read_gpu, range(self._nvml.nvmlDeviceGetCount()))
+        return tuple(gpu for gpu in gpus if gpu is not None)
 
-    def _one(self, index: int) -> GpuSample | None:
-        found = self._nvml
-        gpu = self._try(found.nvmlDeviceGetHandleByIndex, index)
+    def _read_gpu(self, index: int) -> GpuSample | None:
+        api = self._nvml
+        gpu = self._try(api.nvmlDeviceGetHandleByIndex, index)
         if gpu is None:
             return None
-        rates = self._try(found.nvmlDeviceGetUtilizationRates, gpu)
-        memory = self._try(found.nvmlDeviceGetMemoryInfo, gpu)
-        power = self._try(found.nvmlDeviceGetPowerUsage, gpu)
+        rates = self._try(api.nvmlDeviceGetUtilizationRates, gpu)
+        memory = self._try(api.nvmlDeviceGetMemoryInfo, gpu)
+        power = self._try(api.nvmlDeviceGetPowerUsage, gpu)
         return GpuSample(
             index,
             utilisation=None if rates is None else rates.gpu / 100,
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            temperature=self._try(found.nvmlDeviceGetTemperature, gpu, found.NVML_TEMPERATURE_GPU),
+            temperature=self._try(api.nvmlDeviceGetTemperature, gpu, api.NVML_TEMPERATURE_GPU),
             power=None if power is None else power / 1000,
-            ecc_corrected=self._errors(gpu, found.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-            ecc_uncorrected=self._errors(gpu, found.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            ecc_corrected=self._ecc_errors(gpu, api.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            ecc_uncorrected=self._ecc_errors(gpu, api.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         )
 
-    def _errors(self, gpu: Any, kind: int) -> int | None:
-        found = self._try(self._nvml.nvmlDeviceGetTotalEccErrors, gpu, kind, self._nvml.NVML_VOLATILE_ECC)
-        return None if found is None else int(found)
+    def _ecc_errors(self, gpu: Any, kind: int) -> int | None:
+        count = self._try(self._nvml.nvmlDeviceGetTotalEccErrors, gpu, kind, self._nvml.NVML_VOLATILE_ECC)
+        return None if count is None else int(count)
 
-    def _try(self, ask: Callable[..., Any], *of: Any) -> Any:
-        """What a GPU cannot tell is None."""
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """None for a value that the GPU does not support."""
         try:
-            return ask(*of)
+            return function(*arguments)
         except self._nvml.NVMLError:
             return None

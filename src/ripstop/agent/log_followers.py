@@ -1,7 +1,7 @@
-"""Who follows the logs of this node, piece by piece, and is to have them whole before the agent goes.
+"""Waits at the agent's end until the clients that follow this node's logs have read them completely.
 
-The answer that reaches the end of what was ever written says so.  Rules: (1) who has had the end is not waited for; (2)
-nor is who has not asked again for `PATIENCE` seconds after an answer: it has left, or does not read.
+A client reads a log in pieces, one query each; a flag in the reply marks the last piece.  The agent does not wait for a
+client that has received the last piece, or that has sent no query for `NEXT_QUERY_TIMEOUT_S` after a reply.
 """
 
 import asyncio
@@ -9,39 +9,41 @@ import math
 from collections import Counter
 from contextlib import suppress
 
-PATIENCE = 1.0  # seconds
+NEXT_QUERY_TIMEOUT_S = 1.0
 
 
 class LogFollowers:
-    """A reader is known by the name that its questions bear."""
+    """Clients are identified by the name in their queries."""
 
     def __init__(self) -> None:
-        self._asking: Counter[str] = Counter()  # questions that are being answered
-        self._answered: dict[str, float] = {}  # when, those who have not had the end
-        self._news = asyncio.Event()
+        self._open_queries: Counter[str] = Counter()
+        self._replied_at: dict[str, float] = {}  # of clients that have not received the last piece
+        self._changed = asyncio.Event()
 
-    def ask(self, reader: str) -> None:
-        """It wants a piece."""
-        self._asking[reader] += 1
+    def on_query(self, client: str) -> None:
+        self._open_queries[client] += 1
 
-    def answer(self, reader: str, *, last: bool) -> None:
-        """It gets one; the last, if there is no more to be had here."""
-        self._asking -= Counter([reader])
+    def on_reply(self, client: str, *, is_last: bool) -> None:
+        self._open_queries -= Counter([client])
         now = asyncio.get_running_loop().time()
-        self._answered = {who: at for who, at in self._answered.items() if who != reader and now < at + PATIENCE}
-        if not last:
-            self._answered[reader] = now
-        self._news.set()
+        self._replied_at = {
+            name: at for name, at in self._replied_at.items() if name != client and now < at + NEXT_QUERY_TIMEOUT_S
+        }
+        if not is_last:
+            self._replied_at[client] = now
+        self._changed.set()
 
-    async def part(self, most: float) -> None:
-        """Wait for them, so many seconds at most."""
+    async def wait(self, timeout: float) -> None:
+        """Return when every client has read its log completely, or after `timeout` seconds."""
         now = asyncio.get_running_loop().time
-        limit = now() + most
-        while (until := min(limit, self._until())) > now():
-            self._news.clear()
+        end = now() + timeout
+        while (until := min(end, self._deadline())) > now():
+            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
-                    await self._news.wait()
+                    await self._changed.wait()
 
-    def _until(self) -> float:
-        return math.inf if self._asking else max(self._answered.values(), default=-math.inf) + PATIENCE
+    def _deadline(self) -> float:
+        if self._open_queries:
+            return math.inf
+        return max(self._replied_at.values(), default=-math.inf) + NEXT_QUERY_TIMEOUT_S

@@ -1,20 +1,21 @@
-"""One node's decisions: what to start, stop, report, and when to give up.  Pure.
+"""Decides for one node: which workers to start and stop, what to report, and when to give up.  Pure.
 
-`Agent.on(event, now)` changes the state and returns commands; `deadline()` says when it wants a `Tick`.  The driver
-(`driver.py`) owns the processes, the link to the coordinator and the clock.  Rules:
+`Agent.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
+(`driver.py`) executes the commands and owns the clock.  Inputs and commands are in `machine_io.py`.  Rules:
 
-1.  At most one group of workers exists, of the round the agent holds.  The next is started when it is gone.
-2.  Only a round newer than any heard of is started; a `StandBy` ends its round and older ones.  So messages may come
-    late, twice or in another order.
-3.  Whatever happens is told to the coordinator, not acted on: it decides.  What could not be told is in the next
-    `Join`.  An offered port that is unused when the link breaks is replaced: a round that uses it may have been lost
-    with the link.
-4.  Healthy workers go on while the coordinator is away.  Only an agent that needs it and cannot find it gives up; if
-    its workers have all succeeded by then, so has it.
-5.  A signal means leaving: tell it, stop the workers with that signal, say good-bye, exit 128 + n.  A second one means
-    now.
-6.  A node offers nothing to the job before it was found healthy once, and does not wait for that longer than for a
-    coordinator.  From then on it tells what is wrong with it: whether it is needed all the same is not its to decide.
+1.  At most one group of workers exists.  The next round's workers start after the last round's have all exited.
+2.  The agent starts only a round newer than every round it has seen.  A `StandBy` ends its round and all older rounds.
+    So messages may arrive late, twice or out of order.
+3.  The agent reports what happens; the coordinator decides.  A report that cannot be sent is part of the next `Join`.
+4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
+    timeout.  It exits 0 if all its workers have succeeded by then.
+5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
+    signal kills the workers immediately.
+6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
+    join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
+7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
+    round: when the connection breaks, the agent replaces an unused offer, because a round that uses it may be lost.  A
+    port that the user fixed is opened once, before the first round; a later round opens it again when it starts.
 """
 
 from enum import Enum
@@ -23,6 +24,29 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.agent.health.assessment import HealthProblem
+from ripstop.agent.machine_io import (
+    AgentCommand,
+    AgentInput,
+    CoordinatorConnected,
+    CoordinatorLost,
+    CoordinatorMessage,
+    ExitAgent,
+    HealthChecked,
+    InspectWorkers,
+    LogLine,
+    OpenStorePort,
+    SendToCoordinator,
+    SignalReceived,
+    StartWorkers,
+    StopWorkers,
+    StorePortReady,
+    Tick,
+    WarmupDone,
+    WorkersFailed,
+    WorkersInspected,
+    WorkersStopped,
+    WorkersSucceeded,
+)
 from ripstop.diagnostics.failure_report import trim
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
@@ -50,13 +74,13 @@ from ripstop.protocol.messages import (
 )
 
 SIGTERM = 15
-SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
-FAREWELL = 5.0  # seconds for a coordinator to tell an end that is known
-HUSH = 5.0  # seconds before a wait for the coordinator is worth a word
+SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
+FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
+WAIT_LOG_DELAY_S = 5.0  # a shorter wait for the coordinator is not logged
 
 
 class AgentSettings(Struct, frozen=True):
-    """Who this node is, and what the job was started with.  `node.host` may be empty until the link tells it."""
+    """This node and the job's settings.  `node.host` may be empty until the link finds this node's address."""
 
     node: Node
     min_nodes: int
@@ -64,148 +88,11 @@ class AgentSettings(Struct, frozen=True):
     timing: Timing = field(default_factory=Timing)
     rank_by: RankBy = RankBy.JOIN
     health_interval: float = 30.0
-
-
-# events ---------------------------------------------------------------------------------------------------------------
-
-
-class CoordinatorConnected(Struct, frozen=True):
-    """The coordinator can be spoken to; `host` is this node's address as seen from there."""
-
-    host: str
-
-
-class CoordinatorLost(Struct, frozen=True):
-    """The coordinator cannot be reached; the link keeps trying."""
-
-    why: str
-
-
-class CoordinatorMessage(Struct, frozen=True):
-    """The coordinator said something."""
-
-    message: FromCoordinator
-
-
-class WarmupDone(Struct, frozen=True):
-    """Workers can be started at once."""
-
-
-class HealthChecked(Struct, frozen=True):
-    """What is wrong with this node, if anything."""
-
-    problems: tuple[HealthProblem, ...]
-
-
-class StorePortReady(Struct, frozen=True):
-    """This port listens for a store."""
-
-    port: int
-
-
-class WorkersFailed(Struct, frozen=True):
-    """Workers of this round died, could not be started, or hang."""
-
-    round: int
-    failures: tuple[Failure, ...]
-
-
-class WorkersInspected(Struct, frozen=True):
-    """This is where the workers of this round are."""
-
-    round: int
-    failures: tuple[Failure, ...]
-
-
-class WorkersFinished(Struct, frozen=True):
-    """All workers of this round exited 0."""
-
-    round: int
-
-
-class WorkersGone(Struct, frozen=True):
-    """Nothing is left of this round's workers."""
-
-    round: int
-
-
-class Signalled(Struct, frozen=True):
-    """Somebody wants this agent to end."""
-
-    signum: int
-
-
-class Tick(Struct, frozen=True):
-    """A deadline has passed."""
-
-
-AgentInput = (
-    CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
-    | WorkersFailed | WorkersInspected | WorkersFinished | WorkersGone | Signalled | Tick
-)  # fmt: skip
-
-
-# commands -------------------------------------------------------------------------------------------------------------
-
-
-class SendToCoordinator(Struct, frozen=True):
-    """Say this to the coordinator."""
-
-    message: FromAgent
-
-
-class OpenStorePort(Struct, frozen=True):
-    """Have a new port listen for a round's store, and come back with `StorePortReady`.
-
-    It takes the place of a port that was offered before and is not in use by started workers.
-    """
-
-
-class StartWorkers(Struct, frozen=True):
-    """Start the workers of this place; none are there now.  Group rank 0 serves the store, on the port it offered."""
-
-    place: Place
-    why: str
-
-
-class StopWorkers(Struct, frozen=True):
-    """Stop the workers, whatever they do, and come back with `WorkersGone`."""
-
-    round: int
-    signum: int
-    grace: float
-    why: str
-
-
-class InspectWorkers(Struct, frozen=True):
-    """Find out where the workers are, and come back with `WorkersInspected`."""
-
-    round: int
-
-
-class LogLine(Struct, frozen=True):
-    """A line for the node's operator."""
-
-    text: str
-    warning: bool = False
-
-
-class ExitAgent(Struct, frozen=True):
-    """The agent is finished."""
-
-    code: int
-    why: str = ""
-    report: JobReport | None = None
-
-
-AgentCommand = SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | InspectWorkers | LogLine | ExitAgent
-
-
-# state ----------------------------------------------------------------------------------------------------------------
+    store_port: int = 0  # the port that the user fixed for the store; 0: a new free port for every round
 
 
 class WorkersState(Enum):
-    """What the workers of the held round are."""
+    """The state of this node's workers."""
 
     IDLE = "idle"
     RUNNING = "running"
@@ -215,7 +102,7 @@ class WorkersState(Enum):
     OVER = "over"
 
 
-STATUS = {
+REPORTED_STATUS = {
     WorkersState.RUNNING: Status.RUNNING,
     WorkersState.FAILED: Status.FAILED,
     WorkersState.SUCCEEDED: Status.SUCCEEDED,
@@ -228,338 +115,351 @@ class Agent:
     def __init__(self, settings: AgentSettings, now: float = 0.0) -> None:
         self.node = settings.node
         self.state = WorkersState.IDLE
-        self.held: Place | None = None  # of the workers that exist, or existed last
+        self.place: Place | None = None  # of the workers that exist, or of the last ones
+        self.passed_health_check = False  # at least once
         self._settings = settings
-        self._newest = 0  # the highest round heard of
-        self._restarts = 0  # the most failures healed, as told with a place
-        self._next: tuple[Place, str] | None = None  # to start when the workers are gone
-        self._warm = False
-        self.admitted = False  # it was found healthy, once at least
+        self._newest_round = 0  # the highest round number seen
+        self._restarts = 0  # the highest restart count seen in a place
+        self._next: tuple[Place, str] | None = None  # the round to start when the workers have stopped, and why
+        self._is_warm = False
         self._problems: tuple[HealthProblem, ...] = ()
-        self._unfit: float | None = None  # since when it is not admitted for its problems
+        self._unhealthy_since: float | None = None  # while no health check has passed yet
         self._ready: Ready | None = None  # the offer that no round uses
-        self._offering = False  # it is being made
+        self._is_opening_port = False
+        self._has_opened_port = False
         self._failures: tuple[Failure, ...] = ()
-        self._leaving = 0  # the signal
-        self._closing: Closing | None = None  # what was said of the job's end
-        self._end: ExitAgent | None = None  # what to do when the workers are gone
-        self._linked = False
-        self._ever_linked = False
-        self._link_trouble = ""  # why the link is down
-        self._stuck: float | None = now  # since when it needs a coordinator it cannot reach
-        self._announced = False  # that it waits for it
+        self._leave_signal = 0
+        self._closing: Closing | None = None
+        self._exit: ExitAgent | None = None  # to execute when the workers have stopped
+        self._is_connected = False
+        self._was_connected = False
+        self._connection_error = ""
+        self._waiting_since: float | None = now  # the agent needs the coordinator and cannot reach it
+        self._is_wait_logged = False
 
     def on(self, event: AgentInput, now: float) -> list[AgentCommand]:
-        """Take one event; the commands are to be executed in order."""
+        """Handle one event; the driver executes the commands in order."""
         if self.state is WorkersState.OVER:
             return []
-        out = self._take(event, now)
-        needs = not self._linked and self.state is not WorkersState.RUNNING
-        if not needs:
-            self._stuck = None
-            self._announced = False
-        elif self._stuck is None:
-            self._stuck = now
+        out = self._dispatch(event, now)
+        if self._is_connected or self.state is WorkersState.RUNNING:
+            self._waiting_since = None
+            self._is_wait_logged = False
+        elif self._waiting_since is None:
+            self._waiting_since = now
         return out
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
         if self.state in (WorkersState.STOPPING, WorkersState.OVER):
             return None
-        times = [] if self._unfit is None else [self._unfit + self._settings.timing.join]
-        if self._stuck is not None:
-            times.append(self._stuck + (self._patience() if self._announced else min(HUSH, self._patience())))
+        times = [] if self._unhealthy_since is None else [self._unhealthy_since + self._settings.timing.join]
+        if self._waiting_since is not None:
+            timeout = self._coordinator_timeout()
+            times.append(self._waiting_since + (timeout if self._is_wait_logged else min(WAIT_LOG_DELAY_S, timeout)))
         return min(times, default=None)
 
-    def unready(self) -> str:
-        """Why this node can do nothing for its job at the moment; "" while it trains, or could at once."""
-        if self._going():
-            return "it is leaving, or the job is over"
+    def reason_not_ready(self) -> str:
+        """Why this node cannot work for its job now; "" while its workers run or could start immediately."""
+        if self._is_leaving():
+            return "the node is leaving, or the job is over"
         if self.state is WorkersState.RUNNING:
             return ""
-        if not self._warm:
-            return "it is warming up"
-        if not self._linked:
-            return f"it has no coordinator: {self._link_trouble or 'not found yet'}"
-        if self.admitted:
+        if not self._is_warm:
+            return "the node is warming up"
+        if not self._is_connected:
+            return f"the node has no coordinator: {self._connection_error or 'not found yet'}"
+        if self.passed_health_check:
             return ""
-        problems = "; ".join(problem.words for problem in self._problems)
-        return f"it is unhealthy: {problems}" if problems else "its health is being looked at"
+        problems = "; ".join(self._problem_texts())
+        return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
 
-    def _patience(self) -> float:
+    def _coordinator_timeout(self) -> float:
         timing = self._settings.timing
-        alone = self.state is WorkersState.SUCCEEDED and self.held is not None and self.held.group_size == 1
-        if self._closing or alone:
-            return FAREWELL  # the end is known; the coordinator is wanted for its report only
-        return timing.coordinator if self._ever_linked else timing.join
+        is_alone = self.state is WorkersState.SUCCEEDED and self.place is not None and self.place.group_size == 1
+        if self._closing or is_alone:
+            return FINAL_REPORT_TIMEOUT_S
+        return timing.coordinator if self._was_connected else timing.join
 
-    def _take(self, event: AgentInput, now: float) -> list[AgentCommand]:
+    def _dispatch(self, event: AgentInput, now: float) -> list[AgentCommand]:
         match event:
             case CoordinatorConnected(host):
-                return self._link(host)
+                return self._on_connected(host)
             case CoordinatorLost(why):
-                return self._unlink(why)
+                return self._on_disconnected(why)
             case CoordinatorMessage(message):
-                return self._hear(message)
+                return self._on_message(message)
             case WarmupDone():
-                self._warm = True
-                return self._offer()
+                self._is_warm = True
+                return self._offer_store_port()
             case HealthChecked(problems):
-                return self._checked(problems, now)
+                return self._on_health_checked(problems, now)
             case StorePortReady(port):
-                self._offering = False
-                self._ready = Ready(port, after=self._newest)
-                return [] if self._going() else self._tell(self._ready)
+                self._is_opening_port, self._has_opened_port = False, True
+                return self._offer(port)
             case WorkersFailed(round, failures):
-                return self._failed(round, failures)
+                return self._on_workers_failed(round, failures)
             case WorkersInspected(round, failures):
-                return self._tell(Inspected(round, trim(failures)))
-            case WorkersFinished(round) if self._holds(round) and self.state is WorkersState.RUNNING:
+                return self._send(Inspected(round, trim(failures)))
+            case WorkersSucceeded(round) if self._has_workers_of(round) and self.state is WorkersState.RUNNING:
                 self.state = WorkersState.SUCCEEDED
-                return self._tell(Succeeded(round))
-            case WorkersGone(round) if self._holds(round) and self.state is WorkersState.STOPPING:
-                return self._workers_gone()
-            case Signalled(signum):
-                return self._signalled(signum)
+                return self._send(Succeeded(round))
+            case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
+                return self._on_workers_stopped()
+            case SignalReceived(signum):
+                return self._on_signal(signum)
             case Tick():
                 due = self.deadline()
                 if due is not None and now >= due:
-                    return self._wait_or_give_up(now)
+                    return self._on_timeout(now)
         return []
 
     # health -----------------------------------------------------------------------------------------------------------
 
-    def _checked(self, problems: tuple[HealthProblem, ...], now: float) -> list[AgentCommand]:
+    def _on_health_checked(self, problems: tuple[HealthProblem, ...], now: float) -> list[AgentCommand]:
         before, self._problems = self._problems, problems
         if not problems:
-            self.admitted, self._unfit = True, None
-            out = [LogLine("healthy again"), *self._tell(Problems())] if before else []
-            return [*out, *self._offer()]
-        if not self.admitted and self._unfit is None:
-            self._unfit = now
-        if [problem.what for problem in before] == [problem.what for problem in problems]:
+            self.passed_health_check, self._unhealthy_since = True, None
+            out = [LogLine("healthy again"), *self._send(Problems())] if before else []
+            return [*out, *self._offer_store_port()]
+        if not self.passed_health_check and self._unhealthy_since is None:
+            self._unhealthy_since = now
+        if [problem.key for problem in before] == [problem.key for problem in problems]:
             return []
-        wait = "" if self.admitted else f"; not ready for the job until that is mended, {self._join_time()} at most"
-        return [LogLine(f"unhealthy: {'; '.join(self._words())}{wait}"), *self._tell(Problems(self._words()))]
+        texts = self._problem_texts()
+        wait = (
+            "" if self.passed_health_check else f"; waiting at most {self._join_timeout()} for recovery before joining"
+        )
+        return [LogLine(f"unhealthy: {'; '.join(texts)}{wait}"), *self._send(Problems(texts))]
 
-    def _words(self) -> tuple[str, ...]:
-        return tuple(problem.words for problem in self._problems)
+    def _problem_texts(self) -> tuple[str, ...]:
+        return tuple(problem.text for problem in self._problems)
 
-    def _join_time(self) -> str:
+    def _join_timeout(self) -> str:
         return f"{self._settings.timing.join:g} s"
 
-    # the link ---------------------------------------------------------------------------------------------------------
+    # the connection to the coordinator --------------------------------------------------------------------------------
 
-    def _link(self, host: str) -> list[AgentCommand]:
-        again = self._ever_linked
-        self._linked = self._ever_linked = True
+    def _on_connected(self, host: str) -> list[AgentCommand]:
+        was_connected = self._was_connected
+        self._is_connected = self._was_connected = True
         if not self.node.host:
             self.node = replace(self.node, host=host)
-        held, status = self._holding()
+        place, status = self._reported_round()
         join = Join(
             node=self.node,
             min_nodes=self._settings.min_nodes,
             max_nodes=self._settings.max_nodes,
             rank_by=self._settings.rank_by,
-            newest=self._newest,
+            newest=self._newest_round,
             restarts=self._restarts,
-            ready=None if self._going() else self._ready,
-            held=held,
+            ready=None if self._is_leaving() else self._ready,
+            held=place,
             status=status,
             failures=trim(self._failures) if status is Status.FAILED else (),
             closing=self._closing,
-            problems=self._words(),
+            problems=self._problem_texts(),
             health_interval=self._settings.health_interval,
         )
         out: list[AgentCommand] = [SendToCoordinator(join)]
-        if self._leaving:
-            out.append(SendToCoordinator(Leaving(name_of(self._leaving))))
-        elif self._end:
-            out.append(SendToCoordinator(Leaving(self._end.why)))
-        if again:
+        if self._leave_signal:
+            out.append(SendToCoordinator(Leaving(signal_name(self._leave_signal))))
+        elif self._exit:
+            out.append(SendToCoordinator(Leaving(self._exit.why)))
+        if was_connected:
             out.append(LogLine("coordinator found again"))
-        return out + self._offer()
+        return out + self._offer_store_port()
 
-    def _holding(self) -> tuple[Place | None, Status]:
-        """The round that a `Join` speaks of: the one whose workers are here, or are about to be."""
+    def _reported_round(self) -> tuple[Place | None, Status]:
+        """The round that a `Join` reports: the one whose workers exist, or start next."""
         if self._next:
             return self._next[0], Status.RUNNING
-        status = STATUS.get(self.state, Status.IDLE)
-        return None if status is Status.IDLE else self.held, status
+        status = REPORTED_STATUS.get(self.state, Status.IDLE)
+        return None if status is Status.IDLE else self.place, status
 
-    def _unlink(self, why: str) -> list[AgentCommand]:
-        self._link_trouble = why
-        if not self._linked:
+    def _on_disconnected(self, why: str) -> list[AgentCommand]:
+        self._connection_error = why
+        if not self._is_connected:
             return []
-        self._linked = False
-        self._ready = None  # rule 3
-        return [LogLine(f"coordinator lost: {why}; workers go on, trying to reach it again"), *self._offer()]
+        self._is_connected = False
+        self._ready = None  # rule 7
+        return [LogLine(f"coordinator lost: {why}; workers continue, reconnecting"), *self._offer_store_port()]
 
-    def _offer(self) -> list[AgentCommand]:
-        promised = self._next is not None and self._next[0].group_rank == 0
-        if not (self._warm and self.admitted and self.node.host):
-            return []
-        if self._ready or self._offering or promised or self._going():
-            return []
-        self._offering = True
-        return [OpenStorePort()]
+    def _send(self, message: FromAgent) -> list[AgentCommand]:
+        return [SendToCoordinator(message)] if self._is_connected else []  # rule 3: the next Join reports it
 
-    def _going(self) -> bool:
-        return bool(self._leaving or self._closing or self._end)
-
-    def _tell(self, message: FromAgent) -> list[AgentCommand]:
-        return [SendToCoordinator(message)] if self._linked else []  # rule 3: the next Join says it
-
-    def _wait_or_give_up(self, now: float) -> list[AgentCommand]:
-        if self._unfit is not None and now >= self._unfit + self._settings.timing.join:
-            return self._quit(ExitAgent(1, f"unhealthy for {self._join_time()}: {'; '.join(self._words())}"))
-        assert self._stuck is not None, "only who is stuck has a deadline"
-        if now < self._stuck + self._patience():
-            self._announced = True
-            return [LogLine(f"waiting for the coordinator, {self._patience():g} s at most ({self._link_trouble})")]
-        waited = f"{self._patience():g} s"
+    def _on_timeout(self, now: float) -> list[AgentCommand]:
+        if self._unhealthy_since is not None and now >= self._unhealthy_since + self._settings.timing.join:
+            problems = "; ".join(self._problem_texts())
+            return self._exit_with(ExitAgent(1, f"unhealthy for {self._join_timeout()}: {problems}"))
+        assert self._waiting_since is not None, "a healthy agent has a deadline only while it waits for the coordinator"
+        timeout, error = self._coordinator_timeout(), self._connection_error
+        if now < self._waiting_since + timeout:
+            self._is_wait_logged = True
+            return [LogLine(f"waiting for the coordinator, at most {timeout:g} s ({error})")]
         if self._closing:
-            return self._quit(ExitAgent(1, self._closing.why))
+            return self._exit_with(ExitAgent(1, self._closing.why))
         if self.state is WorkersState.SUCCEEDED:
-            return self._quit(ExitAgent(0, f"all workers of this node exited 0, and no coordinator asked for {waited}"))
-        if self._ever_linked:
-            why = f"no coordinator for {waited} while one was needed ({self._link_trouble}); raise coordinator_timeout"
+            why = f"all workers of this node exited 0, and no coordinator was reachable for {timeout:g} s"
+            return self._exit_with(ExitAgent(0, why))
+        if self._was_connected:
+            why = f"no coordinator for {timeout:g} s while the node needed one ({error}); raise coordinator_timeout"
         else:
-            why = f"no coordinator for {waited} ({self._link_trouble}); is its node up, and the job not over?"
-        return self._quit(ExitAgent(1, why))
+            why = f"no coordinator for {timeout:g} s ({error}); check that its node is up and that the job is not over"
+        return self._exit_with(ExitAgent(1, why))
 
-    # the coordinator's word -------------------------------------------------------------------------------------------
+    # the store port ---------------------------------------------------------------------------------------------------
 
-    def _hear(self, message: FromCoordinator) -> list[AgentCommand]:
+    def _offer_store_port(self) -> list[AgentCommand]:
+        """Offer a port if this node can start workers and has no unused offer (rule 7)."""
+        is_promised = self._next is not None and self._next[0].group_rank == 0
+        if not (self._is_warm and self.passed_health_check and self.node.host):
+            return []
+        if self._ready or self._is_opening_port or is_promised or self._is_leaving():
+            return []
+        fixed = self._settings.store_port
+        if fixed and (self._has_opened_port or self.place is not None):
+            return self._offer(fixed)
+        self._is_opening_port = True
+        return [OpenStorePort(fixed, is_required=self.place is None)]
+
+    def _offer(self, port: int) -> list[AgentCommand]:
+        self._ready = Ready(port, after=self._newest_round)
+        return [] if self._is_leaving() else self._send(self._ready)
+
+    # messages from the coordinator ------------------------------------------------------------------------------------
+
+    def _on_message(self, message: FromCoordinator) -> list[AgentCommand]:
         match message:
             case Assign(place, why):
-                return self._assigned(place, why)
+                return self._on_assign(place, why)
             case StandBy(round, why):
-                return self._hold(round, why)
+                return self._on_stand_by(round, why)
             case Drain(why):
-                return self._depart(why)
+                return self._on_drain(why)
             case Inspect(round):
-                here = self._holds(round) and self.state in (WorkersState.RUNNING, WorkersState.FAILED)
-                return [InspectWorkers(round)] if here else self._tell(Inspected(round))
+                exist = self._has_workers_of(round) and self.state in (WorkersState.RUNNING, WorkersState.FAILED)
+                return [InspectWorkers(round)] if exist else self._send(Inspected(round))
             case Closing(why):
                 self._closing = message
                 self._next = None
-                return self._workers_gone() if self.state is WorkersState.IDLE else self._stop(why)
+                return self._on_workers_stopped() if self.state is WorkersState.IDLE else self._stop(why)
             case Closed(report):
-                return self._closed(report)
+                return self._on_closed(report)
             case Rejected(why):
-                return self._quit(ExitAgent(2, why))
+                return self._exit_with(ExitAgent(2, why))
             case _:
                 return []
 
-    def _assigned(self, place: Place, why: str) -> list[AgentCommand]:
-        host = place.group_rank == 0
-        offered = self._ready is not None and self._ready.store_port == place.store.port
-        if host and offered:
-            self._ready = None  # it is that round's now, whether the round is started here or not
-        if place.round <= self._newest or self._closing or self._going():
-            return self._offer()  # rule 2
-        if host and not offered:
-            return []  # decided before the coordinator had read the `Join` of this connection, which will tell it
-        self._newest, self._restarts = place.round, max(self._restarts, place.restarts)
+    def _on_assign(self, place: Place, why: str) -> list[AgentCommand]:
+        hosts_store = place.group_rank == 0
+        uses_offer = self._ready is not None and self._ready.store_port == place.store.port
+        if hosts_store and uses_offer:
+            self._ready = None  # the offer is used, even if this node does not start the round
+        if place.round <= self._newest_round or self._is_leaving():
+            return self._offer_store_port()  # rule 2
+        if hosts_store and not uses_offer:
+            return []  # the coordinator formed the round before it read this connection's `Join`, and will correct it
+        self._newest_round, self._restarts = place.round, max(self._restarts, place.restarts)
         if self.state is WorkersState.IDLE:
             return self._start(place, why)
         self._next = (place, why)
-        return [*self._stop(why), *self._offer()]
+        return [*self._stop(why), *self._offer_store_port()]
 
-    def _hold(self, round: int, why: str) -> list[AgentCommand]:
-        if round < self._newest:
+    def _on_stand_by(self, round: int, why: str) -> list[AgentCommand]:
+        if round < self._newest_round:
             return []  # rule 2
-        self._newest = round
+        self._newest_round = round
         self._next = None
-        return [LogLine(why), *self._stop(why), *self._offer()]
+        return [LogLine(why), *self._stop(why), *self._offer_store_port()]
 
     # workers ----------------------------------------------------------------------------------------------------------
 
     def _start(self, place: Place, why: str) -> list[AgentCommand]:
         self.state = WorkersState.RUNNING
-        self.held = place
+        self.place = place
         self._failures = ()
-        return [StartWorkers(place, why), *self._offer()]
+        return [StartWorkers(place, why), *self._offer_store_port()]
 
-    def _failed(self, round: int, failures: tuple[Failure, ...]) -> list[AgentCommand]:
-        if not self._holds(round):
+    def _on_workers_failed(self, round: int, failures: tuple[Failure, ...]) -> list[AgentCommand]:
+        if not self._has_workers_of(round):
             return []
         self._failures += failures
         if self.state in (WorkersState.RUNNING, WorkersState.FAILED):
             self.state = WorkersState.FAILED
-            return self._tell(Failed(round, trim(failures)))
-        return []  # stopping: it goes with `Stopped`
+            return self._send(Failed(round, trim(failures)))
+        return []  # the workers are being stopped: `Stopped` reports the failures
 
     def _stop(self, why: str, signum: int = SIGTERM) -> list[AgentCommand]:
-        """Stop the workers, if there are any that are not being stopped."""
-        if self.state in (WorkersState.IDLE, WorkersState.STOPPING) or self.held is None:
+        """Stop the workers, unless there are none or they are being stopped."""
+        if self.state in (WorkersState.IDLE, WorkersState.STOPPING) or self.place is None:
             return []
         self.state = WorkersState.STOPPING
-        return [StopWorkers(self.held.round, signum, self._settings.timing.shutdown, why)]
+        return [StopWorkers(self.place.round, signum, self._settings.timing.shutdown, why)]
 
-    def _workers_gone(self) -> list[AgentCommand]:
+    def _on_workers_stopped(self) -> list[AgentCommand]:
         self.state = WorkersState.IDLE
-        if self._end:
-            return self._quit(self._end)
-        if self._leaving:
-            return self._quit(ExitAgent(128 + self._leaving, name_of(self._leaving)))
+        if self._exit:
+            return self._exit_with(self._exit)
+        if self._leave_signal:
+            return self._exit_with(ExitAgent(128 + self._leave_signal, signal_name(self._leave_signal)))
         if self._closing:
-            return self._tell(Stopped(trim(self._failures)))
+            return self._send(Stopped(trim(self._failures)))
         if self._next:
             place, why = self._next
             self._next = None
             return self._start(place, why)
         return []
 
-    def _holds(self, round: int) -> bool:
-        return self.held is not None and self.held.round == round
+    def _has_workers_of(self, round: int) -> bool:
+        return self.place is not None and self.place.round == round
 
     # the end ----------------------------------------------------------------------------------------------------------
 
-    def _signalled(self, signum: int) -> list[AgentCommand]:
-        if self._leaving:
-            if self.state is not WorkersState.STOPPING or self.held is None:
+    def _is_leaving(self) -> bool:
+        return bool(self._leave_signal or self._closing or self._exit)
+
+    def _on_signal(self, signum: int) -> list[AgentCommand]:
+        if self._leave_signal:
+            if self.state is not WorkersState.STOPPING or self.place is None:
                 return []
             return [
                 LogLine("second signal: killing the workers"),
-                StopWorkers(self.held.round, signum, 0.0, "second signal"),
+                StopWorkers(self.place.round, signum, 0.0, "second signal"),
             ]
-        self._leaving = signum
+        self._leave_signal = signum
         self._next = None
-        why = name_of(signum)
-        out = self._tell(Leaving(why))
+        why = signal_name(signum)
+        out = self._send(Leaving(why))
         if self.state is WorkersState.IDLE:
-            return [*out, *self._quit(ExitAgent(128 + signum, why))]
+            return [*out, *self._exit_with(ExitAgent(128 + signum, why))]
         return [*out, LogLine(f"{why}: stopping the workers and leaving"), *self._stop(why, signum)]
 
-    def _depart(self, why: str) -> list[AgentCommand]:
-        """An operator sends this node away, which is no failure of it."""
-        if self._going():
+    def _on_drain(self, why: str) -> list[AgentCommand]:
+        """Leave because an operator asked for it; the exit code is 0."""
+        if self._is_leaving():
             return []
-        return [*self._tell(Leaving(why)), LogLine(f"{why}: leaving"), *self._quit(ExitAgent(0, why))]
+        return [*self._send(Leaving(why)), LogLine(f"{why}: leaving"), *self._exit_with(ExitAgent(0, why))]
 
-    def _closed(self, report: JobReport) -> list[AgentCommand]:
-        if report.outcome is not Outcome.SUCCEEDED:
-            return self._quit(ExitAgent(1, report.why, report))
-        end = self._quit(ExitAgent(0, report.why, report))
-        if self.held is not None:
-            return end
-        why = (
-            f"job={report.run_id} had ended ({report.why}) before this node had a place in it: this node ran no worker"
+    def _on_closed(self, report: JobReport) -> list[AgentCommand]:
+        has_succeeded = report.outcome is Outcome.SUCCEEDED
+        out = self._exit_with(ExitAgent(0 if has_succeeded else 1, report.why, report))
+        if has_succeeded and self.place is None:
+            why = f"job={report.run_id} ended ({report.why}) before this node got a place: this node ran no worker"
+            return [LogLine(why, is_warning=True), *out]
+        return out
+
+    def _exit_with(self, end: ExitAgent) -> list[AgentCommand]:
+        """End the agent after its workers have stopped.  A signal determines the exit code of an unsuccessful end."""
+        self._exit = (
+            ExitAgent(128 + self._leave_signal, end.why, end.report) if self._leave_signal and end.code else end
         )
-        return [LogLine(why, warning=True), *end]
-
-    def _quit(self, end: ExitAgent) -> list[AgentCommand]:
-        """Go, after the workers."""
-        self._end = ExitAgent(128 + self._leaving, end.why, end.report) if self._leaving and end.code else end
         self._next = None
         if self.state is not WorkersState.IDLE:
             return self._stop(end.why)
         self.state = WorkersState.OVER
-        return [*self._tell(Left(self._end.why or f"exit {self._end.code}")), self._end]
+        return [*self._send(Left(self._exit.why or f"exit {self._exit.code}")), self._exit]
 
 
-def name_of(signum: int) -> str:
-    """A signal as people write it."""
-    return SIGNALS.get(signum, f"signal {signum}")
+def signal_name(signum: int) -> str:
+    return SIGNAL_NAMES.get(signum, f"signal {signum}")

@@ -1,8 +1,7 @@
-"""What operators may ask of an agent: one function a question, each a JSON object in and out.
+"""Answers operators' queries to an agent: one function per query, with a JSON object as argument and as result.
 
-Answers change nothing.  A question that cannot be answered is a `QueryFailed`; whatever else goes wrong is one too,
-since
-nobody's training may be disturbed by a question.
+A query changes nothing, and no error in one disturbs training: every error becomes a `QueryFailed`, which the operator
+receives.  Modules that most agents never need are imported by the first query.
 """
 
 import asyncio
@@ -22,6 +21,7 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Place
+from ripstop.protocol.messages import Query, Reply
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
@@ -31,21 +31,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ripstop.agent")
 
-LARGEST = 240 * 1024  # characters of an answer, as JSON within the JSON of a message
-LONGEST_WAIT = 8.0  # seconds, for an answer that waits for something to happen
+MAX_OPEN_QUERIES = 64
+MAX_REPLY_CHARS = 240 * 1024  # as JSON within the JSON of a message
+MAX_ERROR_CHARS = 4096
+MAX_WAIT_S = 8.0  # of a query that waits for new log output
 
 
 class Workers(Struct, frozen=True):
-    """The workers of this node, as questions see them; `pids` by local rank.
+    """The workers of this node, as queries see them; `pids` by local rank.
 
-    `stopped` is done once nothing of theirs is left: what they have written by then is all.
+    `stopped` is done when no process of theirs is left: their logs are complete then.
     """
 
     place: Place
     pids: tuple[int, ...]
     logs: RoundLogs
-    progress: Mapping[int, WorkerProgress]  # of those that report, by local rank
-    ended: frozenset[int] = frozenset()  # local ranks whose pids may be others' now
+    progress: Mapping[int, WorkerProgress]  # of the workers that report, by local rank
+    ended: frozenset[int] = frozenset()  # local ranks whose pids may be reused
     recorder_sockets: tuple[str, ...] = ()  # by local rank
     stopped: asyncio.Future[None] | None = None
 
@@ -63,137 +65,166 @@ class Workers(Struct, frozen=True):
 
 
 class QueriedNode(Struct, frozen=True):
-    """What questions are about; `workers` are those that run, or ran last."""
+    """The subject of queries; `workers` are those that run, or ran last."""
 
     gpus: "GpuUsageReader"
     workers: Workers | None
-    readers: "LogFollowers"
+    log_followers: "LogFollowers"
 
-    @property
-    def present(self) -> Workers | None:
-        """The workers that run now."""
-        return None if self.workers is None or self.workers.all_stopped else self.workers
-
-    def running(self) -> Workers:
-        """The same, for a question that is about them."""
-        if (workers := self.present) is None:
+    def running_workers(self) -> Workers:
+        if self.workers is None or self.workers.all_stopped:
             raise QueryFailed("no workers run on this node now")
-        return workers
+        return self.workers
 
 
-def _plain(record: Struct) -> dict[str, Any]:
+class QueryHandler:
+    """Answers the queries to one agent; `workers` returns the workers that run, or ran last."""
+
+    def __init__(self, workers: Callable[[], Workers | None]) -> None:
+        self._workers = workers
+        self._open_queries = 0
+        self._gpus: GpuUsageReader | None = None
+        self._log_followers: LogFollowers | None = None
+
+    async def answer(self, query: Query) -> Reply:
+        self._open_queries += 1
+        try:
+            if self._open_queries > MAX_OPEN_QUERIES:
+                raise QueryFailed(f"this node is already answering {MAX_OPEN_QUERIES} queries; try again later")
+            return Reply(query.number, await reply(query.name, query.argument, self._node()))
+        except QueryFailed as why:
+            return Reply(query.number, error=str(why)[:MAX_ERROR_CHARS])
+        finally:
+            self._open_queries -= 1
+
+    async def wait_for_log_followers(self, timeout: float) -> None:
+        """Wait until the clients that follow logs have read them completely."""
+        if self._log_followers is not None:
+            await self._log_followers.wait(timeout)
+
+    def _node(self) -> QueriedNode:
+        if self._gpus is None or self._log_followers is None:
+            from ripstop.agent.gpu_usage import GpuUsageReader
+            from ripstop.agent.log_followers import LogFollowers
+
+            self._gpus, self._log_followers = GpuUsageReader(), LogFollowers()
+        return QueriedNode(self._gpus, self._workers(), self._log_followers)
+
+
+def _fields(record: Struct) -> dict[str, Any]:
     fields: dict[str, Any] = to_builtins(record)
     return fields
 
 
 async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the workers are: of one `rank`, or of all of this node's."""
-    from ripstop.diagnostics.flight_dump import HEALTHY, ask_ranks  # nobody may ever ask
+    """The stacks of one `rank`, or of all workers of this node."""
+    from ripstop.diagnostics.flight_dump import HEALTHY, ask_ranks
 
-    workers = node.running()
+    workers = node.running_workers()
     rank = details.get("rank")
     if rank is not None and type(rank) is not int:
-        raise QueryFailed(f"a rank is a whole number, received {str(rank)[:80]!r}")
+        raise QueryFailed(f"rank must be an integer, received {str(rank)[:80]!r}")
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
-    there = [local for local in chosen if local not in workers.ended]
+    running = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
-        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
-        ask_ranks(workers.recorder_sockets, there, HEALTHY),
+        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in running),
+        ask_ranks(workers.recorder_sockets, running, HEALTHY),
     )
-    looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
-    told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
-    room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
+    stacks = dict(zip(running, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    recorded = {local: _flight_record(flight) for local, flight in zip(running, flights, strict=True) if flight}
+    max_chars = MAX_REPLY_CHARS // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
         "ranks": [
             {
                 "rank": workers.place.first_rank + local,
-                "pid": look.pid,
-                "stack": look.stack[:room],
-                "wchan": look.wchan,
-                "state": look.state,
-                "source": look.source,
+                "pid": stack.pid,
+                "stack": stack.stack[:max_chars],
+                "wchan": stack.wchan,
+                "state": stack.state,
+                "source": stack.source,
             }
-            | told.get(local, {})
+            | recorded.get(local, {})
             for local in chosen
-            for look in [looks[local]]
+            for stack in [stacks[local]]
         ]
     }
 
 
-def _told(flight: "Flight") -> dict[str, Any]:
-    """What torch's flight recorder has of a worker, or why nothing is known."""
+def _flight_record(flight: "Flight") -> dict[str, Any]:
+    """The content of a worker's flight recorder, or why it is empty."""
     if not flight.standings:
-        return {"recorder": f"none: {flight.why or 'nothing is recorded; of NCCL, only where a worker hangs'}"}
-    return {"standings": [_plain(standing) for standing in flight.standings]}
+        return {"recorder": f"none: {flight.why or 'nothing is recorded; NCCL is recorded only where a worker hangs'}"}
+    return {"standings": [_fields(standing) for standing in flight.standings]}
 
 
 async def _workers(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    workers = node.running()
+    workers = node.running_workers()
     return {"round": workers.place.round, "pids": workers.pids}
 
 
 async def _step(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    """How far the worker of this `rank` has come: a `StepSample`."""
-    from ripstop.model.usage import StepSample  # nobody may ever ask
+    """The progress of the worker of this `rank`: a `StepSample`."""
+    from ripstop.model.usage import StepSample
 
-    workers, rank = node.running(), int(details["rank"])
-    pace = workers.progress.get(workers.local_rank(rank))
-    if pace is None or pace.step is None:
+    workers, rank = node.running_workers(), int(details["rank"])
+    progress = workers.progress.get(workers.local_rank(rank))
+    if progress is None or progress.step is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
-    return _plain(StepSample(workers.place.round, pace.step, time.time() - pace.age))
+    return _fields(StepSample(workers.place.round, progress.step, time.time() - progress.age))
 
 
 async def _log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    """A piece of a worker's log; a `reader` that is named wants all there will be, and is not left before it has it."""
-    reader = details.get("reader")
-    if reader is None:
-        return await _piece(node, details)
-    node.readers.ask(str(reader))
-    last = False
+    """A piece of a worker's log.  The agent does not end before a client named as `reader` has read the whole log."""
+    client = details.get("reader")
+    if client is None:
+        return await _read_log(node, details)
+    node.log_followers.on_query(str(client))
+    is_last = False
     try:
-        piece = await _piece(node, details)
-        last = piece["end"]
+        piece = await _read_log(node, details)
+        is_last = piece["end"]
         return piece
     except QueryFailed:
-        last = True
+        is_last = True
         raise
     finally:
-        node.readers.answer(str(reader), last=last)
+        node.log_followers.on_reply(str(client), is_last=is_last)
 
 
-async def _piece(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    """From `offset` in the log of `round`, or the last `tail` lines of the present one.
+async def _read_log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+    """The log of `round` from `offset`, or the last `tail` lines of the current round's log.
 
-    A round that is over is read to its end, and then the present one from its beginning.  At the end of that, the
-    answer waits for more, up to `wait` seconds.  With `end`, there will never be more.
+    After the end of an older round's log, the reply is the start of the current round's.  At the end of the current log
+    the reply waits up to `wait` seconds for more output.  `end` is true if the log is complete.
     """
-    from ripstop.logs import follow  # nobody may ever ask
+    from ripstop.logs import follow
 
     workers = node.workers
     if workers is None:
         raise QueryFailed("no workers run on this node now")
-    rank, now = int(details["rank"]), workers.place.round
+    rank, current = int(details["rank"]), workers.place.round
     stream = OutputStreams.OUT if details["stream"] == "stdout" else OutputStreams.ERR
-    round, offset, wait = int(details.get("round", now)), int(details.get("offset", 0)), float(details.get("wait", 0.0))
-    if round > now:
+    round, offset = int(details.get("round", current)), int(details.get("offset", 0))
+    wait = float(details.get("wait", 0.0))
+    if round > current:
         raise QueryFailed(f"no workers of round {round} or a later one run on this node now")
-    if round < now:
-        before = await run_in_daemon_thread(partial(workers.logs.earlier, round, rank, stream))
-        if before is not None:
-            piece = await run_in_daemon_thread(partial(follow.read, before, offset, finished=True))
+    if round < current:
+        older = await run_in_daemon_thread(partial(workers.logs.earlier, round, rank, stream))
+        if older is not None:
+            piece = await run_in_daemon_thread(partial(follow.read, older, offset, finished=True))
             if piece.text:
-                return {"round": round, "end": False} | _plain(piece)
+                return {"round": round, "end": False} | _fields(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     if "tail" in details:
         offset = await run_in_daemon_thread(partial(follow.last_lines, path, int(details["tail"])))
-    finished = workers.all_stopped  # before it is read: after that, nothing is written
+    finished = workers.all_stopped  # before the read: nothing is written after it
     piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
     if wait and not piece.text and not finished:
-        await follow.grown(path, piece.size, min(wait, LONGEST_WAIT), workers.stopped)
+        await follow.grown(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
         piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
-    return {"round": now, "end": finished and piece.next >= piece.size} | _plain(piece)
+    return {"round": current, "end": finished and piece.next >= piece.size} | _fields(piece)
 
 
 async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
@@ -202,25 +233,25 @@ async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
     name = "stdout" if stream is OutputStreams.OUT else "stderr"
     if path is None:
         raise QueryFailed(
-            f"rank {rank}'s {name} goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+            f"rank {rank}'s {name} goes only to its node's console; start the job with --tee=3 or --redirects=3"
         )
     if not await run_in_daemon_thread(path.is_file):
-        raise QueryFailed(f"rank {rank}'s {name} goes to {path}, where nothing can be read")
+        raise QueryFailed(f"rank {rank}'s {name} goes to {path}, which is not a readable file")
     return path
 
 
 async def _sample(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
     """What this node and its workers use now: a `NodeSample`."""
-    from ripstop.agent import usage  # only where somebody asks
+    from ripstop.agent import usage
 
-    gpus = await node.gpus.sample()
-    if (workers := node.present) is None:
-        return _plain(usage.sample(None, (), None, {}, gpus))
-    place, pids, logs, progress = (workers.place, workers.pids, workers.logs, workers.progress)
-    return _plain(await run_in_daemon_thread(partial(usage.sample, place, pids, logs, progress, gpus)))
+    gpus, workers = await node.gpus.sample(), node.workers
+    if workers is None or workers.all_stopped:
+        return _fields(usage.sample(None, (), None, {}, gpus))
+    read = partial(usage.sample, workers.place, workers.pids, workers.logs, workers.progress, gpus)
+    return _fields(await run_in_daemon_thread(read))
 
 
-QUESTIONS: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+QUERIES: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
     "log": _log,
     "sample": _sample,
     "stacks": _stacks,
@@ -229,22 +260,22 @@ QUESTIONS: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[s
 }
 
 
-async def reply(question: str, argument: str, node: QueriedNode) -> str:
-    """The answer as JSON."""
-    if question not in QUESTIONS:
-        raise QueryFailed(f"this agent cannot answer {question!r}; it answers {', '.join(sorted(QUESTIONS))}")
+async def reply(name: str, argument: str, node: QueriedNode) -> str:
+    """The reply as JSON, or QueryFailed."""
+    if name not in QUERIES:
+        raise QueryFailed(f"this agent has no query {name!r}; it has {', '.join(sorted(QUERIES))}")
     try:
         details = json.loads(argument or "{}")
         if not isinstance(details, dict):
-            raise QueryFailed(f"the details of a question are a JSON object, received {argument[:80]!r}")
-        text = json.dumps(await QUESTIONS[question](node, details))
+            raise QueryFailed(f"the argument of a query must be a JSON object, received {argument[:80]!r}")
+        text = json.dumps(await QUERIES[name](node, details))
     except QueryFailed:
         raise
     except TimeoutError as error:
-        raise QueryFailed(f"{question!r} takes too long: a file server hangs, or the machine is overloaded") from error
+        raise QueryFailed(f"query {name!r} timed out: a file server hangs, or the machine is overloaded") from error
     except Exception as defect:
-        log.exception("question %s", question)
-        raise QueryFailed(f"{question!r} went wrong: {defect}") from defect
-    if (size := len(json.dumps(text))) > LARGEST:
-        raise QueryFailed(f"an answer has {LARGEST} characters at most, this has {size}; ask for less")
+        log.exception("query %s", name)
+        raise QueryFailed(f"query {name!r} failed: {defect}") from defect
+    if (size := len(json.dumps(text))) > MAX_REPLY_CHARS:
+        raise QueryFailed(f"a reply has at most {MAX_REPLY_CHARS} characters, this one has {size}; ask for less")
     return text

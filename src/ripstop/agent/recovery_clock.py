@@ -1,4 +1,4 @@
-"""How long a node was without workers, and what took the time.  Pure."""
+"""Measures how long a node was without running workers, and which phase took the time.  Pure."""
 
 from msgspec import Struct
 
@@ -6,21 +6,21 @@ from ripstop.model.events import Recovered
 
 
 class RecoveryClock(Struct):
-    """From what went wrong to workers that run again; times of one clock, each known when it is reached."""
+    """The times of one recovery, from the failure to the start of new workers; all of one clock."""
 
-    happened: float
-    known: float
-    told: float | None = None  # what to do about it
-    stopped: float | None = None
+    failed_at: float
+    detected_at: float
+    decided_at: float | None = None  # the coordinator or this agent decided to stop the workers
+    stopped_at: float | None = None
 
-    def over(self, round: int, called: float, now: float) -> Recovered:
-        """The workers of this round were called for then, and run now."""
-        told = self.known if self.told is None else self.told
-        stopped = told if self.stopped is None else self.stopped
+    def finish(self, round: int, requested_at: float, now: float) -> Recovered:
+        """The start of this round's workers was requested at `requested_at`; they run now."""
+        decided_at = self.detected_at if self.decided_at is None else self.decided_at
+        stopped_at = decided_at if self.stopped_at is None else self.stopped_at
         return Recovered(
             round,
-            detect=self.known - self.happened,
-            decide=told - self.known + max(0.0, called - stopped),
-            stop=stopped - told,
-            start=now - max(called, stopped),
+            detect=self.detected_at - self.failed_at,
+            decide=decided_at - self.detected_at + max(0.0, requested_at - stopped_at),
+            stop=stopped_at - decided_at,
+            start=now - max(requested_at, stopped_at),
         )

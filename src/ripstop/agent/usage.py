@@ -1,6 +1,6 @@
-"""What this node's workers use now: processor time, memory, threads, bytes of logs.  Read when somebody asks.
+"""Reads what this node's workers use now: processor time, memory, threads and log bytes.
 
-A worker and whatever it started, data loaders and the like, are the session that has its pid.
+A worker includes every process of its session, such as data loaders.
 """
 
 import stat
@@ -19,19 +19,18 @@ def sample(
     place: Place | None,
     pids: Sequence[int],
     logs: RoundLogs | None,
-    paces: Mapping[int, WorkerProgress],
+    progress: Mapping[int, WorkerProgress],
     gpus: tuple[GpuSample, ...],
 ) -> NodeSample:
-    """This node now.  It may take a while where there are many processes: to be called in a thread."""
+    """A sample of this node.  Call it in a thread: with many processes it takes a while."""
     ranks: list[RankSample] = []
     if place is not None and logs is not None:
-        ours = {child.pid for child in linux.children() if not child.dead}  # others may have a dead worker's pid now
-        used = linux.usage_of_sessions(ours.intersection(pids))
+        children = {child.pid for child in linux.children() if not child.dead}  # a dead worker's pid may be reused
+        used = linux.usage_of_sessions(children.intersection(pids))
         for local_rank, pid in enumerate(pids):
             if pid in used:
-                rank = place.first_rank + local_rank
-                files = logs.files(local_rank)
-                ranks.append(_of_rank(rank, used[pid], log_bytes(files), paces.get(local_rank)))
+                written = log_bytes(logs.files(local_rank))
+                ranks.append(_rank_sample(place.first_rank + local_rank, used[pid], written, progress.get(local_rank)))
     return NodeSample(
         at=time.time(),
         round=place.round if place is not None else 0,
@@ -42,13 +41,15 @@ def sample(
     )
 
 
-def _of_rank(rank: int, used: linux.Usage, logged: int, pace: WorkerProgress | None) -> RankSample:
-    own = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, logged)
-    return RankSample(*own, pace.step, pace.rate, pace.age, pace.beats) if pace else RankSample(*own)
+def _rank_sample(rank: int, used: linux.Usage, written: int, progress: WorkerProgress | None) -> RankSample:
+    usage = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
+    if progress is None:
+        return RankSample(*usage)
+    return RankSample(*usage, progress.step, progress.rate, progress.age, progress.beats)
 
 
 def log_bytes(files: Iterable[Path]) -> int:
-    """What was ever written to these; a file of which only the end is kept has the size of all that was written."""
+    """All bytes ever written to these files.  The size of a log that keeps only its end counts the dropped part too."""
     total = 0
     for file in files:
         try:

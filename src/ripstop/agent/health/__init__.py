@@ -1,1 +1,1 @@
-"""Is this node fit for the job?  `assessment` decides; the other modules measure."""
+"""Whether this node is fit for the job: `assessment` decides; the other modules measure."""

@@ -1,7 +1,7 @@
-"""Is this node good enough for the job?  What was found of it goes in, what is wrong with it comes out.  Pure.
+"""Decides from measurements whether this node is fit for the job, and lists its problems.  Pure.
 
-`checkup.py` finds it out.  A problem says the rule, what was seen and the remedy, in one line.  Clocks count only while
-a node has not been in the job: two that disagree are no reason to disturb its training.
+`probe.py` measures.  A problem's text has the rule, the value seen and the remedy, in one line.  Clock skew counts only
+before a node joins: it is no reason to interrupt training.
 """
 
 from msgspec import Struct
@@ -9,11 +9,11 @@ from msgspec import Struct
 from ripstop.model.config import HealthLimits
 from ripstop.model.text import format_bytes
 
-LONGEST = 300  # characters of a user's words
+MAX_OUTPUT_CHARS = 300  # of the health command's last line
 
 
 class Disk(Struct, frozen=True):
-    """A file system, by one of its directories; `use` says what it is for."""
+    """The file system of one directory; `use` is what ripstop stores there."""
 
     path: str
     use: str
@@ -21,97 +21,100 @@ class Disk(Struct, frozen=True):
 
 
 class GpuHealth(Struct, frozen=True):
-    """One GPU as NVML sees it; `trouble` is empty for a good one."""
+    """One GPU; `error` is empty if it is healthy."""
 
     index: int
     uuid: str
-    trouble: str = ""
+    error: str = ""
 
 
-class Ran(Struct, frozen=True):
-    """The user's check; `code` None: it did not end in time, negative: the signal that ended it."""
+class CommandResult(Struct, frozen=True):
+    """The result of the user's health command; `code` is negative for a signal, None after a timeout."""
 
     code: int | None
     last_line: str = ""
     error: str = ""  # why it could not be started
 
 
-class Facts(Struct, frozen=True):
-    """What was found.  `silent` are looks that did not come back; `known` are the UUIDs of the first look at GPUs."""
+class HealthFacts(Struct, frozen=True):
+    """The measurements of one health check.
+
+    `timed_out` names the measurements that hang; `known_gpus` are the UUIDs of the GPUs that the first check found.
+    """
 
     disks: tuple[Disk, ...] = ()
     gpus: tuple[GpuHealth, ...] = ()
-    known: tuple[str, ...] = ()
-    skew: float | None = None  # seconds that this clock is ahead of the coordinator's; None: not known
-    ran: Ran | None = None
-    silent: tuple[str, ...] = ()
+    known_gpus: tuple[str, ...] = ()
+    skew: float | None = None  # seconds that this clock is ahead of the coordinator's; None: unknown
+    command: CommandResult | None = None
+    timed_out: tuple[str, ...] = ()
 
 
 class HealthProblem(Struct, frozen=True):
-    """Why a node should not be counted on.  `what` stays the same while the words may change."""
+    """A reason why the job should not use this node.  `key` identifies the problem while its text may change."""
 
-    what: str
-    words: str
+    key: str
+    text: str
 
 
-def problems(facts: Facts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
-    """All that is wrong with this node."""
-    found = [_full(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
-    found += [_silent(look) for look in facts.silent]
+def problems(facts: HealthFacts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
+    """All problems of this node."""
+    found = [_disk_full(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
+    found += [_timed_out(what) for what in facts.timed_out]
     found += [
-        HealthProblem(f"gpu {gpu.index}", f"GPU {gpu.index} {gpu.uuid}".rstrip() + f": {gpu.trouble}")
+        HealthProblem(f"gpu {gpu.index}", f"GPU {gpu.index} {gpu.uuid}".rstrip() + f": {gpu.error}")
         for gpu in facts.gpus
-        if gpu.trouble
+        if gpu.error
     ]
-    found += [_missing(uuid) for uuid in _lost(facts)]
+    found += [_gpu_missing(uuid) for uuid in _missing_gpus(facts)]
     if joining and limits.max_skew and facts.skew is not None and abs(facts.skew) > limits.max_skew:
-        found.append(_off(facts.skew, limits.max_skew))
-    if facts.ran is not None and facts.ran.code != 0:
-        found.append(_objection(facts.ran, limits))
+        found.append(_clock_skew(facts.skew, limits.max_skew))
+    if facts.command is not None and facts.command.code != 0:
+        found.append(_command_failed(facts.command, limits))
     return tuple(found)
 
 
-def _full(disk: Disk, least: int) -> HealthProblem:
+def _disk_full(disk: Disk, min_free: int) -> HealthProblem:
     return HealthProblem(
         f"disk {disk.use}",
-        f"{disk.path} ({disk.use}) needs {format_bytes(least)} free and has {format_bytes(disk.free)}; "
-        "make room, or lower min_disk",
+        f"{disk.path} ({disk.use}) needs {format_bytes(min_free)} free and has {format_bytes(disk.free)}; "
+        "free some space, or lower min_disk",
     )
 
 
-def _silent(look: str) -> HealthProblem:
-    return HealthProblem(f"silent {look}", f"a look at the {look} does not come back: a driver or a file server hangs")
+def _timed_out(what: str) -> HealthProblem:
+    return HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
 
 
-def _lost(facts: Facts) -> list[str]:
-    """GPUs that were there; one that cannot even be named any more explains one of them."""
-    here = {gpu.uuid for gpu in facts.gpus}
-    gone = [uuid for uuid in facts.known if uuid not in here]
-    return gone[sum(not gpu.uuid for gpu in facts.gpus) :]
+def _missing_gpus(facts: HealthFacts) -> list[str]:
+    """The known GPUs that are missing.  A GPU without a UUID is one of them, and is reported by its index already."""
+    present = {gpu.uuid for gpu in facts.gpus}
+    missing = [uuid for uuid in facts.known_gpus if uuid not in present]
+    return missing[sum(not gpu.uuid for gpu in facts.gpus) :]
 
 
-def _missing(uuid: str) -> HealthProblem:
-    return HealthProblem(f"gpu {uuid}", f"GPU {uuid} was here and is gone; see the kernel's log for Xid errors")
+def _gpu_missing(uuid: str) -> HealthProblem:
+    return HealthProblem(f"gpu {uuid}", f"GPU {uuid} has disappeared; look for Xid errors in the kernel's log")
 
 
-def _off(skew: float, most: float) -> HealthProblem:
+def _clock_skew(skew: float, max_skew: float) -> HealthProblem:
     side = "ahead of" if skew > 0 else "behind"
     return HealthProblem(
         "clock",
-        f"the clock is {abs(skew):.3g} s {side} the coordinator's, more than {most:g} s; "
+        f"the clock is {abs(skew):.3g} s {side} the coordinator's, more than {max_skew:g} s; "
         "synchronize both (chrony, ntpd), or raise max_clock_skew",
     )
 
 
-def _objection(ran: Ran, limits: HealthLimits) -> HealthProblem:
+def _command_failed(result: CommandResult, limits: HealthLimits) -> HealthProblem:
     name = limits.command[0]
-    if ran.error:
-        return HealthProblem("command", f"--health-check {name} cannot be started: {ran.error}")
-    if ran.code is None:
+    if result.error:
+        return HealthProblem("command", f"--health-check {name} cannot be started: {result.error}")
+    if result.code is None:
         how = f"did not end in {limits.interval:g} s (--health-interval) and was killed"
-    elif ran.code < 0:
-        how = f"was ended by signal {-ran.code}"
+    elif result.code < 0:
+        how = f"was ended by signal {-result.code}"
     else:
-        how = f"exited with code {ran.code}"
-    said = ran.last_line.strip()[:LONGEST]
-    return HealthProblem("command", f"--health-check {name} {how}" + (f": {said}" if said else ""))
+        how = f"exited with code {result.code}"
+    output = result.last_line.strip()[:MAX_OUTPUT_CHARS]
+    return HealthProblem("command", f"--health-check {name} {how}" + (f": {output}" if output else ""))

@@ -1,10 +1,11 @@
-"""Runs the user's own check of this node: one at a time, however long it takes to start or to die.
+"""Runs the user's health command: one process at a time, however long it takes to start or to exit.
 
-It is a child of the agent in a process group of its own, and dies with the agent.  When it has ended, or its time is
-up, or nobody wants to know any more, whatever is left in its group is killed.  Of what it prints the end is kept.
+The command is a child of the agent in its own process group, and the kernel kills it if the agent dies.  When the
+command exits, times out or is cancelled, the agent kills the rest of its process group.  Only the end of its output is
+kept.
 
-A program on a file server that hangs does not even start, so that nothing of this is waited for in the event loop.  The
-kernel sends a parent-death signal when the thread is gone that has forked, so the thread stays as long as its child.
+The command runs in a thread, because a program on a file server that hangs blocks even its start.  The thread lives as
+long as its child: the kernel sends the parent-death signal when the thread that forked ends.
 """
 
 import asyncio
@@ -15,82 +16,84 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from ripstop.agent.health.assessment import Ran
+from ripstop.agent.health.assessment import CommandResult
 from ripstop.system import linux
 from ripstop.system.blocking_calls import settle
 
-TAIL = 8192  # bytes of its output
+MAX_OUTPUT_BYTES = 8192  # kept of the end of the output
 
 
 class HealthCommand:
-    """The check of one node; used in one event loop."""
+    """The health command of one node; used in one event loop."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._command = command
         self._environ = environ
-        self._before: _Check | None = None
+        self._last: _Process | None = None
 
-    async def run(self, patience: float) -> Ran:
-        """How it ended within that many seconds; OSError or RuntimeError where the agent has no means to start it."""
-        if self._before is not None:  # killed, and a program that hangs in the kernel is there all the same
-            await asyncio.wait([self._before.over], timeout=patience)
-            if not self._before.over.done():
-                return Ran(None)
+    async def run(self, timeout: float) -> CommandResult:
+        """Run the command; OSError or RuntimeError if the agent lacks the resources to start it."""
+        if self._last is not None:  # killed, but a process that hangs in the kernel may still exist
+            await asyncio.wait([self._last.ended], timeout=timeout)
+            if not self._last.ended.done():
+                return CommandResult(None)
         output = _Output()
         try:
-            check = self._before = _Check(self._command, self._environ, output.writing)
+            process = self._last = _Process(self._command, self._environ, output.write_end)
             try:
-                check.begin()
-                await asyncio.wait([check.over], timeout=patience)
+                process.start()
+                await asyncio.wait([process.ended], timeout=timeout)
             finally:
-                check.kill()
-            return self._ended(check.over.result(), output) if check.over.done() else Ran(None, output.last_line())
+                process.kill()
+            if not process.ended.done():
+                return CommandResult(None, output.last_line())
+            return self._result(process.ended.result(), output)
         finally:
             output.close()
 
-    def _ended(self, how: int | Exception, output: "_Output") -> Ran:
-        if isinstance(how, OSError) and how.filename == self._command[0]:
-            return Ran(None, error=how.strerror or str(how))
-        if isinstance(how, Exception):  # it is not about the program
-            raise how
-        return Ran(how, output.last_line())
+    def _result(self, end: int | Exception, output: "_Output") -> CommandResult:
+        if isinstance(end, OSError) and end.filename == self._command[0]:
+            return CommandResult(None, error=end.strerror or str(end))
+        if isinstance(end, Exception):  # not an error of the program
+            raise end
+        return CommandResult(end, output.last_line())
 
 
-class _Check:
-    """One run of the command; `over` is its return code, or why there was none."""
+class _Process:
+    """One run of the command; `ended` is its return code, or the error that prevented its start."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: int) -> None:
-        self.over: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
         self._command = command
         self._environ = environ
         self._output = output
         self._lock = threading.Lock()
-        self._group = 0  # while its number cannot be another's
-        self._unwanted = False
+        self._group = 0  # set while the kernel cannot reuse the number
+        self._is_killed = False
 
-    def begin(self) -> None:
+    def start(self) -> None:
         try:
-            threading.Thread(target=self._carry_out, name="ripstop-health", daemon=True).start()
+            threading.Thread(target=self._run_in_thread, name="ripstop-health", daemon=True).start()
         except RuntimeError as error:
             os.close(self._output)
-            self.over.set_result(error)
+            self.ended.set_result(error)
 
     def kill(self) -> None:
-        """With all its group; at once, or as soon as it has come to life."""
+        """Kill the whole process group, now or as soon as it exists."""
         with self._lock:
-            self._unwanted = True
+            self._is_killed = True
             if self._group:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._group, signal.SIGKILL)
 
-    def _carry_out(self) -> None:
-        how: int | Exception
+    def _run_in_thread(self) -> None:
+        end: int | Exception
         try:
-            how = self._run()
+            end = self._run()
         except Exception as error:
-            how = error
+            end = error
         with suppress(RuntimeError):  # the loop is closed
-            self.over.get_loop().call_soon_threadsafe(settle, self.over, how)
+            self.ended.get_loop().call_soon_threadsafe(settle, self.ended, end)
 
     def _run(self) -> int:
         try:
@@ -101,15 +104,15 @@ class _Check:
                 stderr=self._output,
                 env=dict(self._environ),
                 process_group=0,
-                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  # made for it
+                preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
             )
         finally:
             os.close(self._output)
         with self._lock:
             self._group = process.pid
-        if self._unwanted:
+        if self._is_killed:
             self.kill()
-        with suppress(ChildProcessError):  # a program that launches has reaped it
+        with suppress(ChildProcessError):  # the program that hosts the agent has reaped it
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             self.kill()
         with self._lock:
@@ -117,41 +120,41 @@ class _Check:
         return process.wait()
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """For the child to call, which has no parent-death signal yet when its parent dies too soon."""
-    ask_for_it = linux.parent_death_signal(signal.SIGKILL)
+def exit_with_parent(parent: int) -> Callable[[], None]:
+    """For a child to call after the fork; it exits if its parent died before the parent-death signal was set."""
+    set_signal = linux.parent_death_signal(signal.SIGKILL)
 
-    def die_with_it() -> None:
-        ask_for_it()
+    def set_signal_or_exit() -> None:
+        set_signal()
         if os.getppid() != parent:
             os._exit(1)
 
-    return die_with_it
+    return set_signal_or_exit
 
 
 class _Output:
-    """A pipe, and the end of what came through it; its writing end belongs to the check."""
+    """A pipe, and the end of what was written to it; the process owns the write end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._reading, False)
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read_end, False)
         self._tail = bytearray()
-        self._loop.add_reader(self._reading, self._read)
+        self._loop.add_reader(self._read_end, self._read)
 
     def _read(self) -> None:
         with suppress(BlockingIOError):
-            data = os.read(self._reading, 1 << 16)
+            data = os.read(self._read_end, 1 << 16)
             self._tail += data
-            del self._tail[:-TAIL]
+            del self._tail[:-MAX_OUTPUT_BYTES]
             if not data:
-                self._loop.remove_reader(self._reading)
+                self._loop.remove_reader(self._read_end)
 
     def last_line(self) -> str:
-        self._read()  # what came just before the end
+        self._read()  # output written just before the exit
         lines = self._tail.decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")
 
     def close(self) -> None:
-        self._loop.remove_reader(self._reading)
-        os.close(self._reading)
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)

@@ -1,6 +1,6 @@
-"""Looks at this node: free disk, GPUs, the clock's distance to the coordinator's, and the user's own check.
+"""Measures this node's health: free disk space, GPUs, clock skew, and the result of the user's own command.
 
-Nothing is judged here (`health.py`).  A look that may hang keeps nobody waiting (`system/blocking_calls.py`).
+`assessment.py` judges the measurements.  One that hangs does not block the agent (`system/blocking_calls.py`).
 """
 
 import asyncio
@@ -11,62 +11,58 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ripstop.agent.health.assessment import Disk, Facts, GpuHealth, Ran
+from ripstop.agent.health.assessment import CommandResult, Disk, GpuHealth, HealthFacts
 from ripstop.agent.health.command import HealthCommand
 from ripstop.model.config import HealthLimits
 from ripstop.system.blocking_calls import ExclusiveCall
 
 log = logging.getLogger("ripstop.agent")
 
-PATIENCE = 30.0  # seconds for a look at disks or GPUs: a driver that keeps nothing in mind needs seconds for each
+MEASUREMENT_TIMEOUT_S = 30.0  # a driver without persistence mode needs seconds for each GPU
 
 
 class HealthProbe:
-    """One node's looks at itself; made and used in its event loop."""
+    """The health measurements of one node; created and used in its event loop."""
 
-    def __init__(self, limits: HealthLimits, logs: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, limits: HealthLimits, log_directory: str, environ: Mapping[str, str]) -> None:
         self._limits = limits
         self._command = HealthCommand(limits.command, environ)
-        self._ran: Ran | None = None  # how the user's check ended last
-        self._failed = False
-        places = ((logs, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
+        self._command_result: CommandResult | None = None  # the latest
+        self._has_failed = False
+        places = ((log_directory, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = ExclusiveCall[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
         self._gpus = ExclusiveCall[tuple[GpuHealth, ...]](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
-        self._known: tuple[str, ...] = ()  # the GPUs of the first look that found any
+        self._known_gpus: tuple[str, ...] = ()  # of the first read that found any
 
-    async def look(self, skew: float | None) -> Facts:
-        """All there is to know now; `skew` is known to the caller."""
-        disks, gpus, ran = await asyncio.gather(
-            self._disks.call(PATIENCE), self._gpus.call(PATIENCE), self._ask_the_user()
+    async def read(self, skew: float | None) -> HealthFacts:
+        """All measurements; the caller provides `skew`."""
+        disks, gpus, result = await asyncio.gather(
+            self._disks.call(MEASUREMENT_TIMEOUT_S), self._gpus.call(MEASUREMENT_TIMEOUT_S), self._run_command()
         )
-        if gpus and not self._known:
-            self._known = tuple(gpu.uuid for gpu in gpus if gpu.uuid)
-        silent = (("disks", disks), ("GPUs", gpus))
-        return Facts(
+        if gpus and not self._known_gpus:
+            self._known_gpus = tuple(gpu.uuid for gpu in gpus if gpu.uuid)
+        return HealthFacts(
             disks=disks or (),
             gpus=gpus or (),
-            known=() if gpus is None else self._known,
+            known_gpus=() if gpus is None else self._known_gpus,
             skew=skew,
-            ran=ran,
-            silent=tuple(what for what, found in silent if found is None),
+            command=result,
+            timed_out=tuple(what for what, found in (("disks", disks), ("GPUs", gpus)) if found is None),
         )
 
-    async def _ask_the_user(self) -> Ran | None:
+    async def _run_command(self) -> CommandResult | None:
         if self._limits.command:
             try:
-                self._ran = await self._command.run(self._limits.interval)
-            except (OSError, RuntimeError) as error:  # no descriptor or no thread left, which says nothing of the node
-                if not self._failed:
-                    log.warning("--health-check cannot be run, and how it ended before stands (said once): %s", error)
-                self._failed = True
-        return self._ran
-
-
-# what is looked at ----------------------------------------------------------------------------------------------------
+                self._command_result = await self._command.run(self._limits.interval)
+            except (OSError, RuntimeError) as error:  # the agent has no descriptor or thread left; the node may be fine
+                if not self._has_failed:
+                    log.warning("--health-check cannot be run; its last result stays valid (logged once): %s", error)
+                self._has_failed = True
+        return self._command_result
 
 
 def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
-    """The file systems of these directories, each once.  What cannot be written to is nobody's room."""
+    """The file systems of these directories, each once; only writable directories count."""
     found: dict[int, Disk] = {}
     for path, use in places:
         with suppress(OSError):
@@ -76,16 +72,16 @@ def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
     return tuple(found.values())
 
 
-def read_gpus(choice: str | None) -> tuple[GpuHealth, ...]:
-    """The GPUs that workers see; none where there is no NVML."""
-    if choice is not None and not choice.strip():
+def read_gpus(visible: str | None) -> tuple[GpuHealth, ...]:
+    """The GPUs that workers see; none if NVML is missing."""
+    if visible is not None and not visible.strip():
         return ()
     from ripstop.system import nvml
 
     try:
-        with nvml.opened() as found:
-            from ripstop.agent.health.gpu import read  # most machines have come to their end before
+        with nvml.opened() as api:
+            from ripstop.agent.health.gpu import read  # only on machines with NVML
 
-            return read(found, choice)
+            return read(api, visible)
     except nvml.NoNvml:
         return ()

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 from msgspec.structs import replace
 
 from ripstop import launch
-from ripstop.agent.machine import ExitAgent
+from ripstop.agent.machine_io import ExitAgent
 from ripstop.cli.commands.run import configure
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat import metrics
@@ -164,7 +164,7 @@ def launch_agent(
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     server = health_check_server or health_check.from_environment()
     try:
-        environ = {name: value for name, value in os.environ.items() if name not in launch.SECRETS}
+        environ = {name: value for name, value in os.environ.items() if name not in launch.SECRET_VARIABLES}
         end, values = _launch(run, config, entrypoint, args, environ, server)
     finally:
         if server is not None:
@@ -396,7 +396,7 @@ def _launch(
                 link = _link(run, config)
                 console = Console(_objects_for_output())
                 part = partial(
-                    launch.take_part, run, directory, spawner, environ, bound, source, sinks, link, console=console
+                    launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
                 )
                 end = _drive(part, inherited.signals)
         finally:

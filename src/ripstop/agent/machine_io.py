@@ -1,0 +1,146 @@
+"""The inputs and commands of the agent's state machine (`machine.py`).  Pure data."""
+
+from msgspec import Struct
+
+from ripstop.agent.health.assessment import HealthProblem
+from ripstop.model.failure import Failure, JobReport
+from ripstop.model.round import Place
+from ripstop.protocol.messages import FromAgent, FromCoordinator
+
+# inputs ---------------------------------------------------------------------------------------------------------------
+
+
+class CoordinatorConnected(Struct, frozen=True):
+    """The coordinator can be reached; `host` is the address from which this node reaches it."""
+
+    host: str
+
+
+class CoordinatorLost(Struct, frozen=True):
+    """The coordinator cannot be reached; the link keeps trying."""
+
+    why: str
+
+
+class CoordinatorMessage(Struct, frozen=True):
+    """The coordinator sent this message."""
+
+    message: FromCoordinator
+
+
+class WarmupDone(Struct, frozen=True):
+    """Workers can be started without delay."""
+
+
+class HealthChecked(Struct, frozen=True):
+    """The problems that a health check found; empty for a healthy node."""
+
+    problems: tuple[HealthProblem, ...]
+
+
+class StorePortReady(Struct, frozen=True):
+    """This port listens for a store."""
+
+    port: int
+
+
+class WorkersFailed(Struct, frozen=True):
+    """Workers of this round exited, could not be started, or hang."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+class WorkersInspected(Struct, frozen=True):
+    """The stacks of the workers of this round."""
+
+    round: int
+    failures: tuple[Failure, ...]
+
+
+class WorkersSucceeded(Struct, frozen=True):
+    """All workers of this round exited 0."""
+
+    round: int
+
+
+class WorkersStopped(Struct, frozen=True):
+    """No process of this round's workers is left."""
+
+    round: int
+
+
+class SignalReceived(Struct, frozen=True):
+    """The agent received a signal that asks it to end."""
+
+    signum: int
+
+
+class Tick(Struct, frozen=True):
+    """A deadline has passed."""
+
+
+AgentInput = (
+    CoordinatorConnected | CoordinatorLost | CoordinatorMessage | WarmupDone | HealthChecked | StorePortReady
+    | WorkersFailed | WorkersInspected | WorkersSucceeded | WorkersStopped | SignalReceived | Tick
+)  # fmt: skip
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+class SendToCoordinator(Struct, frozen=True):
+    """Send this message to the coordinator."""
+
+    message: FromAgent
+
+
+class OpenStorePort(Struct, frozen=True):
+    """Listen on a port for the store of a later round, then report `StorePortReady`.
+
+    Port 0 is any free port.  A port opened before that no started workers use is closed first.  If the port cannot be
+    opened and `is_required`, the agent ends with that error; otherwise the driver retries.
+    """
+
+    port: int = 0
+    is_required: bool = False
+
+
+class StartWorkers(Struct, frozen=True):
+    """Start the workers of this place; none exist now.  Group rank 0 serves the store on the port it offered."""
+
+    place: Place
+    why: str
+
+
+class StopWorkers(Struct, frozen=True):
+    """Stop the workers of this round in any state, then report `WorkersStopped`."""
+
+    round: int
+    signum: int
+    grace: float
+    why: str
+
+
+class InspectWorkers(Struct, frozen=True):
+    """Read the workers' stacks, then report `WorkersInspected`."""
+
+    round: int
+
+
+class LogLine(Struct, frozen=True):
+    """Log a line for the node's operator."""
+
+    text: str
+    is_warning: bool = False
+
+
+class ExitAgent(Struct, frozen=True):
+    """End the agent with this exit code."""
+
+    code: int
+    why: str = ""
+    report: JobReport | None = None
+
+
+AgentCommand = SendToCoordinator | OpenStorePort | StartWorkers | StopWorkers | InspectWorkers | LogLine | ExitAgent

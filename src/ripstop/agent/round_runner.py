@@ -1,0 +1,375 @@
+"""Starts, watches and stops the workers of one round at a time, with their logs and the round's store.
+
+The runner executes the machine's commands and reports what happens as inputs of the machine (`machine_io.py`).
+`worker_exits.py` decides which exits are failures and which timers kill a worker.  Work that takes time is a task of
+the driver.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+
+from ripstop.agent.event_recorder import EventRecorder
+from ripstop.agent.machine_io import (
+    AgentInput,
+    StorePortReady,
+    WorkersFailed,
+    WorkersInspected,
+    WorkersStopped,
+    WorkersSucceeded,
+)
+from ripstop.agent.queries import Workers
+from ripstop.agent.recovery_clock import RecoveryClock
+from ripstop.agent.worker_exits import ExitKind, TimerAction, WorkerExits
+from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
+from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
+from ripstop.diagnostics.stack_dump import SIGNAL, look
+from ripstop.logs.console import Console
+from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
+from ripstop.model import events
+from ripstop.model.config import RunConfig
+from ripstop.model.errors import StartError
+from ripstop.model.failure import Failure
+from ripstop.model.round import Place
+from ripstop.workers.environment import worker_environment
+from ripstop.workers.group import Exit, Group
+from ripstop.workers.reports import JobReport, Reports
+from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.store import StorePort
+
+if TYPE_CHECKING:
+    from ripstop.diagnostics.timer_pipe import Watchdog
+
+log = logging.getLogger("ripstop.agent")
+
+STORE_PORT_RETRY_S = 1.0
+
+
+class Round(Struct):
+    """The workers of one round; `group` is set when they start, `monitor` when all have started."""
+
+    place: Place
+    host: str
+    logs: RoundLogs
+    memory: Memory  # at the start
+    exits: WorkerExits
+    group: Group | None = None
+    monitor: HangMonitor | None = None
+    recorder_sockets: tuple[str, ...] = ()  # by local rank
+    timer_kills: dict[int, TimerKill] = field(default_factory=dict)  # workers that the agent killed, by local rank
+    stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RoundRunner:
+    """`report` takes inputs for the machine; `run_task` runs work that takes time."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spawner: Starter,
+        directory: LogDirectory,
+        environ: Mapping[str, str],
+        *,
+        recorder: EventRecorder,
+        report: Callable[[AgentInput], None],
+        run_task: Callable[[Coroutine[None, None, None]], Any],
+        console: Console,
+        logs_source: LogsSource | None,
+    ) -> None:
+        self._config = config
+        self._spawner = spawner
+        self._directory = directory
+        self._environ = environ
+        self._recorder = recorder
+        self._report = report
+        self._run_task = run_task
+        self._console = console
+        self._loop = asyncio.get_running_loop()
+        self._timers = self._open_timer_pipe(config.timer_pipe) if config.timer_pipe else None
+        self._children = spawner.children.open()
+        self._logs_source = logs_source
+        if config.logs.specs:
+            from ripstop.logs.plugin import LogsPlugin
+
+            self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
+        self._reports = Reports(environ, self._on_worker_report)
+        self._round: Round | None = None  # the one that runs, or ran last
+        self._offered_port: StorePort | None = None
+        self._port_retry: asyncio.TimerHandle | None = None
+        self._store: StorePort | None = None
+        self._recovery: RecoveryClock | None = None  # of the workers that the next ones replace
+
+    def workers(self) -> Workers | None:
+        """The workers that run, or ran last, for queries."""
+        round = self._round
+        if round is None or round.group is None or (round.monitor is None and not round.stopped.done()):
+            return None
+        progress = round.monitor.paces() if round.monitor is not None else {}
+        exited = frozenset(round.exits.exited)
+        return Workers(
+            round.place, round.group.pids, round.logs, progress, exited, round.recorder_sockets, round.stopped
+        )
+
+    async def stop_all(self) -> None:
+        """Kill the workers and close every socket and pipe, however the agent ends."""
+        if self._round is not None and self._round.group is not None:
+            self._round.exits.on_stop(signal.SIGKILL)
+            with suppress(StartError):  # reported before
+                await self._round.group.stop(0.0)
+        if self._round is not None and self._round.monitor is not None:
+            self._round.monitor.close()
+        self._reports.close()
+        if self._port_retry is not None:
+            self._port_retry.cancel()
+        for port in (self._store, self._offered_port):
+            if port is not None:
+                await port.close()
+        if self._timers is not None:
+            self._timers.close()
+
+    def close(self) -> None:
+        if self._logs_source is not None:
+            self._logs_source.close()
+        self._spawner.close()
+        self._children.close()
+
+    # the store port ---------------------------------------------------------------------------------------------------
+
+    def open_store_port(self, host: str, port: int, *, is_required: bool) -> None:
+        """Listen for the store of a later round; StartError if that fails and the port is required."""
+        if self._offered_port is not None:
+            self._run_task(self._offered_port.close())
+            self._offered_port = None
+        try:
+            self._offered_port = StorePort(host, port)
+        except StartError as error:
+            if is_required:
+                raise
+            log.warning("no port for the next round's store, retrying: %s", error)
+            retry = partial(self.open_store_port, host, port, is_required=False)
+            self._port_retry = self._loop.call_later(STORE_PORT_RETRY_S, retry)
+            return
+        self._report(StorePortReady(self._offered_port.port))
+
+    # start ------------------------------------------------------------------------------------------------------------
+
+    def start(self, place: Place, why: str, host: str) -> None:
+        if place.group_rank == 0:
+            self._store, self._offered_port = self._offered_port, None
+        self._run_task(self._start(place, why, host))
+
+    async def _start(self, place: Place, why: str, host: str) -> None:
+        began = self._loop.time()
+        logs = RoundLogs(self._directory.path, self._config.logs, place, self._config.role, terminal=os.isatty(2))
+        round = self._round = Round(place, host, logs, read_memory(), WorkerExits(place.slots))
+        try:
+            if self._logs_source is not None:
+                envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
+                round.logs = await self._logs_source.round_logs(self._directory.path, place, envs)
+                if round.exits.is_stopping:
+                    return
+            round.logs.prepare()
+            round.logs.follow(self._console)
+            if place.group_rank == 0:
+                self._store = self._store or StorePort(place.store.host, place.store.port)
+                self._store.serve(self._spawner, self._environ, self._children)
+            if self._config.hang_timeout:
+                round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
+            specs = [self._process_spec(round, rank) for rank in range(place.slots)]
+            round.group = Group(self._children, self._spawner, specs, lambda exit: self._on_exit(round, exit))
+            await round.group.start()
+        except StartError as error:
+            self._on_start_failed(round, str(error))
+            return
+        self._record_start(place, round.group.pids, why, began)
+        round.monitor = self._monitor(round, round.group)
+
+    def _environment(self, place: Place, local_rank: int, error_file: Path) -> dict[str, str]:
+        return worker_environment(
+            self._environ,
+            place,
+            local_rank,
+            run_id=self._config.run_id,
+            role=self._config.role,
+            max_restarts=self._config.budget.max_restarts,
+            error_file=error_file,
+            signals=self._config.signals,
+            virtual_local_rank=self._config.virtual_local_rank,
+            timer_pipe=self._config.timer_pipe,
+            socket=self._reports.path,
+        )
+
+    def _process_spec(self, round: Round, local_rank: int) -> ProcessSpec:
+        logs = round.logs
+        env = self._environment(round.place, local_rank, logs.error_file(local_rank))
+        env |= logs.environment(local_rank)
+        binding = self._config.bindings[local_rank] if self._config.bindings else None
+        needs_stacks = self._config.hang_timeout or self._config.timer_pipe
+        stacks = (SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
+        recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
+        outputs = logs.stdout(local_rank), logs.stderr(local_rank)
+        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder)
+
+    def _record_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
+        now = self._loop.time()
+        recovery, self._recovery = self._recovery, None
+        pause = now - recovery.failed_at if recovery else 0.0
+        self._recorder.record(
+            events.WorkersStarted(
+                place.round, place.first_rank, place.world_size, place.restarts, pids, now - began, pause, why
+            )
+        )
+        if recovery:
+            self._recorder.record(recovery.finish(place.round, began, now))
+
+    def _on_start_failed(self, round: Round, why: str) -> None:
+        place = round.place
+        failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
+        self._recorder.record(failed, level=logging.ERROR)
+        failure = not_started(place, 0, host=round.host, at=time.time(), why=why, logs=round.logs.directory(0))
+        self._report(WorkersFailed(place.round, (failure,)))
+
+    # watch ------------------------------------------------------------------------------------------------------------
+
+    def _monitor(self, round: Round, group: Group) -> HangMonitor:
+        subject = Subject(round.place, round.host, group.pids, round.logs, round.recorder_sockets)
+
+        def on_hang(failures: tuple[Failure, ...], seconds: float) -> None:
+            self._start_recovery_clock(seconds)
+            self._report(WorkersFailed(round.place.round, failures))
+
+        monitor = HangMonitor(
+            subject, self._config.hang_timeout, self._recorder.record, on_hang, self._reports.ensure_socket
+        )
+        for local_rank in round.exits.exited:  # workers that exited while the others started
+            monitor.gone(local_rank)
+        return monitor
+
+    def _on_worker_report(self, pid: int, report: JobReport) -> None:
+        round = self._round
+        if round is not None and round.group is not None and round.monitor is not None:
+            rank = round.group.rank_of(pid)
+            if rank is not None:
+                round.monitor.report(rank, report)
+
+    def _on_exit(self, round: Round, exit: Exit) -> None:
+        number, rank = round.place.round, exit.local_rank
+        error_file = round.logs.error_file(rank)
+        wrote_error_file = exit.exitcode != 0 and error_file.exists()
+        kind = round.exits.on_exit(rank, exit.exitcode, exit.signal, wrote_error_file=wrote_error_file)
+        if round.monitor is not None:
+            round.monitor.gone(rank)
+        if kind is ExitKind.ALL_SUCCEEDED:
+            self._recorder.record(events.WorkersSucceeded(number))
+            self._report(WorkersSucceeded(number))
+        if kind is not ExitKind.FAILED:
+            return
+        self._start_recovery_clock(max(0.0, time.time() - exit.at))
+        failure = gather(
+            round.place,
+            rank,
+            host=round.host,
+            at=exit.at,
+            pid=exit.pid,
+            returncode=exit.returncode,
+            logs=round.logs.directory(rank),
+            error_file=error_file,
+            stderr=round.logs.stderr(rank),
+            before=round.memory,
+            condemned=round.timer_kills.get(rank),
+        )
+        # The coordinator receives a failure twice, and neither message can replace the other.  The event is history: it
+        # is numbered, kept in files and sent again after a reconnect, so it must not restart a round.  `Failed` has the
+        # evidence and restarts the round; the machine does not send it for workers that are being stopped.
+        what = failure.message.split("\n")[0]
+        self._recorder.record(events.WorkerFailed(number, failure.rank, exit.pid, what), level=logging.WARNING)
+        self._report(WorkersFailed(number, (failure,)))
+
+    def _start_recovery_clock(self, seconds_ago: float = 0.0) -> RecoveryClock:
+        """The clock of the current recovery; a new one starts at a failure `seconds_ago`."""
+        if self._recovery is None:
+            now = self._loop.time()
+            self._recovery = RecoveryClock(now - seconds_ago, now)
+        return self._recovery
+
+    async def inspect(self, number: int) -> None:
+        """Report the stacks of the workers of this round; none if they do not run or cannot be inspected."""
+        round, failures = self._round, tuple[Failure, ...]()
+        if round is not None and round.place.round == number and round.monitor is not None:
+            try:
+                failures = await round.monitor.inspect()
+            except Exception as defect:
+                log.error("cannot inspect the workers of round %d: %r", number, defect)
+        self._report(WorkersInspected(number, failures))
+
+    # timers that workers set for themselves ---------------------------------------------------------------------------
+
+    def _open_timer_pipe(self, path: Path) -> "Watchdog":
+        from ripstop.diagnostics.timer_pipe import Watchdog
+
+        return Watchdog(path, self._on_timers_expired)
+
+    def _on_timers_expired(self, pid: int, why: str, signum: int) -> None:
+        round = self._round
+        if round is None or round.group is None:
+            return
+        rank = round.group.rank_of(pid)
+        action = round.exits.on_timer_expired(rank, signum)
+        if rank is None or action is TimerAction.IGNORE:
+            return
+        missed = events.TimersMissed(round.place.round, round.place.first_rank + rank, pid, why)
+        self._recorder.record(missed, level=logging.WARNING)
+        if action is TimerAction.KILL:
+            self._run_task(self._kill_for_timer(round, round.group, rank, pid, why, signum))
+
+    async def _kill_for_timer(self, round: Round, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
+        """Save the worker's stack as evidence, then send the signal, unless the workers are stopped meanwhile."""
+        if pid in group.pids:
+            found = await look(pid, round.logs.stack_file(rank))
+            round.timer_kills[rank] = TimerKill(why, found.stack)
+        if not round.exits.is_stopping:
+            group.send(pid, signum)
+
+    # stop -------------------------------------------------------------------------------------------------------------
+
+    def stop(self, number: int, signum: int, grace: float, why: str) -> None:
+        self._recorder.record(events.WorkersStopping(number, why))
+        recovery = self._start_recovery_clock()
+        recovery.decided_at = recovery.decided_at or self._loop.time()
+        self._run_task(self._stop(number, signum, grace))
+
+    async def _stop(self, number: int, signum: int, grace: float) -> None:
+        round = self._round
+        assert round is not None and round.place.round == number, "only the running round is stopped"
+        began = self._loop.time()
+        round.exits.on_stop(signum)
+        if round.monitor is not None and grace > 0:
+            await round.monitor.settle()
+        if round.group is not None:
+            await round.group.stop(grace, signum)
+        if not round.stopped.done():
+            round.stopped.set_result(None)
+        if round.monitor is not None:
+            round.monitor.close()
+            round.monitor = None
+        if self._store is not None:
+            await self._store.close()
+            self._store = None
+        if self._timers is not None:
+            self._timers.new_round()
+        for rank in range(round.place.slots):
+            self._run_task(self._console.finish(round.logs.files(rank)))
+        now = self._loop.time()
+        if self._recovery is not None:
+            self._recovery.stopped_at = now
+        self._recorder.record(events.WorkersStopped(number, now - began))
+        self._report(WorkersStopped(number))
