@@ -225,7 +225,7 @@ class Rules:
             node = link.node
             in_touch = world.now - max(link.began, link.up_last, link.down_last, world.frozen_until)
             if node.alive and link.linked and in_touch > AFTER_HOLD:
-                demand(node.machine._end is not None, f"{node.id} does not know of the end, and the coordinator goes")
+                demand(node.machine._exit is not None, f"{node.id} does not know of the end, and the coordinator goes")
 
     def unrest(self) -> str:
         """Why this is not yet the end of the schedule; empty when it is."""
