@@ -1,4 +1,4 @@
-"""Real shells complete ripstop's words."""
+"""Completion in real shells."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli import main
-from ripstop.cli.commands.completion import COMMANDS, SHELLS, script
+from ripstop.cli import COMMANDS, main
+from ripstop.cli.commands.completion import SHELLS, script
 from ripstop.cli.commands.run import FLAGS
 
 BIN = str(Path(sys.executable).parent)
@@ -96,10 +96,8 @@ def test_every_flag_is_known_to_every_shell(name: str) -> None:
     assert [flag.name for flag in FLAGS if flag.name.removeprefix("--") not in text] == []
 
 
-def test_without_a_shell_it_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_without_a_shell_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     assert "~/.bashrc" in capsys.readouterr().out
     assert main(["completion", "tcsh"]) == 2
-    assert capsys.readouterr().err == (
-        "ripstop: error: completion tcsh: there is no such shell; write bash, zsh, fish\n"
-    )
+    assert capsys.readouterr().err == ("ripstop: error: completion tcsh: unknown shell; write bash, zsh, fish\n")

@@ -1,4 +1,4 @@
-"""What the words of `ripstop run` come to mean."""
+"""The configuration from the flags of `ripstop run`."""
 
 import stat
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.commands.run import configure
-from ripstop.cli.options.flags import Given
+from ripstop.cli.options.flags import ParsedArguments
 from ripstop.cli.options.rendezvous import Ranking, RendezvousOptions, ranking
 from ripstop.diagnostics.timer_pipe import Pipe
 from ripstop.model.config import (
@@ -174,14 +174,14 @@ def test_lines_have_the_prefix_that_torchs_variable_says(read: Read) -> None:
     assert read("-t3 train.py", environ).logs.prefix == "[${rank}]:"
 
 
-# where nodes meet ---------------------------------------------------------------------------------------------------
+# rendezvous -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "words",
     ["", "--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-backend=c10d --rdzv-endpoint=localhost:0"],
 )
-def test_a_node_that_nobody_can_come_to_meets_nobody(read: Read, words: str) -> None:
+def test_a_node_without_a_usable_endpoint_is_a_single_node(read: Read, words: str) -> None:
     config = read(f"{words} train.py")
     assert (config.backend, config.endpoint, config.store_port) == (Backend.LOCAL, None, 0)
 
@@ -227,7 +227,7 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("rank_by=label", {"PET_NODE_LABEL": "rack7"}, None, "rack7"),
     ],
 )
-def test_a_node_brings_what_ranks_go_by(
+def test_a_node_has_its_key_for_the_rank_order(
     read: Read, words: str, environ: dict[str, str], number: int | None, label: str
 ) -> None:
     config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={words} train.py", {**TOKEN, **environ})
@@ -238,23 +238,23 @@ def test_a_node_brings_what_ranks_go_by(
 
 def ranking_of(machine: str, notes: list[str]) -> Ranking:
     conf = {"rank_by": "slot"}
-    return ranking(Given({}, {}, ()), conf, RendezvousOptions(Backend.COORDINATOR), {}, machine, notes)
+    return ranking(ParsedArguments({}, {}, ()), conf, RendezvousOptions(Backend.COORDINATOR), {}, machine, notes)
 
 
 @pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])
-def test_a_node_that_is_numbered_by_its_name_says_so(machine: str, number: int) -> None:
+def test_a_number_from_the_host_name_is_noted(machine: str, number: int) -> None:
     notes: list[str] = []
     assert ranking_of(machine, notes) == Ranking(RankBy.SLOT, number)
-    assert f"number is {number}, as {machine} says" in notes[0]
+    assert f"number is {number}, from its host name {machine}" in notes[0]
 
 
 @pytest.mark.parametrize("machine", ["trainer", "trainer7", "job-7fb9-x2", "-", "x-1234567890"])
 def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
-    with pytest.raises(UsageError, match=f"this node has no number .* and {machine} does not end .*--node-rank=N"):
+    with pytest.raises(UsageError, match=f"this node has no number .* name {machine} does not end .*--node-rank=N"):
         ranking_of(machine, [])
 
 
-# what is said and not done ------------------------------------------------------------------------------------------
+# flags without effect -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         ("--standalone --master-port=1", "--master-port has no effect with --standalone"),
         ("--standalone --node-rank=1", "--node-rank has no effect with --standalone"),
         (f"{C10D} --master-addr=a", "--master-addr has no effect with --rdzv-backend=c10d"),
-        ("--rdzv-endpoint=h:1 --master-addr=a", "--master-addr has no effect beside --rdzv-endpoint"),
-        ("--nnodes=2 --node-rank=1 --master-port=1", "meet at 127.0.0.1"),
+        ("--rdzv-endpoint=h:1 --master-addr=a", "--master-addr has no effect with --rdzv-endpoint"),
+        ("--nnodes=2 --node-rank=1 --master-port=1", "using 127.0.0.1"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=is_host=1", "is_host has no effect with static"),
         ("--rdzv-conf=is_host=1", "is_host has no effect on a single node"),
         (f"{C10D} --api=127.0.0.1", "--api has no effect on a job of several nodes"),
@@ -283,23 +283,23 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         ("--rdzv-conf=timeout=9,join_timeout=6", "timeout=9 has no effect beside join_timeout=6"),
         ("--rdzv-conf=leese=1", "--rdzv-conf: there is no leese, so it has no effect; did you mean lease?"),
         ("--rdzv-conf=color=blue", "--rdzv-conf: there is no color, so it has no effect"),
-        ("--monitor-interval=1", "--monitor-interval has no effect: nothing polls"),
+        ("--monitor-interval=1", "--monitor-interval has no effect: worker exits"),
         ("--restart-window=1h", "--restart-window has no effect without --max-restarts"),
         ("--start-method=exec --preload=torch", "--preload has no effect"),
-        ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
-        ("--run-path --no-python", "--no-python has no effect beside --run-path"),
+        ("--start-method=zygote --no-python", "--start-method has no effect: train.py is not"),
+        ("--run-path --no-python", "--no-python has no effect with --run-path"),
         ("--tee=2 --duplicate-stdout-filters=a", "--duplicate-stdout-filters has no effect without --tee=1"),
         ("--tee=1 --duplicate-stderr-filters=a", "--duplicate-stderr-filters has no effect without --tee=2"),
-        ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: 1 for each of the 2 workers"),
+        ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: using 1 for each of the 2 workers"),
     ],
 )
-def test_a_word_without_effect_is_said_to_have_none(read: Read, tmp_path: Path, words: str, note: str) -> None:
+def test_a_flag_without_effect_is_noted(read: Read, tmp_path: Path, words: str, note: str) -> None:
     (tmp_path / "train.py").chmod(0o755)
     config = read(f"{words} train.py", {**TOKEN, "PATH": str(tmp_path)})
     assert note in " | ".join(config.notes)
 
 
-def test_there_are_no_notes_where_there_is_nothing_to_say(read: Read) -> None:
+def test_a_plain_command_line_has_no_notes(read: Read) -> None:
     assert read("--standalone --nproc-per-node=2 --max-restarts=3 train.py", {"OMP_NUM_THREADS": "4"}).notes == ()
 
 
@@ -307,11 +307,11 @@ def test_there_are_no_notes_where_there_is_nothing_to_say(read: Read) -> None:
     ("environ", "words", "note"),
     [
         ({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}, "", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE has no effect"),
-        ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect beside --run-path"),
+        ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect with --run-path"),
         ({"PYTHON_EXEC": "sh"}, "--no-python", "PYTHON_EXEC has no effect with --no-python"),
     ],
 )
-def test_a_variable_without_effect_is_said_to_have_none(
+def test_a_variable_without_effect_is_noted(
     read: Read, tmp_path: Path, environ: dict[str, str], words: str, note: str
 ) -> None:
     (tmp_path / "train.py").chmod(0o755)
@@ -366,7 +366,7 @@ def test_the_secret_comes_from_a_variable_or_a_file_and_is_not_shown(read: Read,
     assert "hush" not in repr(by_file)
 
 
-def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Path) -> None:
+def test_a_secret_file_that_everyone_can_read_is_noted(read: Read, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("hush")
     file.chmod(0o644)
@@ -375,17 +375,17 @@ def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Pa
     )
 
 
-def test_a_job_that_anyone_can_join_says_so(read: Read) -> None:
+def test_a_job_without_a_secret_warns(read: Read) -> None:
     config = read(f"{C10D} --nnodes=2 train.py")
     assert config.token == ""
-    assert "whoever can reach node0:29400 can join this job and end it; set the same secret" in config.notes[0]
+    assert "anyone who can reach node0:29400 can join this job and end it; set the same secret" in config.notes[0]
 
 
-def test_a_job_of_one_node_needs_no_word_about_a_secret(read: Read) -> None:
+def test_a_job_of_one_node_has_no_warning_about_a_secret(read: Read) -> None:
     assert read("--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=node0 train.py").notes == ()
 
 
-def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_path: Path) -> None:
+def test_etcd_has_several_endpoints_and_its_own_settings(read: Read, tmp_path: Path) -> None:
     for name in ("ca.pem", "c.pem", "k.pem"):
         (tmp_path / name).touch()
     config = read(
@@ -411,16 +411,16 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
     assert "hush" not in repr(config)
 
 
-def test_etcd_v2_is_etcd_with_a_word(read: Read) -> None:
+def test_etcd_v2_means_etcd_and_is_noted(read: Read) -> None:
     config = read("--rdzv-backend=etcd-v2 --rdzv-endpoint=http://e0:2379 --rdzv-conf=is_host=1 train.py", TOKEN)
     assert config.etcd == Etcd(endpoints=(Address("e0", 2379),), prefix="/ripstop")
     assert config.notes == (
-        "--rdzv-backend=etcd-v2 is etcd here: ripstop speaks etcd's v3 API",
+        "--rdzv-backend=etcd-v2 means etcd: ripstop uses etcd's v3 API",
         "--rdzv-conf is_host has no effect with --rdzv-backend=etcd-v2: etcd elects the host",
     )
 
 
-def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
+def test_timers_are_off_by_default(read: Read, tmp_path: Path) -> None:
     on, at = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
     assert read("train.py", {at: "pipe"}).timer_pipe is None
     assert read("train.py", {on: "1", at: "pipe"}).timer_pipe == Path.cwd() / "pipe"
@@ -428,13 +428,13 @@ def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
     assert made_up is not None and made_up.name.startswith("watchdog_timer_")
     config = read("train.py", {on: "yes"})
     assert config.timer_pipe is None
-    assert config.notes == (f"{on}=yes has no effect: 1 switches timers on",)
+    assert config.notes == (f"{on}=yes has no effect: timers are off; write 1 to enable them",)
 
 
-def test_a_pipe_that_another_agent_reads_is_left_alone(read: Read, tmp_path: Path) -> None:
+def test_a_pipe_in_use_by_another_agent_is_not_used(read: Read, tmp_path: Path) -> None:
     pipe = Pipe(tmp_path / "pipe")
     environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "pipe")}
     config = read("train.py", environ)
     assert config.timer_pipe != tmp_path / "pipe" and config.timer_pipe.parent == tmp_path
-    assert "another agent reads this pipe; this job's is" in config.notes[0]
+    assert "another agent uses this pipe; this job uses" in config.notes[0]
     pipe.close()

@@ -23,13 +23,13 @@ class Pods(JobApi):
         self.seat = seat
         self.shown: list[str] = []
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.shown.append(address)
         if address != self.seat:
             raise ConnectionRefusedError("nobody there")
         return {"round": 7, "target": 4}
 
-    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
+    def scale(self, address: str, token: str, run_id: str, nodes: int) -> None:
         self.shown.append(f"{address} {nodes}")
 
 

@@ -74,7 +74,7 @@ class Talkative(JobApi):
         self.asked = threading.Event()
         self.answers = threading.Event()
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         self.asked.set()
         self.answers.wait(20.0)
         return {"round": 7, "goodput": 0.97}

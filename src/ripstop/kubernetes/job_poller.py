@@ -86,7 +86,7 @@ class JobPoller:
 
     async def _tell(self, size: int) -> bool:
         try:
-            await self._call(self._api.tell, self._seat, *self._secret, size)
+            await self._call(self._api.scale, self._seat, *self._secret, size)
         except Exception as error:  # it is told again when it has been heard
             log.warning("%s could not be told that %d nodes are to train: %s", self._name, size, error)
             return False
@@ -100,7 +100,7 @@ class JobPoller:
         for address in self._in_turn(addresses):
             self._tried = address
             try:
-                self.telemetry = await self._call(self._api.ask, address, *self._secret)
+                self.telemetry = await self._call(self._api.status, address, *self._secret)
                 self._silences = 0
                 return
             except Exception as error:  # whatever it is: the job goes on without
