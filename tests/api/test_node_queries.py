@@ -18,7 +18,7 @@ def test_each_node_has_its_reply_or_an_error() -> None:
         return f"reply of {node}"
 
     found = asyncio.run(ask_all(["a", "b", "c"], ask, 0.05))
-    assert [(node, str(answer)) for node, answer in found.items()] == [
+    assert [(node, str(reply)) for node, reply in found.items()] == [
         ("a", "reply of a"),
         ("b", "it is busy"),
         ("c", "node c did not reply in 0.05 s; try again"),

@@ -32,15 +32,15 @@ def test_a_mistake_starts_nothing_and_exits_with_2() -> None:
     assert wrong.stderr.startswith("ripstop run: error: --nnodes=4:2: ")
 
 
-@pytest.mark.parametrize("words", [["version"], ["--version"]])
-def test_the_version_is_one_line(words: list[str]) -> None:
-    result = python("-m", "ripstop", *words)
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_the_version_is_one_line(arguments: list[str]) -> None:
+    result = python("-m", "ripstop", *arguments)
     assert result.returncode == 0
     assert result.stdout.startswith("ripstop 0.")
 
 
 @pytest.mark.parametrize(
-    ("words", "beginning"),
+    ("arguments", "beginning"),
     [
         ([], "ripstop launches"),
         (["--help"], "ripstop launches"),
@@ -51,9 +51,9 @@ def test_the_version_is_one_line(words: list[str]) -> None:
     ],
 )
 def test_help_is_printed_on_stdout_with_exit_code_0(
-    words: list[str], beginning: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], beginning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out.startswith(beginning)
 
 
@@ -61,8 +61,8 @@ def test_help_is_printed_on_stdout_with_exit_code_0(
 def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
-        assert main([*words, "--help"]) == 0
+    for arguments in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
+        assert main([*arguments, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
     assert max(map(len, help.splitlines())) <= 120

@@ -60,21 +60,21 @@ BASH_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), [*CASES, *BASH_CASES])
-def test_bash_completes(line: str, words: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "expected"), [*CASES, *BASH_CASES])
+def test_bash_completes(line: str, expected: set[str], tmp_path: Path) -> None:
     out = run([shell("bash"), "--norc", "-c", BASH, "bash", *line.split(" ")], tmp_path)
-    assert set(out.rstrip("\n").split("\n")) == words
+    assert set(out.rstrip("\n").split("\n")) == expected
 
 
 def test_bash_completes_after_an_equals_sign(tmp_path: Path) -> None:
-    words = ["ripstop", "run", "--start-method", "=", "z"]  # as bash cuts them
-    assert run([shell("bash"), "--norc", "-c", BASH, "bash", *words], tmp_path) == "zygote\n"
+    typed = ["ripstop", "run", "--start-method", "=", "z"]  # as bash splits it
+    assert run([shell("bash"), "--norc", "-c", BASH, "bash", *typed], tmp_path) == "zygote\n"
 
 
-@pytest.mark.parametrize(("line", "words"), CASES)
-def test_fish_completes(line: str, words: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "expected"), CASES)
+def test_fish_completes(line: str, expected: set[str], tmp_path: Path) -> None:
     out = run([shell("fish"), "-c", f"python -m ripstop completion fish | source; complete -C '{line}'"], tmp_path)
-    assert {found.split("\t")[0] for found in out.split()} == words
+    assert {found.split("\t")[0] for found in out.split()} == expected
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from ripstop.model.round import Address, RankBy
 
 
 def test_flags_set_the_endpoint_the_job_and_its_limits() -> None:
-    words = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h"
+    arguments = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h"
     conf = "--rdzv_conf=lease=1,rank_by=slot,target=3"
-    assert configure([*words.split(), conf], {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
+    assert configure([*arguments.split(), conf], {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
         run_id="job7",
         endpoint=Address("head", 29400),
         min_nodes=2,
@@ -36,8 +36,8 @@ def test_a_coordinator_without_a_secret_warns() -> None:
 
 
 def test_events_are_written_to_the_log_directory_if_there_is_one() -> None:
-    def log_dir(words: str) -> Path | None:
-        config = configure(["--rdzv-endpoint=head", *words.split()], {})
+    def log_dir(arguments: str) -> Path | None:
+        config = configure(["--rdzv-endpoint=head", *arguments.split()], {})
         assert config is not None
         return config.log_dir
 

@@ -22,8 +22,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-def dry(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["run", "--dry-run", *words.split()]) == 0
+def dry(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["run", "--dry-run", *arguments.split()]) == 0
     return capsys.readouterr().out
 
 

@@ -18,9 +18,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
-    def read(text: str, words: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
+    def read(text: str, arguments: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
         (tmp_path / "job.toml").write_text(text)
-        config = configure(["--config=job.toml", *words.split()], environ or {})
+        config = configure(["--config=job.toml", *arguments.split()], environ or {})
         assert config is not None
         return config
 
@@ -45,7 +45,7 @@ def test_a_file_can_set_all_flags(read: Read) -> None:
         join_timeout = 60
         lease = 1.5
     """
-    config = read(text, words="")
+    config = read(text, arguments="")
     assert config.entry == Script("train.py", ("--lr", "0.1"))
     assert (config.slots, config.budget.max_restarts, config.budget.window) == (4, 3, 3600.0)
     assert config.timing == Timing(join=60.0, lease=1.5, shutdown=2.5)
@@ -57,7 +57,7 @@ def test_a_file_can_set_all_flags(read: Read) -> None:
 
 
 def test_a_module_can_be_the_program(read: Read) -> None:
-    assert read('module = true\nscript = "pkg.train"', words="").entry == Module("pkg.train")
+    assert read('module = true\nscript = "pkg.train"', arguments="").entry == Module("pkg.train")
 
 
 def test_flags_win_over_variables_and_these_over_the_file(read: Read) -> None:

@@ -1,4 +1,4 @@
-"""`ripstop kube`, as far as no cluster is needed."""
+"""`ripstop kube` without a cluster."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_torchruns_command_line_is_a_job() -> None:
     }
 
 
-def test_what_is_not_said_is_as_torchrun_has_it() -> None:
+def test_defaults_are_torchruns() -> None:
     found = spec("train.py")
     assert {name: found[name] for name in ("minReplicas", "maxReplicas", "nprocPerNode", "maxRestarts")} == {
         "minReplicas": 1,
@@ -93,13 +93,13 @@ def test_a_flag_is_a_field(line: str, field: str, value: object) -> None:
     assert spec(line)[field] == value
 
 
-def test_what_is_a_pods_own_affair_is_in_its_command() -> None:
+def test_flags_of_a_pods_own_processes_are_in_its_command() -> None:
     line = "-m --tee=3 --start_method exec --virtual-local-rank --nnodes=2 pkg.train a --tee"
     command = ["ripstop", "run", "--module", "--start-method=exec", "--virtual-local-rank", "--tee=3"]
     assert trainer(f"--name=t {line}")["command"] == [*command, "pkg.train", "a", "--tee"]
 
 
-def test_what_a_pod_needs_it_is_given() -> None:
+def test_resources_are_those_of_the_flags() -> None:
     found = trainer("--gpus=2 --cpus=8 --memory=64Gi --shared-memory=8Gi --env=A=1,B=x t.py")
     limits = {"nvidia.com/gpu": 2, "cpu": "8", "memory": "64Gi"}
     assert found["resources"] == {"limits": limits, "requests": limits}
@@ -148,7 +148,7 @@ def test_a_stateful_sets_pods_meet_at_the_first_and_stay_when_the_job_is_over() 
         "rank_by=slot",
         "1",
     )
-    assert "livenessProbe" not in body["template"]["spec"]["containers"][0], "an agent that lingers does not answer"
+    assert "livenessProbe" not in body["template"]["spec"]["containers"][0], "an agent that lingers serves no probes"
     assert body["selector"]["matchLabels"].items() <= body["template"]["metadata"]["labels"].items()
     assert found["Service"]["spec"]["publishNotReadyAddresses"]
     assert found["Secret"]["stringData"] == {"token": "t0ken"}
@@ -168,7 +168,7 @@ def test_a_secret_that_is_named_is_not_made() -> None:
 
 @pytest.mark.parametrize("version", ["1.28", "1.34"])
 @pytest.mark.parametrize("kind", ["statefulset", "job"])
-def test_newer_clusters_take_it(kind: str, version: str) -> None:
+def test_the_objects_are_valid_in_several_versions_of_kubernetes(kind: str, version: str) -> None:
     for item in parts(kind, f"--gpus=8 --shared-memory=8Gi {TORCHRUN}").values():
         kubernetes_validate.validate(item, version, strict=True)
 
@@ -177,7 +177,7 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "word"),
+    ("line", "message"),
     [
         ("", "kube nonsense: unknown command; write one of render, submit,"),
         ("render train.py", "--image is missing; write --image=REGISTRY/NAME:TAG"),
@@ -216,12 +216,12 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
         ("stacks", "kube stacks: an argument is missing; write ripstop kube stacks NAME [RANK]"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(line: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", *(line.split() or ["nonsense"])]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("ripstop kube: error: ")
-    assert word in said.err
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("ripstop kube: error: ")
+    assert message in printed.err
 
 
 @pytest.mark.parametrize("command", [["--help"], [], ["render", "--help"], ["logs", "-h"]])
@@ -232,8 +232,8 @@ def test_help_is_printed(command: list[str], capsys: pytest.CaptureFixture[str])
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["kube"])
-    said = capsys.readouterr().out
-    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
+    usage = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n  {name} " not in usage] == []
 
 
 def test_rendering_needs_no_package_and_no_cluster() -> None:

@@ -23,8 +23,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def error_of(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -> str:
-    assert main([command, *words.split()]) == 2
+def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = "run") -> str:
+    assert main([command, *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"ripstop {command}: error: ")
@@ -33,7 +33,7 @@ def error_of(words: str, capsys: pytest.CaptureFixture[str], command: str = "run
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ("", "no script; write it after the flags: ripstop run … train.py"),
         ("--standalone", "no script; write it after the flags: ripstop run … train.py"),
@@ -325,9 +325,9 @@ def error_of(words: str, capsys: pytest.CaptureFixture[str], command: str = "run
     ],
 )
 def test_a_mistake_is_one_line_with_rule_value_and_remedy(
-    words: str, line: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert error_of(words, capsys) == line
+    assert error_of(arguments, capsys) == line
 
 
 def test_a_plugin_that_is_not_installed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +344,7 @@ def test_a_missing_script_is_named_with_its_directory(
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "line"),
+    ("environ", "arguments", "line"),
     [
         ({"PET_NNODES": "x"}, "train.py", "PET_NNODES=x: not a whole number; write PET_NNODES=4 or PET_NNODES=2:4"),
         (
@@ -427,18 +427,18 @@ def test_a_missing_script_is_named_with_its_directory(
 )
 def test_a_mistake_in_a_variable_is_named_by_the_variable(
     environ: dict[str, str],
-    words: str,
+    arguments: str,
     line: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert error_of(words, capsys) == line
+    assert error_of(arguments, capsys) == line
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ("", "--rdzv-endpoint is missing; write --rdzv-endpoint=HOST[:PORT], the address to listen on"),
         ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no script; pass it to ripstop run"),
@@ -454,8 +454,10 @@ def test_a_mistake_in_a_variable_is_named_by_the_variable(
         ),
     ],
 )
-def test_a_coordinators_mistakes_have_the_same_form(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of(words, capsys, command="coordinator") == line
+def test_a_coordinators_mistakes_have_the_same_form(
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error_of(arguments, capsys, command="coordinator") == line
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
-    def read(words: str, environ: dict[str, str] | None = None) -> RunConfig:
-        config = configure(words.split(), environ or {})
+    def read(arguments: str, environ: dict[str, str] | None = None) -> RunConfig:
+        config = configure(arguments.split(), environ or {})
         assert config is not None
         return config
 
@@ -68,7 +68,7 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "value"),
+    ("arguments", "field", "value"),
     [
         ("--nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=h", "min_nodes", 3),
         ("--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=h", "max_nodes", 4),
@@ -126,12 +126,12 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--virtual-local-rank", "virtual_local_rank", True),
     ],
 )
-def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object) -> None:
-    assert getattr(read(f"{words} train.py", TOKEN), field) == value
+def test_a_flag_sets_its_field(read: Read, arguments: str, field: str, value: object) -> None:
+    assert getattr(read(f"{arguments} train.py", TOKEN), field) == value
 
 
 @pytest.mark.parametrize(
-    ("words", "entry"),
+    ("arguments", "entry"),
     [
         ("train.py --lr 0.1 --nnodes 7", Script("train.py", ("--lr", "0.1", "--nnodes", "7"))),
         ("-m pkg.train -x", Module("pkg.train", ("-x",))),
@@ -141,8 +141,8 @@ def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object
         ("--run-path --no-python -m train.py", Script("train.py")),
     ],
 )
-def test_what_to_run_follows_the_flags(read: Read, words: str, entry: object) -> None:
-    assert read(words).entry == entry
+def test_flags_select_the_entrypoint(read: Read, arguments: str, entry: object) -> None:
+    assert read(arguments).entry == entry
 
 
 def test_another_python_than_ours_runs_the_script_as_a_program(read: Read) -> None:
@@ -158,18 +158,18 @@ def test_streams_are_chosen_for_all_workers_or_by_local_rank(read: Read) -> None
     assert [logs.tee.of(rank) for rank in (0, 1, 2)] == [OutputStreams.OUT, OutputStreams.ERR, OutputStreams.NONE]
 
 
-def test_the_console_shows_the_workers_that_were_asked_for(read: Read) -> None:
+def test_a_filter_selects_the_workers_on_the_console(read: Read) -> None:
     assert read("--nproc-per-node=4 --local-ranks-filter=0,2 train.py").logs.shown == {0, 2}
     assert read("train.py").logs.shown is None
 
 
-def test_lines_are_filtered_by_words_and_a_comma_in_one_is_written_twice(read: Read) -> None:
+def test_filters_are_separated_by_commas_and_a_doubled_comma_is_a_comma(read: Read) -> None:
     logs = read("-t3 --duplicate-stdout-filters=apple,a,,b --duplicate_stderr_filters x train.py").logs
     assert logs.stdout_filters == ("apple", "a,b")
     assert logs.stderr_filters == ("x",)
 
 
-def test_lines_have_the_prefix_that_torchs_variable_says(read: Read) -> None:
+def test_torchs_variable_sets_the_prefix_of_lines(read: Read) -> None:
     environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]:"}
     assert read("-t3 train.py", environ).logs.prefix == "[${rank}]:"
 
@@ -178,11 +178,11 @@ def test_lines_have_the_prefix_that_torchs_variable_says(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     ["", "--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-backend=c10d --rdzv-endpoint=localhost:0"],
 )
-def test_a_node_without_a_usable_endpoint_is_a_single_node(read: Read, words: str) -> None:
-    config = read(f"{words} train.py")
+def test_a_node_without_a_usable_endpoint_is_a_single_node(read: Read, arguments: str) -> None:
+    config = read(f"{arguments} train.py")
     assert (config.backend, config.endpoint, config.store_port) == (Backend.LOCAL, None, 0)
 
 
@@ -190,9 +190,9 @@ def test_an_endpoint_makes_a_single_node_a_job_that_spares_can_join(read: Read) 
     assert read(f"{C10D} train.py").backend is Backend.COORDINATOR
 
 
-@pytest.mark.parametrize("words", ["--master-port=4321", "--rdzv-endpoint=127.0.0.1:4321"])
-def test_a_single_static_node_has_its_store_at_the_port_that_was_asked_for(read: Read, words: str) -> None:
-    config = read(f"{words} train.py")
+@pytest.mark.parametrize("arguments", ["--master-port=4321", "--rdzv-endpoint=127.0.0.1:4321"])
+def test_a_single_static_node_has_its_store_at_the_given_port(read: Read, arguments: str) -> None:
+    config = read(f"{arguments} train.py")
     assert (config.backend, config.store_port) == (Backend.LOCAL, 4321)
 
 
@@ -216,7 +216,7 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "number", "label"),
+    ("arguments", "environ", "number", "label"),
     [
         ("rank_by=join", {}, None, ""),
         ("rank_by=address", {"SLURM_NODEID": "3"}, None, ""),
@@ -228,10 +228,10 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
     ],
 )
 def test_a_node_has_its_key_for_the_rank_order(
-    read: Read, words: str, environ: dict[str, str], number: int | None, label: str
+    read: Read, arguments: str, environ: dict[str, str], number: int | None, label: str
 ) -> None:
-    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={words} train.py", {**TOKEN, **environ})
-    assert config.rank_by == words.split()[0].removeprefix("rank_by=")
+    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={arguments} train.py", {**TOKEN, **environ})
+    assert config.rank_by == arguments.split()[0].removeprefix("rank_by=")
     assert (config.node_number, config.node_label) == (number, label)
     assert config.notes == ()
 
@@ -258,7 +258,7 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "note"),
+    ("arguments", "note"),
     [
         ("--standalone --rdzv-endpoint=h:1", "--rdzv-endpoint has no effect with --standalone"),
         ("--standalone --rdzv-backend=c10d", "--rdzv-backend has no effect with --standalone"),
@@ -293,9 +293,9 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: using 1 for each of the 2 workers"),
     ],
 )
-def test_a_flag_without_effect_is_noted(read: Read, tmp_path: Path, words: str, note: str) -> None:
+def test_a_flag_without_effect_is_noted(read: Read, tmp_path: Path, arguments: str, note: str) -> None:
     (tmp_path / "train.py").chmod(0o755)
-    config = read(f"{words} train.py", {**TOKEN, "PATH": str(tmp_path)})
+    config = read(f"{arguments} train.py", {**TOKEN, "PATH": str(tmp_path)})
     assert note in " | ".join(config.notes)
 
 
@@ -304,7 +304,7 @@ def test_a_plain_command_line_has_no_notes(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "note"),
+    ("environ", "arguments", "note"),
     [
         ({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}, "", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE has no effect"),
         ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect with --run-path"),
@@ -312,10 +312,10 @@ def test_a_plain_command_line_has_no_notes(read: Read) -> None:
     ],
 )
 def test_a_variable_without_effect_is_noted(
-    read: Read, tmp_path: Path, environ: dict[str, str], words: str, note: str
+    read: Read, tmp_path: Path, environ: dict[str, str], arguments: str, note: str
 ) -> None:
     (tmp_path / "train.py").chmod(0o755)
-    assert note in " | ".join(read(f"{words} train.py", {**environ, "PATH": str(tmp_path)}).notes)
+    assert note in " | ".join(read(f"{arguments} train.py", {**environ, "PATH": str(tmp_path)}).notes)
 
 
 # variables ----------------------------------------------------------------------------------------------------------
