@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from ripstop.cli.options.flags import HelpRequested
 from ripstop.model.errors import RipstopError, UsageError
 
 USAGE = """\
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         return _dispatch(name, rest, with_handler)
+    except HelpRequested as help:
+        print(help, end="")
+        return 0
     except RipstopError as error:
         prefix = f"ripstop {name}" if name in COMMANDS and name not in SELF_NAMING else "ripstop"
         print(f"{prefix}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
@@ -85,8 +89,7 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
     if sys.platform == "win32":
         raise UsageError("ripstop needs fork and POSIX signals, which Windows does not have; use Linux or WSL")
     if name in ("--help", "-h", "help"):
-        print(USAGE, end="")
-        return 0
+        raise HelpRequested(USAGE)
     name = "version" if name == "--version" else name
     if name not in COMMANDS:
         remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run …; ripstop --help lists the commands"

@@ -19,7 +19,7 @@ from msgspec import Struct
 from ripstop.api import client
 from ripstop.api.registry import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, pairs, secret, tls, word
@@ -81,12 +81,10 @@ class ParsedCommand(Struct, frozen=True):
 
 def parse_command(
     command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = JOB_FLAGS, max_positional: int = 0
-) -> ParsedCommand | None:
-    """Parse the command line; None if it asks for help, which is printed."""
+) -> ParsedCommand:
     args, positional = parse_mixed(flags, argv)
     if "--help" in args:
-        print(help, end="")
-        return None
+        raise HelpRequested(help)
     if len(positional) > max_positional:
         raise UsageError(f"{positional[max_positional]}: unexpected argument; see ripstop {command} --help")
     return ParsedCommand(args, positional)

@@ -6,7 +6,7 @@ The script is generated from the flags.  After the training script's name it com
 from collections.abc import Iterable, Mapping, Sequence
 
 from ripstop.cli import COMMANDS
-from ripstop.cli.options.flags import Flag
+from ripstop.cli.options.flags import Flag, HelpRequested
 from ripstop.model.errors import UsageError
 
 HELP = """\
@@ -80,8 +80,7 @@ complete -c ripstop -n '__fish_seen_subcommand_from completion' -f -a '@SHELLS@'
 
 def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
+        raise HelpRequested(HELP)
     if len(argv) > 1 or argv[0] not in SHELLS:
         raise UsageError(f"completion {' '.join(argv)}: unknown shell; write {', '.join(SHELLS)}")
     print(script(argv[0]), end="")

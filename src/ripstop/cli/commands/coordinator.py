@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ripstop.cli.options.flags import Flag, parse
+from ripstop.cli.options.flags import Flag, HelpRequested, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.model.errors import UsageError
@@ -48,8 +48,7 @@ FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 def main(argv: Sequence[str]) -> int:
     if (config := configure(argv, os.environ)) is None:
-        print(HELP, end="")
-        return 0
+        raise HelpRequested(HELP)
     from ripstop.launch import coordinate
 
     return coordinate(config)

@@ -14,8 +14,7 @@ shows, or an unambiguous prefix of one.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("drain", argv, HELP, max_positional=1)) is None:
-        return 0
+    command = parse_command("drain", argv, HELP, max_positional=1)
     if not command.positional:
         raise UsageError("NODE is missing; write ripstop drain NODE; ripstop status lists the nodes")
     target = find_job(command.args)

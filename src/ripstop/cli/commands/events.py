@@ -30,8 +30,7 @@ IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("events", argv, HELP, FLAGS)) is None:
-        return 0
+    command = parse_command("events", argv, HELP, FLAGS)
     since = whole("--since", command.args.text("--since", "0"), least=0, most=2**53)
     target = find_job(command.args)
     for event in follow_events(target, since) if "--follow" in command.args else _past_events(target, since):

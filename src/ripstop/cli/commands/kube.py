@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ripstop.cli.kube import cluster, job
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse_mixed
 from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.kubernetes.to_yaml import to_yaml
 from ripstop.model.errors import UsageError
@@ -63,8 +63,7 @@ INSTALL_TIMEOUT_S, MAX_TIMEOUT_S = 120, 86_400
 def main(argv: Sequence[str]) -> int:
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
+        raise HelpRequested(USAGE)
     if command not in COMMANDS:
         raise UsageError(f"kube {command}: unknown command; write one of {', '.join(COMMANDS)}")
     return COMMANDS[command](rest)
@@ -73,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def _render(argv: Sequence[str]) -> int:
     args = job.parse_arguments(argv, (JSON,))
     if "--help" in args:
-        print(RENDER, end="")
-        return 0
+        raise HelpRequested(RENDER)
     objects = job.objects(args, secrets.token_urlsafe(32))
     if "--json" in args:
         content = objects[0] if len(objects) == 1 else {"apiVersion": "v1", "kind": "List", "items": objects}
@@ -87,8 +85,7 @@ def _render(argv: Sequence[str]) -> int:
 def _submit(argv: Sequence[str]) -> int:
     args = job.parse_arguments(argv, (FILE, CONTEXT))
     if "--help" in args:
-        print(RENDER, end="")
-        return 0
+        raise HelpRequested(RENDER)
     if "--file" in args and (args.program or args.texts.keys() - {"--file", "--namespace", "--context"}):
         raise UsageError("--file and a command line both describe a job; remove one of them")
     objects = [] if "--file" in args else job.objects(args, secrets.token_urlsafe(32))
@@ -98,16 +95,12 @@ def _submit(argv: Sequence[str]) -> int:
 
 def _status(argv: Sequence[str]) -> int:
     args, names = _parse("status", argv, (JSON,), most=1)
-    if args is None:
-        return 0
     _require("kubernetes")
     return cluster.status(args, names[0] if names else "", as_json="--json" in args)
 
 
 def _logs(argv: Sequence[str]) -> int:
     args, names = _parse("logs", argv, (FOLLOW, TAIL), least=1, most=2)
-    if args is None:
-        return 0
     slot = whole("SLOT", names[1], least=0, most=2**31) if len(names) > 1 else None
     tail = whole("--tail", args.text("--tail", "100"), least=0, most=MAX_TAIL_LINES)
     _require("kubernetes")
@@ -116,8 +109,6 @@ def _logs(argv: Sequence[str]) -> int:
 
 def _stacks(argv: Sequence[str]) -> int:
     args, names = _parse("stacks", argv, (), least=1, most=2)
-    if args is None:
-        return 0
     ranks = [str(whole("RANK", rank, least=0, most=2**31)) for rank in names[1:]]
     _require("kubernetes")
     return cluster.stacks(args, names[0], ranks)
@@ -125,8 +116,6 @@ def _stacks(argv: Sequence[str]) -> int:
 
 def _scale(argv: Sequence[str]) -> int:
     args, names = _parse("scale", argv, (), least=2, most=2)
-    if args is None:
-        return 0
     replicas = whole("N", names[1], least=1, most=2**31 - 1)
     _require("kubernetes")
     return cluster.scale(args, names[0], replicas)
@@ -134,16 +123,12 @@ def _scale(argv: Sequence[str]) -> int:
 
 def _delete(argv: Sequence[str]) -> int:
     args, names = _parse("delete", argv, (), least=1, most=1)
-    if args is None:
-        return 0
     _require("kubernetes")
     return cluster.delete(args, names[0])
 
 
 def _install(argv: Sequence[str]) -> int:
     args, _ = _parse("install", argv, (IMAGE, DRY_RUN, TIMEOUT))
-    if args is None:
-        return 0
     from ripstop.kubernetes import deploy
     from ripstop.kubernetes.manifests import HOME as HOME_NAMESPACE
 
@@ -158,8 +143,6 @@ def _install(argv: Sequence[str]) -> int:
 
 def _operator(argv: Sequence[str]) -> int:
     args, _ = _parse("operator", argv, (HOME, HEALTH))
-    if args is None:
-        return 0
     _require("kubernetes", "kopf")
     return cluster.operate(args)
 
@@ -187,12 +170,11 @@ def _require(*packages: str) -> None:
 
 def _parse(
     command: str, argv: Sequence[str], flags: Sequence[Flag], least: int = 0, most: int = 0
-) -> tuple[ParsedArguments | None, tuple[str, ...]]:
-    """Flags and names in any order; None if the command line asks for help, which is printed."""
+) -> tuple[ParsedArguments, tuple[str, ...]]:
+    """Flags and names in any order."""
     args, names = parse_mixed((*CLUSTER_FLAGS, *flags), argv)
     if "--help" in args:
-        print(USAGE, end="")
-        return None, ()
+        raise HelpRequested(USAGE)
     if not least <= len(names) <= most:
         usage = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
         problem = f"{names[most]}: unexpected argument" if len(names) > most else "an argument is missing"

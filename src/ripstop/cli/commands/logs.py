@@ -44,8 +44,7 @@ STREAMS = ("stdout", "stderr")
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("logs", argv, HELP, FLAGS, max_positional=1)) is None:
-        return 0
+    command = parse_command("logs", argv, HELP, FLAGS, max_positional=1)
     args = command.args
     rank = whole("RANK", command.positional[0], least=0, most=2**31) if command.positional else None
     tail = whole("--tail", args.text("--tail", "100"), least=0, most=MAX_TAIL_LINES)

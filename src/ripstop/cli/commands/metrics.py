@@ -12,8 +12,7 @@ Prints a job's metrics in Prometheus' text format: its history, its state, and t
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("metrics", argv, HELP)) is None:
-        return 0
+    command = parse_command("metrics", argv, HELP)
     text = get_text(find_job(command.args), "/metrics")
     if command.as_json:
         print_json({"metrics": text})

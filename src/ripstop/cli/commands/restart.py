@@ -12,7 +12,6 @@ Restarts all workers of a job on the same nodes, as a new round.  Does not count
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("restart", argv, HELP)) is None:
-        return 0
+    command = parse_command("restart", argv, HELP)
     command.print_result(post(find_job(command.args), "/restart"))
     return 0

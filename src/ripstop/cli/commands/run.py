@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options import handlers
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse
+from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse
 from ripstop.cli.options.health import health
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
 from ripstop.cli.options.output import event_handler, logs
@@ -171,8 +171,7 @@ FLAGS = (
 def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     args = _parse(argv, os.environ)
     if "--help" in args:
-        print(HELP, end="")
-        return 0
+        raise HelpRequested(HELP)
     config = _configuration(args, os.environ)
     if "--dry-run" in args:
         from ripstop.cli.dry_run import describe

@@ -16,8 +16,7 @@ takes spares and new nodes.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("scale", argv, HELP, max_positional=1)) is None:
-        return 0
+    command = parse_command("scale", argv, HELP, max_positional=1)
     if not command.positional:
         raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
     nodes = whole("N", command.positional[0], least=1, most=MOST_NODES)

@@ -18,8 +18,7 @@ they are in.
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("stacks", argv, HELP, max_positional=1)) is None:
-        return 0
+    command = parse_command("stacks", argv, HELP, max_positional=1)
     rank = whole("RANK", command.positional[0], least=0, most=2**31) if command.positional else None
     reply = get(find_job(command.args), "/stacks", rank=rank)
     if command.as_json:

@@ -13,8 +13,7 @@ Shows a job's phase, round, nodes and ranks, and its goodput if workers report t
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("status", argv, HELP)) is None:
-        return 0
+    command = parse_command("status", argv, HELP)
     status = get(find_job(command.args), "/status")
     if command.as_json:
         print_json(status)

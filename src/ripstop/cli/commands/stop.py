@@ -17,7 +17,6 @@ FLAGS = (*JOB_FLAGS, Flag("--why", "TEXT", from_environment=False))
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("stop", argv, HELP, FLAGS)) is None:
-        return 0
+    command = parse_command("stop", argv, HELP, FLAGS)
     command.print_result(post(find_job(command.args), "/stop", why=command.args.text("--why")))
     return 0

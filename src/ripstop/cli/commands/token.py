@@ -22,8 +22,7 @@ FLAGS = BASIC_FLAGS
 
 
 def main(argv: Sequence[str]) -> int:
-    if (command := parse_command("token", argv, HELP, FLAGS)) is None:
-        return 0
+    command = parse_command("token", argv, HELP, FLAGS)
     job_secret, _ = secret(os.environ)
     if not job_secret:
         raise UsageError("the token is derived from the job's secret; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")

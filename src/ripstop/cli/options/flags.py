@@ -17,6 +17,10 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import truth
 
 
+class HelpRequested(Exception):
+    """The command line asks for help; the argument is the text to print."""
+
+
 class Flag(Struct, frozen=True):
     """One flag.  `metavar` names its value in the help; "" for a switch.
 
