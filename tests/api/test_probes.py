@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ripstop.api.probes import LONGEST, MOST, answer, listen, serve
+from ripstop.api.probes import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen, reply, serve
 from ripstop.model.errors import UsageError
 
 
@@ -19,19 +19,19 @@ from ripstop.model.errors import UsageError
         ("GET /healthz?verbose", "", 200, "ok"),
         ("GET /readyz", "", 200, "ok"),
         ("GET /readyz", "it is warming up", 503, "it is warming up"),
-        ("GET /metrics", "", 404, "there are /livez and /readyz"),
-        ("POST /readyz", "", 405, "only GET makes sense here"),
-        ("\xff", "", 404, "there are /livez and /readyz"),
+        ("GET /metrics", "", 404, "no such path; use /livez or /readyz"),
+        ("POST /readyz", "", 405, "use GET"),
+        ("\xff", "", 404, "no such path; use /livez or /readyz"),
     ],
 )
-def test_what_is_answered(request_line: str, unready: str, status: int, text: str) -> None:
-    head, _, body = answer(f"{request_line} HTTP/1.1\r\n\r\n".encode("latin-1"), lambda: unready).partition(b"\r\n\r\n")
+def test_a_request_gets_this_reply(request_line: str, unready: str, status: int, text: str) -> None:
+    head, _, body = reply(f"{request_line} HTTP/1.1\r\n\r\n".encode("latin-1"), lambda: unready).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     assert body.decode() == f"{text}\n"
 
 
 def test_a_head_request_gets_no_body() -> None:
-    assert answer(b"HEAD /livez HTTP/1.1\r\n\r\n", str).endswith(b"\r\n\r\n")
+    assert reply(b"HEAD /livez HTTP/1.1\r\n\r\n", str).endswith(b"\r\n\r\n")
 
 
 async def ask(port: int, request: bytes) -> bytes:
@@ -47,7 +47,7 @@ async def ask(port: int, request: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[int]:
-    """The port where probes are answered."""
+    """The port of the probes."""
     listening = listen("--probe-port", "127.0.0.1", 0)
     serving = asyncio.create_task(serve(listening, str))
     try:
@@ -57,25 +57,25 @@ async def serving() -> AsyncIterator[int]:
         await asyncio.wait([serving])
 
 
-def test_probes_are_answered_however_many_connections_are_silent() -> None:
+def test_probes_are_served_with_many_silent_connections() -> None:
     async def talk() -> list[bytes]:
         async with serving() as port:
             silent = []
-            answers = []
+            replies = []
             for _ in range(4):
-                silent += [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
-                answers.append(await ask(port, b"GET /livez HTTP/1.1\r\n\r\n"))
-            for reader, _ in silent[:MOST]:  # they made room
+                silent += [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+                replies.append(await ask(port, b"GET /livez HTTP/1.1\r\n\r\n"))
+            for reader, _ in silent[:MAX_CONNECTIONS]:  # closed for newer ones
                 with contextlib.suppress(ConnectionError):
                     assert await reader.read() == b""
             for _, writer in silent:
                 writer.close()
-            return [answer[:12] for answer in answers]
+            return [reply[:12] for reply in replies]
 
     assert asyncio.run(asyncio.wait_for(talk(), 20)) == 4 * [b"HTTP/1.1 200"]
 
 
-def test_a_connection_that_says_nothing_is_ended() -> None:
+def test_a_silent_connection_is_closed() -> None:
     async def talk() -> None:
         async with serving() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -86,10 +86,10 @@ def test_a_connection_that_says_nothing_is_ended() -> None:
     asyncio.run(asyncio.wait_for(talk(), 20))
 
 
-def test_a_request_that_is_too_long_is_ended_and_the_next_one_answered() -> None:
+def test_a_request_that_is_too_long_is_closed_and_the_next_one_served() -> None:
     async def talk() -> list[bytes]:
         async with serving() as port:
-            too_long = await ask(port, b"GET /livez HTTP/1.1\r\nX: " + b"x" * 2 * LONGEST + b"\r\n\r\n")
+            too_long = await ask(port, b"GET /livez HTTP/1.1\r\nX: " + b"x" * 2 * MAX_REQUEST_BYTES + b"\r\n\r\n")
             return [too_long, (await ask(port, b"GET /livez HTTP/1.1\r\n\r\n"))[:12]]
 
     assert asyncio.run(asyncio.wait_for(talk(), 20)) == [b"", b"HTTP/1.1 200"]
@@ -109,21 +109,21 @@ def test_a_request_may_come_in_pieces() -> None:
     assert asyncio.run(asyncio.wait_for(talk(), 20)) == b"HTTP/1.1 200"
 
 
-def test_only_the_given_address_is_listened_at() -> None:
+def test_only_the_given_address_listens() -> None:
     with listen("--probe-port", "127.0.0.2", 0) as listening:
         assert listening.getsockname()[0] == "127.0.0.2"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", listening.getsockname()[1]))
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"^--probe-port={port}: cannot be listened on here .*choose a port"):
+        with pytest.raises(UsageError, match=rf"^--probe-port={port}: cannot listen on this port .*choose a free"):
             listen("--probe-port", "127.0.0.1", port)
 
 
-def test_without_an_address_all_are_listened_at() -> None:
+def test_without_a_host_all_addresses_listen() -> None:
     with listen("--probe-port", None, 0) as listening:
         port = listening.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()

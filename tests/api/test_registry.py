@@ -1,4 +1,4 @@
-"""Which jobs run on this machine: agents say so for as long as they live, and no longer."""
+"""The registry of jobs: an agent's file exists as long as the agent."""
 
 import fcntl
 import multiprocessing
@@ -12,35 +12,35 @@ import pytest
 from ripstop.api.registry import JobRecord, Registration, job_records, socket_address
 
 
-def sign(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:
+def record(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:
     return JobRecord(run_id, "node", os.getpid(), since, **more)  # type: ignore[arg-type]
 
 
-def test_what_is_said_is_found_until_it_is_taken_back(tmp_path: Path) -> None:
+def test_a_record_is_found_until_it_is_closed(tmp_path: Path) -> None:
     late, early = Registration(tmp_path, "a"), Registration(tmp_path, "b")
-    late.say(sign("late", since=2.0))
-    early.say(sign("early", since=1.0, endpoint="head:29400", token="t"))
+    late.write(record("late", since=2.0))
+    early.write(record("early", since=1.0, endpoint="head:29400", token="t"))
     assert job_records(tmp_path) == [
-        sign("early", since=1.0, endpoint="head:29400", token="t"),
-        sign("late", since=2.0),
+        record("early", since=1.0, endpoint="head:29400", token="t"),
+        record("late", since=2.0),
     ]
-    late.say(sign("moved", since=3.0))
+    late.write(record("moved", since=3.0))
     assert [found.run_id for found in job_records(tmp_path)] == ["early", "moved"]
     late.close(), early.close()
     assert job_records(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_this_user_can_read_it_and_it_does_not_print_its_token(tmp_path: Path) -> None:
-    Registration(tmp_path, "a").say(sign(token="t0ken"))
+def test_only_this_user_can_read_a_record_and_its_token_is_not_printed(tmp_path: Path) -> None:
+    Registration(tmp_path, "a").write(record(token="t0ken"))
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
-    assert "t0ken" not in repr(sign(token="t0ken"))
+    assert "t0ken" not in repr(record(token="t0ken"))
 
 
-def test_what_a_killed_agent_left_is_removed_with_its_socket(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_agent_is_removed_with_its_socket(tmp_path: Path) -> None:
     def agent(ready: "multiprocessing.synchronize.Event") -> None:
         kept = Registration(tmp_path, "a")
-        kept.say(sign())
+        kept.write(record())
         (tmp_path / "a.sock").touch()
         ready.set()
         signal.pause()
@@ -59,18 +59,18 @@ def test_what_a_killed_agent_left_is_removed_with_its_socket(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_written_anew_while_somebody_reads_it_is_left_with_its_socket(
+def test_a_file_that_is_replaced_during_a_read_is_kept_with_its_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Registration(tmp_path, "a")
-    kept.say(sign("before"))
+    kept.write(record("before"))
     (tmp_path / "a.sock").touch()
     flock = fcntl.flock
 
     def after_a_moment(file: int, how: int) -> None:
         if how & fcntl.LOCK_SH:  # the reader has opened it
             monkeypatch.undo()
-            kept.say(sign("after"))
+            kept.write(record("after"))
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", after_a_moment)
@@ -82,7 +82,7 @@ def test_a_file_that_is_written_anew_while_somebody_reads_it_is_left_with_its_so
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b'{"run_id": "job"}', b'{"run_id": 1, "node": 2, "pid": 3, "since": 4}']
 )
-def test_a_file_that_says_nothing_is_nobodys_sign(tmp_path: Path, text: bytes) -> None:
+def test_an_invalid_file_is_no_record(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(text)
     with path.open("rb") as file:
@@ -90,7 +90,7 @@ def test_a_file_that_says_nothing_is_nobodys_sign(tmp_path: Path, text: bytes) -
         assert job_records(tmp_path) == []
 
 
-def test_a_socket_may_be_deeper_than_addresses_reach(tmp_path: Path) -> None:
+def test_a_socket_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
     directory = tmp_path / ("d" * 120)
     directory.mkdir()
     with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as caller:

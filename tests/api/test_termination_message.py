@@ -1,17 +1,17 @@
 import json
 
-from ripstop.api.termination_message import MOST, termination_message
+from ripstop.api.termination_message import MAX_BYTES, termination_message
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
 
 FAILURE = Failure(3, 1, 2, "host-b", 5.0, exitcode=7, message="no such file")
 
 
-def test_an_agent_that_leaves_says_so() -> None:
+def test_an_agent_that_leaves_reports_it() -> None:
     assert json.loads(termination_message("SIGTERM", None)) == {"outcome": "left", "why": "SIGTERM"}
 
 
-def test_the_jobs_end_is_told_with_its_culprit() -> None:
+def test_the_message_has_the_outcome_and_the_culprit() -> None:
     report = JobReport("job", Outcome.FAILED, "the budget is spent", 4, 3, (FAILURE,))
     assert json.loads(termination_message("", report)) == {
         "outcome": "failed",
@@ -22,8 +22,8 @@ def test_the_jobs_end_is_told_with_its_culprit() -> None:
     }
 
 
-def test_it_fits_into_what_kubernetes_keeps_whatever_was_said() -> None:
+def test_the_message_is_shortened_to_what_kubernetes_keeps() -> None:
     report = JobReport("job", Outcome.FAILED, "é" * 9000, 4, 3, (FAILURE,))
-    word = termination_message("", report)
-    assert len(word.encode()) <= MOST
-    assert json.loads(word)["why"].endswith("é…")
+    message = termination_message("", report)
+    assert len(message.encode()) <= MAX_BYTES
+    assert json.loads(message)["why"].endswith("é…")

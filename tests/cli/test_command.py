@@ -1,11 +1,11 @@
-"""The command as a process of its own: help, version, what it imports."""
+"""The command as a process: help, version, imports."""
 
 import subprocess
 import sys
 
 import pytest
 
-from ripstop.cli import STEERING, main
+from ripstop.cli import JOB_COMMANDS, main
 from ripstop.cli.commands import kube
 from ripstop.cli.commands.completion import commands_flags
 from ripstop.cli.commands.run import HELP
@@ -21,9 +21,9 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_reading_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys; from ripstop.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    asked = python("-c", code, "run", "--help")
-    assert asked.stdout == HELP
-    assert set(asked.stderr.split()) & HEAVY == set()
+    result = python("-c", code, "run", "--help")
+    assert result.stdout == HELP
+    assert set(result.stderr.split()) & HEAVY == set()
 
 
 def test_a_mistake_starts_nothing_and_exits_with_2() -> None:
@@ -32,26 +32,28 @@ def test_a_mistake_starts_nothing_and_exits_with_2() -> None:
     assert wrong.stderr.startswith("ripstop run: error: --nnodes=4:2: ")
 
 
-@pytest.mark.parametrize("words", [["version"], ["--version"]])
-def test_the_version_is_one_line(words: list[str]) -> None:
-    asked = python("-m", "ripstop", *words)
-    assert asked.returncode == 0
-    assert asked.stdout.startswith("ripstop 0.")
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_the_version_is_one_line(arguments: list[str]) -> None:
+    result = python("-m", "ripstop", *arguments)
+    assert result.returncode == 0
+    assert result.stdout.startswith("ripstop 0.")
 
 
 @pytest.mark.parametrize(
-    ("words", "beginning"),
+    ("arguments", "beginning"),
     [
         ([], "ripstop launches"),
         (["--help"], "ripstop launches"),
         (["run", "-h"], "usage: ripstop run"),
         (["run", "--nnodes=2", "--help"], "usage: ripstop run"),
         (["coordinator", "--help"], "usage: ripstop coordinator"),
-        *(([command, "-h"], f"usage: ripstop {command}") for command in STEERING),
+        *(([command, "-h"], f"usage: ripstop {command}") for command in JOB_COMMANDS),
     ],
 )
-def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
+def test_help_is_printed_on_stdout_with_exit_code_0(
+    arguments: list[str], beginning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
     assert capsys.readouterr().out.startswith(beginning)
 
 
@@ -59,18 +61,18 @@ def test_help_is_on_stdout_and_no_mistake(words: list[str], beginning: str, caps
 def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
-        assert main([*words, "--help"]) == 0
+    for arguments in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
+        assert main([*arguments, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
     assert max(map(len, help.splitlines())) <= 120
 
 
-def test_a_token_is_made_without_asking_a_job_so_no_way_to_one_is_taken(
+def test_a_token_is_derived_without_a_request_so_endpoint_is_an_unknown_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RIPSTOP_TOKEN", "secret")
     assert main(["token", "--endpoint=head"]) == 2
-    assert capsys.readouterr().err.startswith("ripstop token: error: --endpoint=head: there is no such flag; ")
+    assert capsys.readouterr().err.startswith("ripstop token: error: --endpoint=head: unknown flag; ")
     assert main(["token", "--job=job7"]) == 0
     assert capsys.readouterr().out == f"{api_token('secret', 'job7')}\n"

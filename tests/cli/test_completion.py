@@ -1,4 +1,4 @@
-"""Real shells complete ripstop's words."""
+"""Completion in real shells."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.cli import main
-from ripstop.cli.commands.completion import COMMANDS, SHELLS, script
+from ripstop.cli import COMMANDS, main
+from ripstop.cli.commands.completion import SHELLS, script
 from ripstop.cli.commands.run import FLAGS
 
 BIN = str(Path(sys.executable).parent)
@@ -60,21 +60,21 @@ BASH_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), [*CASES, *BASH_CASES])
-def test_bash_completes(line: str, words: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "expected"), [*CASES, *BASH_CASES])
+def test_bash_completes(line: str, expected: set[str], tmp_path: Path) -> None:
     out = run([shell("bash"), "--norc", "-c", BASH, "bash", *line.split(" ")], tmp_path)
-    assert set(out.rstrip("\n").split("\n")) == words
+    assert set(out.rstrip("\n").split("\n")) == expected
 
 
 def test_bash_completes_after_an_equals_sign(tmp_path: Path) -> None:
-    words = ["ripstop", "run", "--start-method", "=", "z"]  # as bash cuts them
-    assert run([shell("bash"), "--norc", "-c", BASH, "bash", *words], tmp_path) == "zygote\n"
+    typed = ["ripstop", "run", "--start-method", "=", "z"]  # as bash splits it
+    assert run([shell("bash"), "--norc", "-c", BASH, "bash", *typed], tmp_path) == "zygote\n"
 
 
-@pytest.mark.parametrize(("line", "words"), CASES)
-def test_fish_completes(line: str, words: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "expected"), CASES)
+def test_fish_completes(line: str, expected: set[str], tmp_path: Path) -> None:
     out = run([shell("fish"), "-c", f"python -m ripstop completion fish | source; complete -C '{line}'"], tmp_path)
-    assert {found.split("\t")[0] for found in out.split()} == words
+    assert {found.split("\t")[0] for found in out.split()} == expected
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,8 @@ def test_every_flag_is_known_to_every_shell(name: str) -> None:
     assert [flag.name for flag in FLAGS if flag.name.removeprefix("--") not in text] == []
 
 
-def test_without_a_shell_it_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_without_a_shell_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     assert "~/.bashrc" in capsys.readouterr().out
     assert main(["completion", "tcsh"]) == 2
-    assert capsys.readouterr().err == (
-        "ripstop: error: completion tcsh: there is no such shell; write bash, zsh, fish\n"
-    )
+    assert capsys.readouterr().err == ("ripstop: error: completion tcsh: unknown shell; write bash, zsh, fish\n")

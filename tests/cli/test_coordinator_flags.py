@@ -1,4 +1,4 @@
-"""What the words of `ripstop coordinator` come to mean."""
+"""The configuration from the flags of `ripstop coordinator`."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from ripstop.model.config import Budget, CoordinatorConfig, QuarantineLimits, Ti
 from ripstop.model.round import Address, RankBy
 
 
-def test_a_coordinator_is_told_where_to_listen_and_for_whom() -> None:
-    words = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h"
+def test_flags_set_the_endpoint_the_job_and_its_limits() -> None:
+    arguments = "--rdzv-endpoint=head --rdzv-id=job7 --nnodes=2:4 --max-restarts=3 --restart-window=1h"
     conf = "--rdzv_conf=lease=1,rank_by=slot,target=3"
-    assert configure([*words.split(), conf], {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
+    assert configure([*arguments.split(), conf], {"RIPSTOP_TOKEN": "s"}) == CoordinatorConfig(
         run_id="job7",
         endpoint=Address("head", 29400),
         min_nodes=2,
@@ -29,25 +29,25 @@ def test_a_coordinator_takes_the_same_variables_as_its_nodes() -> None:
     assert (config.endpoint, config.min_nodes, config.run_id) == (Address("head", 99), 2, "none")
 
 
-def test_a_coordinator_that_anyone_can_join_says_so() -> None:
+def test_a_coordinator_without_a_secret_warns() -> None:
     config = configure(["--rdzv-endpoint=head"], {})
     assert config is not None
-    assert "whoever can reach head:29400" in config.notes[0]
+    assert "anyone who can reach head:29400" in config.notes[0]
 
 
-def test_a_coordinator_writes_events_where_it_is_told() -> None:
-    def told(words: str) -> Path | None:
-        config = configure(["--rdzv-endpoint=head", *words.split()], {})
+def test_events_are_written_to_the_log_directory_if_there_is_one() -> None:
+    def log_dir(arguments: str) -> Path | None:
+        config = configure(["--rdzv-endpoint=head", *arguments.split()], {})
         assert config is not None
         return config.log_dir
 
-    assert [told(""), told("--log-dir=/dev/null"), told("--log-dir=logs")] == [None, None, Path("logs")]
+    assert [log_dir(""), log_dir("--log-dir=/dev/null"), log_dir("--log-dir=logs")] == [None, None, Path("logs")]
 
 
-def test_quarantine_is_the_coordinators_and_health_is_the_nodes() -> None:
+def test_quarantine_settings_apply_and_health_settings_have_no_effect() -> None:
     config = configure(
         ["--rdzv-endpoint=head", "--rdzv-conf=quarantine_failures=9,min_disk=1G"], {"RIPSTOP_TOKEN": "s"}
     )
     assert config is not None
     assert config.quarantine == QuarantineLimits(failures=9)
-    assert config.notes == ("--rdzv-conf min_disk has no effect here: it is about nodes",)
+    assert config.notes == ("--rdzv-conf min_disk has no effect here: set it on the nodes",)

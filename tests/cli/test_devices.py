@@ -29,17 +29,15 @@ from ripstop.cli.options import devices
         ("MIG-aa,MIG-bb", 1, 2),
     ],
 )
-def test_devices_are_counted_up_to_the_first_that_is_not_there(
-    choice: str | None, installed: int | None, count: int
-) -> None:
-    assert devices.visible(choice, installed) == count
+def test_devices_are_counted_up_to_the_first_invalid_one(choice: str | None, installed: int | None, count: int) -> None:
+    assert devices.count_visible(choice, installed) == count
 
 
-def test_processors_are_those_this_process_may_use() -> None:
+def test_cpus_are_those_this_process_may_use() -> None:
     assert devices.cpus() == len(os.sched_getaffinity(0))
 
 
-def test_the_driver_is_asked_before_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_read_before_its_tool_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -48,7 +46,7 @@ def test_the_driver_is_asked_before_its_tool(tmp_path: Path, monkeypatch: pytest
     assert devices.gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
 
 
-def test_the_drivers_tool_is_asked_where_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_tool_is_run_if_there_is_no_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-aa)'\necho 'GPU 1: H200 (UUID: GPU-bb)'\n")
     tool.chmod(0o755)

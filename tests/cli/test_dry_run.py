@@ -1,4 +1,4 @@
-"""`--dry-run` tells all and starts nothing."""
+"""`--dry-run` shows the configuration and starts nothing."""
 
 import subprocess
 import sys
@@ -22,8 +22,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-def dry(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["run", "--dry-run", *words.split()]) == 0
+def dry(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["run", "--dry-run", *arguments.split()]) == 0
     return capsys.readouterr().out
 
 
@@ -34,39 +34,39 @@ def test_nothing_is_started_or_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_every_setting_is_shown_and_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     config = RunConfig(Script("train.py"), "job7", token="hush", bindings=(Binding((0, 1, 2, 8), 1), Binding((3,))))
-    told = describe(config, {})
-    shown = {line.split()[0] for line in told.splitlines() if line.startswith("  ")}
+    output = describe(config, {})
+    shown = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
     for field in fields(RunConfig):
         parts = [f"{field.name}.{inner.name}" for inner in fields(PARTS[field.name])] if field.name in PARTS else []
         assert {*(parts or [field.name])} <= shown | {"token", "notes"}, field.name
-    assert "hush" not in told
-    assert "processors 0-2,8, memory of node 1; processors 3\n" in told
+    assert "hush" not in output
+    assert "processors 0-2,8, memory of node 1; processors 3\n" in output
 
 
 def test_each_workers_environment_is_what_the_worker_will_have(capsys: pytest.CaptureFixture[str]) -> None:
-    told = dry("--standalone --rdzv-id=job7 --nproc-per-node=2 --log-dir=logs train.py", capsys)
-    first, second = told.split("\n\n")[2:4]
+    output = dry("--standalone --rdzv-id=job7 --nproc-per-node=2 --log-dir=logs train.py", capsys)
+    first, second = output.split("\n\n")[2:4]
     assert first.startswith("worker 0: ")
     assert {"  RANK=0", "  WORLD_SIZE=2", "  OMP_NUM_THREADS=1", "  MASTER_PORT=(a free port)"} <= set(
         first.split("\n")
     )
     assert "  TORCHELASTIC_ERROR_FILE=logs/job7/round_1/1/error.json" in second.split("\n")
-    assert "OMP_NUM_THREADS is not set" in told.split("notes\n")[1]
+    assert "OMP_NUM_THREADS is not set" in output.split("notes\n")[1]
 
 
-def test_what_the_nodes_meeting_decides_is_said_to_be_open(capsys: pytest.CaptureFixture[str]) -> None:
-    told = dry("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0 train.py", capsys)
-    assert "  RANK=(when the nodes have met)\n" in told
-    assert "  LOCAL_RANK=0\n" in told
-    assert "node0:29400" in told
+def test_values_that_the_rendezvous_decides_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    output = dry("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0 train.py", capsys)
+    assert "  RANK=(after the rendezvous)\n" in output
+    assert "  LOCAL_RANK=0\n" in output
+    assert "node0:29400" in output
 
 
-def test_a_mistake_is_a_mistake_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_rejected_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--dry-run", "--nnodes=4:2", "train.py"]) == 2
     assert capsys.readouterr().out == ""
 
 
-def test_the_control_plane_does_not_import_torch_for_it() -> None:
+def test_a_dry_run_does_not_import_torch() -> None:
     code = "import sys; from ripstop.cli import main; main(['run', '--dry-run', 'train.py']); print(*sys.modules)"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "torch" not in asked.stdout.splitlines()[-1].split()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "torch" not in result.stdout.splitlines()[-1].split()

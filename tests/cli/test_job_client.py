@@ -1,4 +1,4 @@
-"""How a running job is asked, when it does not answer as it should."""
+"""Requests to a job that is slow or silent."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from ripstop.cli import job_client
-from ripstop.cli.job_client import JobUnreachable, Target, lines
+from ripstop.cli.job_client import JobUnreachable, RequestRejected, Target, get, stream_lines
 from ripstop.model.round import Address
 from ripstop.system.network import enable_keepalive
 
@@ -16,8 +16,8 @@ DEADLINE = 20.0
 
 
 @contextmanager
-def coordinator(*answer: bytes) -> Iterator[tuple[Target, threading.Event]]:
-    """Sends the first part at once, and the others when it may go on; then it waits for the caller's end."""
+def coordinator(*parts: bytes) -> Iterator[tuple[Target, threading.Event]]:
+    """Sends the first part at once and the others after the event; without parts, waits for the client to close."""
     go_on = threading.Event()
 
     def serve() -> None:
@@ -25,10 +25,10 @@ def coordinator(*answer: bytes) -> Iterator[tuple[Target, threading.Event]]:
         with connection:
             connection.settimeout(DEADLINE)
             connection.recv(65536)
-            for number, part in enumerate(answer):
+            for number, part in enumerate(parts):
                 assert not number or go_on.wait(DEADLINE)
                 connection.sendall(part)
-            if not answer:
+            if not parts:
                 connection.recv(1)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -38,38 +38,51 @@ def coordinator(*answer: bytes) -> Iterator[tuple[Target, threading.Event]]:
         thread.join(DEADLINE)
 
 
-def test_a_job_that_does_not_begin_to_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_client, "PATIENCE", 0.2)
-    with coordinator() as (target, _), pytest.raises(JobUnreachable, match="no answer in time"):
-        list(lines(target, "/logs/0", "text/plain", None))
+def test_a_job_that_does_not_reply_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 0.2)
+    with coordinator() as (target, _), pytest.raises(JobUnreachable, match="no reply in time"):
+        list(stream_lines(target, "/logs/0", "text/plain", None))
 
 
-def test_a_stream_may_be_silent_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_client, "PATIENCE", 0.2)
+def test_a_stream_without_an_idle_timeout_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 0.2)
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
     with coordinator(head, b"second\n") as (target, go_on):
         threading.Timer(1.0, go_on.set).start()
-        assert list(lines(target, "/logs/0", "text/plain", None)) == ["first", "second"]
+        assert list(stream_lines(target, "/logs/0", "text/plain", None)) == ["first", "second"]
 
 
-def test_a_stream_that_has_signs_of_life_is_given_up_without_them() -> None:
+def test_a_stream_with_an_idle_timeout_is_unreachable_after_it() -> None:
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
     with coordinator(head, b"second\n") as (target, go_on):
-        stream = lines(target, "/events", "text/event-stream", 0.2)
+        stream = stream_lines(target, "/events", "text/event-stream", 0.2)
         assert next(stream) == "first"
-        with pytest.raises(JobUnreachable, match="no answer in time"):
+        with pytest.raises(JobUnreachable, match="no reply in time"):
             next(stream)
         go_on.set()
 
 
-def test_the_kernel_watches_over_a_connection_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_to_another_machine_has_keepalives(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def look(line: socket.socket) -> None:
-        enable_keepalive(line)
-        seen.append(line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+    def recorded_tune(sock: socket.socket) -> None:
+        enable_keepalive(sock)
+        seen.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
 
-    monkeypatch.setattr(job_client, "enable_keepalive", look)
+    monkeypatch.setattr(job_client, "enable_keepalive", recorded_tune)
     with coordinator(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (target, _):
-        assert list(lines(target, "/logs/0", "text/plain", None)) == []
+        assert list(stream_lines(target, "/logs/0", "text/plain", None)) == []
     assert seen == [1]
+
+
+def test_a_reply_above_the_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_client, "MAX_REPLY_BYTES", 10)
+    reply = b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"run_id": "job"}'
+    with coordinator(reply) as (target, _), pytest.raises(JobUnreachable, match="the reply is larger than 10 bytes"):
+        get(target, "/status")
+
+
+def test_a_redirect_is_not_followed() -> None:
+    reply = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    with coordinator(reply) as (target, _), pytest.raises(RequestRejected, match="replied HTTP 302"):
+        get(target, "/status")

@@ -1,4 +1,4 @@
-"""`--config job.toml` stands behind flags and variables."""
+"""`--config job.toml`: values for absent flags and variables."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +18,16 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
-    def read(text: str, words: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
+    def read(text: str, arguments: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
         (tmp_path / "job.toml").write_text(text)
-        config = configure(["--config=job.toml", *words.split()], environ or {})
+        config = configure(["--config=job.toml", *arguments.split()], environ or {})
         assert config is not None
         return config
 
     return read
 
 
-def test_a_file_can_say_all_that_flags_can(read: Read) -> None:
+def test_a_file_can_set_all_flags(read: Read) -> None:
     text = """
         script = "train.py"
         args = ["--lr", "0.1"]
@@ -45,7 +45,7 @@ def test_a_file_can_say_all_that_flags_can(read: Read) -> None:
         join_timeout = 60
         lease = 1.5
     """
-    config = read(text, words="")
+    config = read(text, arguments="")
     assert config.entry == Script("train.py", ("--lr", "0.1"))
     assert (config.slots, config.budget.max_restarts, config.budget.window) == (4, 3, 3600.0)
     assert config.timing == Timing(join=60.0, lease=1.5, shutdown=2.5)
@@ -57,7 +57,7 @@ def test_a_file_can_say_all_that_flags_can(read: Read) -> None:
 
 
 def test_a_module_can_be_the_program(read: Read) -> None:
-    assert read('module = true\nscript = "pkg.train"', words="").entry == Module("pkg.train")
+    assert read('module = true\nscript = "pkg.train"', arguments="").entry == Module("pkg.train")
 
 
 def test_flags_win_over_variables_and_these_over_the_file(read: Read) -> None:
@@ -82,22 +82,22 @@ def test_a_script_on_the_command_line_replaces_the_files_and_its_arguments(read:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("nprok-per-node = 2", "job.toml nprok-per-node: there is no such key; did you mean nproc-per-node?"),
-        ("xyzzy = 2", "job.toml xyzzy: there is no such key; keys are the flags of ripstop run --help"),
-        ("dry-run = true", "job.toml dry-run: is for the command line alone; leave it out"),
+        ("nprok-per-node = 2", "job.toml nprok-per-node: unknown key; did you mean nproc-per-node?"),
+        ("xyzzy = 2", "job.toml xyzzy: unknown key; the keys are the flags of ripstop run --help"),
+        ("dry-run = true", "job.toml dry-run: allowed only on the command line; remove it"),
         (
             "max-restarts = 1\nmax_restarts = 2",
-            "job.toml max_restarts: is there twice, with dashes and with underscores; keep one of the two",
+            "job.toml max_restarts: given twice, with dashes and with underscores; remove one",
         ),
         ("standalone = 1", "job.toml standalone=1: neither true nor false; write standalone = true"),
         ("nnodes = '4:2'", "job.toml nnodes=4:2: the minimum (4) is above the maximum (2); write job.toml nnodes=2:4"),
-        ("nnodes = [2, 4]", "job.toml nnodes=[2, 4]: a list says nothing here; write a text or a number"),
-        ("role = 2001-01-01", "job.toml role=2001-01-01: a date says nothing here; write a text or a number"),
-        ("script = 7", 'job.toml script=7: not a name; write script = "train.py"'),
-        ("args = ['a']", "job.toml args=['a']: arguments of no script; write script = \"train.py\" beside it"),
+        ("nnodes = [2, 4]", "job.toml nnodes=[2, 4]: a list is not allowed here; write a string or a number"),
+        ("role = 2001-01-01", "job.toml role=2001-01-01: a date is not allowed here; write a string or a number"),
+        ("script = 7", 'job.toml script=7: not a string; write script = "train.py"'),
+        ("args = ['a']", "job.toml args=['a']: there is no script for these arguments; add script = \"train.py\""),
         (
             "script = 'a'\nargs = 'b'",
-            'job.toml args=b: not a list of texts; write args = ["--lr", "0.1"]',
+            'job.toml args=b: not a list of strings; write args = ["--lr", "0.1"]',
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_mistake_in_the_file_is_named_by_file_and_key(
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "No such file or directory"), (b"= 1", "it is not TOML"), (b"\xff", "it is not TOML")]
+    ("content", "why"), [(None, "No such file or directory"), (b"= 1", "not TOML"), (b"\xff", "not TOML")]
 )
 def test_a_file_that_cannot_be_read_is_one_line(
     read: Read, capsys: pytest.CaptureFixture[str], content: bytes | None, why: str
@@ -118,6 +118,6 @@ def test_a_file_that_cannot_be_read_is_one_line(
     if content is not None:
         Path("job.toml").write_bytes(content)
     assert main(["run", "--config=job.toml", "train.py"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"ripstop run: error: --config=job.toml: cannot be read: {why}")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"ripstop run: error: --config=job.toml: cannot be read: {why}")
+    assert error.count("\n") == 1

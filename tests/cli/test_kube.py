@@ -1,4 +1,4 @@
-"""`ripstop kube`, as far as no cluster is needed."""
+"""`ripstop kube` without a cluster."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.cli.commands.kube import COMMANDS
-from ripstop.cli.kube.cluster import describe, how_ripstop_is_called, is_rolled_out, waits_for
-from ripstop.cli.kube.job import objects, words
+from ripstop.cli.kube.cluster import describe, is_rolled_out, ripstop_command, waiting_reason
+from ripstop.cli.kube.job import objects, parse_arguments
 from ripstop.kubernetes.manifests import Owner, pod
 from ripstop.kubernetes.spec import Spec, read
 
@@ -20,7 +20,7 @@ TORCHRUN = "--nnodes=2:4 --nproc-per-node=8 --max-restarts=3 train.py --lr 0.1"
 
 
 def render(line: str) -> list[dict[str, Any]]:
-    return objects(words([IMAGE, *line.split()]), "t0ken")
+    return objects(parse_arguments([IMAGE, *line.split()]), "t0ken")
 
 
 def spec(line: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_torchruns_command_line_is_a_job() -> None:
     }
 
 
-def test_what_is_not_said_is_as_torchrun_has_it() -> None:
+def test_defaults_are_torchruns() -> None:
     found = spec("train.py")
     assert {name: found[name] for name in ("minReplicas", "maxReplicas", "nprocPerNode", "maxRestarts")} == {
         "minReplicas": 1,
@@ -93,13 +93,13 @@ def test_a_flag_is_a_field(line: str, field: str, value: object) -> None:
     assert spec(line)[field] == value
 
 
-def test_what_is_a_pods_own_affair_is_in_its_command() -> None:
+def test_flags_of_a_pods_own_processes_are_in_its_command() -> None:
     line = "-m --tee=3 --start_method exec --virtual-local-rank --nnodes=2 pkg.train a --tee"
     command = ["ripstop", "run", "--module", "--start-method=exec", "--virtual-local-rank", "--tee=3"]
     assert trainer(f"--name=t {line}")["command"] == [*command, "pkg.train", "a", "--tee"]
 
 
-def test_what_a_pod_needs_it_is_given() -> None:
+def test_resources_are_those_of_the_flags() -> None:
     found = trainer("--gpus=2 --cpus=8 --memory=64Gi --shared-memory=8Gi --env=A=1,B=x t.py")
     limits = {"nvidia.com/gpu": 2, "cpu": "8", "memory": "64Gi"}
     assert found["resources"] == {"limits": limits, "requests": limits}
@@ -148,7 +148,7 @@ def test_a_stateful_sets_pods_meet_at_the_first_and_stay_when_the_job_is_over() 
         "rank_by=slot",
         "1",
     )
-    assert "livenessProbe" not in body["template"]["spec"]["containers"][0], "an agent that lingers does not answer"
+    assert "livenessProbe" not in body["template"]["spec"]["containers"][0], "an agent that lingers serves no probes"
     assert body["selector"]["matchLabels"].items() <= body["template"]["metadata"]["labels"].items()
     assert found["Service"]["spec"]["publishNotReadyAddresses"]
     assert found["Secret"]["stringData"] == {"token": "t0ken"}
@@ -168,7 +168,7 @@ def test_a_secret_that_is_named_is_not_made() -> None:
 
 @pytest.mark.parametrize("version", ["1.28", "1.34"])
 @pytest.mark.parametrize("kind", ["statefulset", "job"])
-def test_newer_clusters_take_it(kind: str, version: str) -> None:
+def test_the_objects_are_valid_in_several_versions_of_kubernetes(kind: str, version: str) -> None:
     for item in parts(kind, f"--gpus=8 --shared-memory=8Gi {TORCHRUN}").values():
         kubernetes_validate.validate(item, version, strict=True)
 
@@ -177,57 +177,63 @@ def test_newer_clusters_take_it(kind: str, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "word"),
+    ("line", "message"),
     [
-        ("", "kube nonsense: there is no such command; there are render, submit,"),
-        ("render train.py", "no image is named, and a pod needs one; write --image=REGISTRY/NAME:TAG"),
-        (f"render {IMAGE}", "nothing to run; name the script after the flags"),
+        ("", "kube nonsense: unknown command; write one of render, submit,"),
+        ("render train.py", "--image is missing; write --image=REGISTRY/NAME:TAG"),
+        (f"render {IMAGE}", "no script; write it after the flags"),
         (f"render {IMAGE} --nnodes=4:2 t.py", "--nnodes=4:2: the minimum (4) is above the maximum (2)"),
         (f"render {IMAGE} --nnodes=2:4 --replicas=5 t.py", "--replicas=5: above the maximum (4)"),
         (f"render {IMAGE} --nproc-per-node=some t.py", "--nproc-per-node=some: not a whole number"),
         (f"render {IMAGE} --gpus=foo t.py", "--gpus=foo: not a whole number"),
         (f"render {IMAGE} --gpus=0 t.py", "--gpus=0: "),
-        ("install x", "x: one word too many; write ripstop kube install [--image=IMAGE] [--timeout S] [--dry-run]\n"),
+        ("install x", "x: unexpected argument; write ripstop kube install [--image=IMAGE] [--timeout S] [--dry-run]\n"),
         ("install --timeout=soon", "--timeout=soon: not a whole number"),
-        (f"render {IMAGE} --standalone t.py", "--standalone: every pod gets its own, or has none; leave it out"),
-        (f"render {IMAGE} --node-rank=0 t.py", "--node-rank: every pod gets its own, or has none; leave it out"),
-        (f"render {IMAGE} --rdzv-backend=static t.py", "--rdzv-backend=static: pods meet at one of them, or by etcd"),
-        (f"render {IMAGE} --rdzv-endpoint=h t.py", "--rdzv-endpoint=h: pods meet at the first of them"),
-        (f"render {IMAGE} --rdzv-backend=etcd t.py", "--rdzv-backend=etcd: no etcd is named"),
-        (f"render {IMAGE} --rdzv-conf=is_host=1 t.py", "--rdzv-conf is_host: follows from a pod's number"),
-        (f"render {IMAGE} --rdzv-conf=target=1 t.py", "--rdzv-conf target: is the operator's to say; leave it out"),
-        (f"render {IMAGE} --rdzv-conf=leese=1 t.py", "--rdzv-conf: there is no leese; there are"),
-        (f"render {IMAGE} --memory=lots t.py", "--memory=lots: not a quantity as Kubernetes writes it"),
+        (
+            f"render {IMAGE} --standalone t.py",
+            "--standalone: not for the whole job: each pod sets it itself; leave it out",
+        ),
+        (
+            f"render {IMAGE} --node-rank=0 t.py",
+            "--node-rank: not for the whole job: each pod sets it itself; leave it out",
+        ),
+        (f"render {IMAGE} --rdzv-backend=static t.py", "--rdzv-backend=static: not available on Kubernetes"),
+        (f"render {IMAGE} --rdzv-endpoint=h t.py", "--rdzv-endpoint=h: with c10d the endpoint is the first pod"),
+        (f"render {IMAGE} --rdzv-backend=etcd t.py", "--rdzv-backend=etcd: the address of etcd is missing"),
+        (f"render {IMAGE} --rdzv-conf=is_host=1 t.py", "--rdzv-conf is_host: derived from the pod's number"),
+        (f"render {IMAGE} --rdzv-conf=target=1 t.py", "--rdzv-conf target: set by the operator; leave it out"),
+        (f"render {IMAGE} --rdzv-conf=leese=1 t.py", "--rdzv-conf leese: unknown key; the keys are"),
+        (f"render {IMAGE} --memory=lots t.py", "--memory=lots: not a Kubernetes quantity"),
         (f"render {IMAGE} --name={'x' * 60} t.py", "metadata.name has 60 characters"),
-        (f"render {IMAGE} --name=Train t.py", "metadata.name must be a service name"),
-        (f"render {IMAGE} --without-operator=deployment t.py", "there is no such way; write statefulset or job"),
-        (f"render {IMAGE} --imgae=x t.py", "--imgae=x: there is no such flag; did you mean --image?"),
-        ("submit -f job.yaml train.py", "--file and a command line both say what to submit"),
-        ("status a b", "kube status: b: one word too many; write ripstop kube status [NAME]"),
-        ("scale train", "kube scale: a word is missing; write ripstop kube scale NAME N"),
+        (f"render {IMAGE} --name=Train t.py", "metadata.name names a service"),
+        (f"render {IMAGE} --without-operator=deployment t.py", "unknown kind; write statefulset or job"),
+        (f"render {IMAGE} --imgae=x t.py", "--imgae=x: unknown flag; did you mean --image?"),
+        ("submit -f job.yaml train.py", "--file and a command line both describe a job"),
+        ("status a b", "kube status: b: unexpected argument; write ripstop kube status [NAME]"),
+        ("scale train", "kube scale: an argument is missing; write ripstop kube scale NAME N"),
         ("scale train none", "N=none: not a whole number"),
         ("logs train x", "SLOT=x: not a whole number"),
-        ("stacks", "kube stacks: a word is missing; write ripstop kube stacks NAME [RANK]"),
+        ("stacks", "kube stacks: an argument is missing; write ripstop kube stacks NAME [RANK]"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(line: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", *(line.split() or ["nonsense"])]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("ripstop kube: error: ")
-    assert word in said.err
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("ripstop kube: error: ")
+    assert message in printed.err
 
 
 @pytest.mark.parametrize("command", [["--help"], [], ["render", "--help"], ["logs", "-h"]])
-def test_help_is_to_be_had(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", *command]) == 0
     assert capsys.readouterr().out.startswith("usage: ripstop kube ")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["kube"])
-    said = capsys.readouterr().out
-    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
+    usage = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n  {name} " not in usage] == []
 
 
 def test_rendering_needs_no_package_and_no_cluster() -> None:
@@ -244,12 +250,10 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["kube", *command.split()]) == 2
-    assert (
-        "needs the package kubernetes, which is not here; pip install 'ripstop[kubernetes]'" in capsys.readouterr().err
-    )
+    assert "the package kubernetes is not installed; pip install 'ripstop[kubernetes]'" in capsys.readouterr().err
 
 
-# words for a person ---------------------------------------------------------------------------------------------------
+# output ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
@@ -284,12 +288,12 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
         "Running since 2026-01-01T00:00:00Z: 1 nodes",
         "last failure: rank 3 was killed",
         "",
-        "POD      PHASE    READY  NODE  WHY",
+        "POD      PHASE    READY  NODE  REASON",
         "train-0  Pending  no     n1    ImagePullBackOff",
         "train-1  -        no     -",
         "",
-        "WHEN                  WHAT     HOW OFTEN  WHY",
-        "2026-01-01T00:00:01Z  Running  1          1 nodes",
+        "TIME                  EVENT    COUNT  MESSAGE",
+        "2026-01-01T00:00:01Z  Running  1      1 nodes",
     ]
 
 
@@ -306,7 +310,7 @@ def test_a_job_is_described_with_its_pods_and_what_happened() -> None:
 )
 def test_stacks_calls_ripstop_as_the_pod_does(command: list[str], arguments: list[str], called: list[str]) -> None:
     container = {"name": "main", "command": command, "args": arguments}
-    assert how_ripstop_is_called({"spec": {"containers": [container]}}) == called
+    assert ripstop_command({"spec": {"containers": [container]}}) == called
 
 
 # install --------------------------------------------------------------------------------------------------------------
@@ -334,16 +338,19 @@ def test_an_operator_is_installed_when_its_latest_version_runs(status: dict[str,
     assert is_rolled_out(a_deployment(**status)) is done
 
 
-def test_what_an_operators_pod_waits_for_is_said_in_the_clusters_words() -> None:
+def test_the_reason_why_an_operators_pod_waits_is_the_clusters() -> None:
     wait = {"reason": "ImagePullBackOff", "message": "Back-off pulling image x:1"}
     status: dict[str, Any] = {"containerStatuses": [{"state": {"waiting": wait}}]}
-    assert waits_for({"metadata": {"name": "p"}, "status": status}) == (
+    assert waiting_reason({"metadata": {"name": "p"}, "status": status}) == (
         "pod p: ImagePullBackOff: Back-off pulling image x:1"
     )
     leaving = {"name": "p", "deletionTimestamp": "2027-01-15T08:00:00Z"}
-    assert waits_for({"metadata": leaving, "status": status}) == "", "it is of the version before"
+    assert waiting_reason({"metadata": leaving, "status": status}) == "", "it is of the version before"
     nowhere = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     assert (
-        waits_for({"metadata": {"name": "p"}, "status": {"conditions": [nowhere]}}) == "pod p: Unschedulable: 0/3 nodes"
+        waiting_reason({"metadata": {"name": "p"}, "status": {"conditions": [nowhere]}})
+        == "pod p: Unschedulable: 0/3 nodes"
     )
-    assert waits_for({"metadata": {"name": "p"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}}) == ""
+    assert (
+        waiting_reason({"metadata": {"name": "p"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}}) == ""
+    )

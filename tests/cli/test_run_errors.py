@@ -23,8 +23,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -> str:
-    assert main([command, *words.split()]) == 2
+def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = "run") -> str:
+    assert main([command, *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"ripstop {command}: error: ")
@@ -33,30 +33,30 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
-        ("", "nothing to run; name the script after the flags: ripstop run … train.py"),
-        ("--standalone", "nothing to run; name the script after the flags: ripstop run … train.py"),
+        ("", "no script; write it after the flags: ripstop run … train.py"),
+        ("--standalone", "no script; write it after the flags: ripstop run … train.py"),
         ("--nnodes", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
         (
             "--standalone --api=127.0.0.1 train.py",
-            "--api=127.0.0.1:29480: whoever steers a job over the network shows a token made of its secret, and it has "
-            "none; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
+            "--api=127.0.0.1:29480: the API needs the job's secret, and there is none; "
+            "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
         ),
         ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
-        ("--nprok-per-node=2 train.py", "--nprok-per-node=2: there is no such flag; did you mean --nproc-per-node?"),
-        ("--max_restrats 2 train.py", "--max_restrats: there is no such flag; did you mean --max-restarts?"),
-        ("--xyzzy train.py", "--xyzzy: there is no such flag; --help lists them"),
-        ("-x train.py", "-x: there is no such flag; --help lists them"),
+        ("--nprok-per-node=2 train.py", "--nprok-per-node=2: unknown flag; did you mean --nproc-per-node?"),
+        ("--max_restrats 2 train.py", "--max_restrats: unknown flag; did you mean --max-restarts?"),
+        ("--xyzzy train.py", "--xyzzy: unknown flag; --help lists the flags"),
+        ("-x train.py", "-x: unknown flag; --help lists the flags"),
         (
             "--health-check=nosuchprogram train.py",
-            "--health-check=nosuchprogram: there is no such program: nosuchprogram; give its path, "
-            "or write sh -c '…' for a shell's words",
+            "--health-check=nosuchprogram: no such program: nosuchprogram; give its path, "
+            "or write sh -c '…' for a shell command",
         ),
         (
             "--health-check=./file train.py",
-            "--health-check=./file: is no program that may be run: ./file; give its path, "
-            "or write sh -c '…' for a shell's words",
+            "--health-check=./file: not an executable file: ./file; give its path, "
+            "or write sh -c '…' for a shell command",
         ),
         ("--health-check='true train.py", "--health-check='true: no closing quotation; quote it as for a shell"),
         (
@@ -76,11 +76,14 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             "--rdzv-conf quarantine_failures=-1: below the minimum (0); give a number from 0 to 1000000",
         ),
         ("--standalone=1 train.py", "--standalone=1: --standalone takes no value; write --standalone alone"),
-        ("--restart=1 train.py", "--restart=1: could be --restart-window or --restart-backoff; write more of it"),
-        ("-m --no-python train.py", "-m and --no-python: a module needs python; leave one of them out"),
+        (
+            "--restart=1 train.py",
+            "--restart=1: ambiguous: --restart-window or --restart-backoff; write the flag in full",
+        ),
+        ("-m --no-python train.py", "-m and --no-python: a module needs an interpreter; remove one of them"),
         (
             "--no-python nosuchprogram",
-            "--no-python nosuchprogram: no such program, here or on PATH; give the path of an executable file",
+            "--no-python nosuchprogram: no such executable in this directory or on PATH; give its path",
         ),
         (
             "--nproc-per-node=0 train.py",
@@ -106,16 +109,17 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--nnodes=2 train.py",
-            "--nnodes=2: several nodes need a place to meet; write --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT, "
-            "or --master-addr=HOST --node-rank=N",
+            "--nnodes=2: several nodes need a rendezvous endpoint; write --rdzv-backend=c10d "
+            "--rdzv-endpoint=HOST:PORT, or --master-addr=HOST --node-rank=N",
         ),
         (
             "--nnodes=2 --rdzv-backend=c10d train.py",
-            "--nnodes=2: several nodes need a place to meet; write --rdzv-endpoint=HOST:29400, the same on all of them",
+            "--nnodes=2: several nodes need a rendezvous endpoint; write --rdzv-endpoint=HOST:29400, "
+            "the same on all nodes",
         ),
         (
             "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=h:0 train.py",
-            "--rdzv-endpoint=h:0: several nodes cannot meet at port 0; write h:29400",
+            "--rdzv-endpoint=h:0: several nodes need a fixed port, not 0; write h:29400",
         ),
         (
             "--nnodes=1:2 --master-addr=a --node-rank=0 train.py",
@@ -123,8 +127,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--nnodes=2 --master-addr=a train.py",
-            "--nnodes=2: static needs every node's rank; write --node-rank=N, 0 on a, or --rdzv-backend=c10d, "
-            "which gives ranks itself",
+            "--nnodes=2: static needs each node's rank; write --node-rank=N, 0 on a, or --rdzv-backend=c10d, "
+            "which assigns ranks",
         ),
         (
             "--nnodes=2 --node-rank=2 --master-addr=a train.py",
@@ -134,10 +138,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
             "--node-rank=1 train.py",
             "--node-rank=1: above the maximum (0); a single node's is 0",
         ),
-        ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; leave out one of the two"),
+        ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; remove one of the two"),
         (
             "--rdzv-backend=etcd train.py",
-            "--rdzv-backend=etcd: no etcd is named; write --rdzv-endpoint=HOST:2379, several of them parted by commas",
+            "--rdzv-backend=etcd: the address of etcd is missing; write --rdzv-endpoint=HOST:2379, or several "
+            "with commas",
         ),
         (f"{ETCD}:0 train.py", "--rdzv-endpoint=e0:0: etcd cannot listen on port 0; write HOST:2379"),
         (
@@ -162,7 +167,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--config=/dev/zero train.py",
-            "--config=/dev/zero: cannot be read: it is larger than 1 MiB; name a TOML file such as nnodes = 2",
+            "--config=/dev/zero: cannot be read: it is larger than 1 MiB; name a TOML file, with lines such as "
+            "nnodes = 2",
         ),
         (
             f"{ETCD} --rdzv-conf=cert=empty train.py",
@@ -174,8 +180,8 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--rdzv-backend=zeus train.py",
-            "--rdzv-backend=zeus: there is no such backend; write c10d, etcd or static, or install the package that "
-            "has it as an entry point torchrun.handlers",
+            "--rdzv-backend=zeus: unknown backend; write c10d, etcd or static, or install the package that "
+            "provides it as an entry point torchrun.handlers",
         ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),
         (
@@ -249,7 +255,7 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             f"{C10D} --rdzv-conf=rank_by=label train.py",
-            "--rdzv-conf rank_by=label: this node has no label; say where it stands: --node-label=rack7",
+            "--rdzv-conf rank_by=label: this node has no label; add one such as --node-label=rack7",
         ),
         (
             f"{C10D} --rdzv-conf=rank_by=label --node-label=a/b train.py",
@@ -266,13 +272,13 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ("--role= train.py", "--role=: has 0 characters; choose a name of 1 to 200"),
         (
             "--start-method=magic train.py",
-            "--start-method=magic: there is no such way to start workers; write zygote or exec",
+            "--start-method=magic: unknown start method; write zygote or exec",
         ),
         (
             "--preload=a-b train.py",
-            "--preload=a-b: 'a-b' is no module's name; write --preload=torch,numpy or --preload=none",
+            "--preload=a-b: 'a-b' is not a module name; write --preload=torch,numpy or --preload=none",
         ),
-        ("--log-dir=file train.py", "--log-dir=file: is there and no directory; name another"),
+        ("--log-dir=file train.py", "--log-dir=file: exists and is not a directory; name another"),
         (
             "-r 4 train.py",
             "--redirects=4: '4' is not a choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
@@ -301,11 +307,11 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
         ),
         (
             "--numa-binding=near train.py",
-            "--numa-binding=near: there is no such way to bind; write node, socket, exclusive, core-complex",
+            "--numa-binding=near: unknown mode; write node, socket, exclusive, core-complex",
         ),
         (
             "--event-log-handler=x train.py",
-            "--event-log-handler=x: there is no such handler, and no entry point torchrun.event_handlers of this name; "
+            "--event-log-handler=x: unknown handler, and no entry point torchrun.event_handlers has this name; "
             "write null, console",
         ),
         (
@@ -319,26 +325,26 @@ def said(words: str, capsys: pytest.CaptureFixture[str], command: str = "run") -
     ],
 )
 def test_a_mistake_is_one_line_with_rule_value_and_remedy(
-    words: str, line: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(words, capsys) == line
+    assert error_of(arguments, capsys) == line
 
 
-def test_a_plugin_that_is_not_installed_is_told_which_are(capsys: pytest.CaptureFixture[str]) -> None:
-    line = said("--logs-specs=nosuch train.py", capsys)
-    assert line.startswith("--logs-specs=nosuch: no entry point torchrun.logs_specs has this name; there ")
+def test_a_plugin_that_is_not_installed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of("--logs-specs=nosuch train.py", capsys)
+    assert line.startswith("--logs-specs=nosuch: no entry point torchrun.logs_specs has this name; ")
 
 
-def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
+def test_a_missing_script_is_named_with_its_directory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    remedy = "give the script's path, -m for a module, or --no-python for another program"
-    assert said("nosuch.py --lr 1", capsys) == f"nosuch.py: no such file in {Path.cwd()}; {remedy}"
-    assert "no such file" in said("n" * 5000, capsys)
+    remedy = "give the script's path, -m for a module, or --no-python for an executable"
+    assert error_of("nosuch.py --lr 1", capsys) == f"nosuch.py: no such file in {Path.cwd()}; {remedy}"
+    assert "no such file" in error_of("n" * 5000, capsys)
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "line"),
+    ("environ", "arguments", "line"),
     [
         ({"PET_NNODES": "x"}, "train.py", "PET_NNODES=x: not a whole number; write PET_NNODES=4 or PET_NNODES=2:4"),
         (
@@ -349,13 +355,13 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
         (
             {"PET_NNODES": "2"},
             "--standalone train.py",
-            "PET_NNODES=2: --standalone is for one node; leave out one of the two",
+            "PET_NNODES=2: --standalone is for one node; remove one of the two",
         ),
         (
             {"PET_VIRTUAL_LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"},
             "--nproc-per-node=2 train.py",
-            "PET_VIRTUAL_LOCAL_RANK: 2 workers need a GPU each, and CUDA_VISIBLE_DEVICES=3 has fewer; "
-            "name more there, or leave PET_VIRTUAL_LOCAL_RANK out",
+            "PET_VIRTUAL_LOCAL_RANK: each of the 2 workers needs a GPU, and CUDA_VISIBLE_DEVICES=3 has fewer; "
+            "add GPUs to it, or leave PET_VIRTUAL_LOCAL_RANK out",
         ),
         (
             {"CUDA_VISIBLE_DEVICES": ""},
@@ -370,13 +376,12 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
         (
             {"CUDA_VISIBLE_DEVICES": ""},
             "--nproc-per-node=gpu train.py",
-            "--nproc-per-node=gpu: CUDA_VISIBLE_DEVICES= leaves none of this node's; "
-            "give a number, or --nproc-per-node=cpu",
+            "--nproc-per-node=gpu: CUDA_VISIBLE_DEVICES= selects no GPU; give a number, or --nproc-per-node=cpu",
         ),
         (
             {"PYTHON_EXEC": "nosuchpython"},
             "train.py",
-            "PYTHON_EXEC nosuchpython: no such program, here or on PATH; give the path of an executable file",
+            "PYTHON_EXEC nosuchpython: no such executable in this directory or on PATH; give its path",
         ),
         (
             {"RIPSTOP_TOKEN": " "},
@@ -422,57 +427,57 @@ def test_a_script_that_is_not_there_is_named_with_the_place_it_was_looked_for(
 )
 def test_a_mistake_in_a_variable_is_named_by_the_variable(
     environ: dict[str, str],
-    words: str,
+    arguments: str,
     line: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert said(words, capsys) == line
+    assert error_of(arguments, capsys) == line
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
-        ("", "--rdzv-endpoint is missing: a coordinator must know where to listen; write HOST[:PORT]"),
-        ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no program; give the script to ripstop run"),
-        ("--rdzv-endpoint=h:0", "--rdzv-endpoint=h:0: nodes cannot find port 0; write h:29400"),
-        ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: there is no such flag; --help lists them"),
+        ("", "--rdzv-endpoint is missing; write --rdzv-endpoint=HOST[:PORT], the address to listen on"),
+        ("--rdzv-endpoint=h train.py", "train.py: a coordinator runs no script; pass it to ripstop run"),
+        ("--rdzv-endpoint=h:0", "--rdzv-endpoint=h:0: nodes cannot connect to port 0; write h:29400"),
+        ("--rdzv-endpoint=h --nproc-per-node=2", "--nproc-per-node=2: unknown flag; --help lists the flags"),
         (
             "--rdzv-endpoint=h --rdzv-conf=rank_by=rack",
             "--rdzv-conf rank_by=rack: ranks cannot be sorted by this; write one of join, address, slot, label",
         ),
         (
             "--rdzv-endpoint=h --rdzv-conf=is_host=1",
-            "--rdzv-conf is_host=1: a coordinator always is the host; leave is_host out",
+            "--rdzv-conf is_host=1: this command always runs the coordinator; leave is_host out",
         ),
     ],
 )
-def test_a_coordinators_mistakes_are_said_in_the_same_way(
-    words: str, line: str, capsys: pytest.CaptureFixture[str]
+def test_a_coordinators_mistakes_have_the_same_form(
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(words, capsys, command="coordinator") == line
+    assert error_of(arguments, capsys, command="coordinator") == line
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [("rnu", "ripstop run …; ripstop --help lists the commands"), ("train.py", "ripstop run train.py …")],
 )
-def test_a_command_that_is_not_there_is_told_what_there_is(
+def test_an_unknown_command_is_rejected_with_a_remedy(
     name: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([name]) == 2
-    assert capsys.readouterr().err == f"ripstop: error: {name}: there is no such command; write {remedy}\n"
+    assert capsys.readouterr().err == f"ripstop: error: {name}: unknown command; write {remedy}\n"
 
 
-def test_an_api_address_that_is_taken_is_refused_before_anything_starts(
+def test_an_api_address_in_use_is_rejected_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RIPSTOP_TOKEN", "s3cret")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = said(f"--standalone --api=127.0.0.1:{port} train.py", capsys)
+        line = error_of(f"--standalone --api=127.0.0.1:{port} train.py", capsys)
     assert line.startswith(
         f"this node must listen at 127.0.0.1:{port}, but the port is in use; choose another in --api"
     )

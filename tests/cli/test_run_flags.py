@@ -1,4 +1,4 @@
-"""What the words of `ripstop run` come to mean."""
+"""The configuration from the flags of `ripstop run`."""
 
 import stat
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.commands.run import configure
-from ripstop.cli.options.flags import Given
+from ripstop.cli.options.flags import ParsedArguments
 from ripstop.cli.options.rendezvous import Ranking, RendezvousOptions, ranking
 from ripstop.diagnostics.timer_pipe import Pipe
 from ripstop.model.config import (
@@ -39,8 +39,8 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
-    def read(words: str, environ: dict[str, str] | None = None) -> RunConfig:
-        config = configure(words.split(), environ or {})
+    def read(arguments: str, environ: dict[str, str] | None = None) -> RunConfig:
+        config = configure(arguments.split(), environ or {})
         assert config is not None
         return config
 
@@ -68,7 +68,7 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "value"),
+    ("arguments", "field", "value"),
     [
         ("--nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=h", "min_nodes", 3),
         ("--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=h", "max_nodes", 4),
@@ -126,12 +126,12 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--virtual-local-rank", "virtual_local_rank", True),
     ],
 )
-def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object) -> None:
-    assert getattr(read(f"{words} train.py", TOKEN), field) == value
+def test_a_flag_sets_its_field(read: Read, arguments: str, field: str, value: object) -> None:
+    assert getattr(read(f"{arguments} train.py", TOKEN), field) == value
 
 
 @pytest.mark.parametrize(
-    ("words", "entry"),
+    ("arguments", "entry"),
     [
         ("train.py --lr 0.1 --nnodes 7", Script("train.py", ("--lr", "0.1", "--nnodes", "7"))),
         ("-m pkg.train -x", Module("pkg.train", ("-x",))),
@@ -141,8 +141,8 @@ def test_a_flag_sets_its_field(read: Read, words: str, field: str, value: object
         ("--run-path --no-python -m train.py", Script("train.py")),
     ],
 )
-def test_what_to_run_follows_the_flags(read: Read, words: str, entry: object) -> None:
-    assert read(words).entry == entry
+def test_flags_select_the_entrypoint(read: Read, arguments: str, entry: object) -> None:
+    assert read(arguments).entry == entry
 
 
 def test_another_python_than_ours_runs_the_script_as_a_program(read: Read) -> None:
@@ -158,31 +158,31 @@ def test_streams_are_chosen_for_all_workers_or_by_local_rank(read: Read) -> None
     assert [logs.tee.of(rank) for rank in (0, 1, 2)] == [OutputStreams.OUT, OutputStreams.ERR, OutputStreams.NONE]
 
 
-def test_the_console_shows_the_workers_that_were_asked_for(read: Read) -> None:
+def test_a_filter_selects_the_workers_on_the_console(read: Read) -> None:
     assert read("--nproc-per-node=4 --local-ranks-filter=0,2 train.py").logs.shown == {0, 2}
     assert read("train.py").logs.shown is None
 
 
-def test_lines_are_filtered_by_words_and_a_comma_in_one_is_written_twice(read: Read) -> None:
+def test_filters_are_separated_by_commas_and_a_doubled_comma_is_a_comma(read: Read) -> None:
     logs = read("-t3 --duplicate-stdout-filters=apple,a,,b --duplicate_stderr_filters x train.py").logs
     assert logs.stdout_filters == ("apple", "a,b")
     assert logs.stderr_filters == ("x",)
 
 
-def test_lines_have_the_prefix_that_torchs_variable_says(read: Read) -> None:
+def test_torchs_variable_sets_the_prefix_of_lines(read: Read) -> None:
     environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]:"}
     assert read("-t3 train.py", environ).logs.prefix == "[${rank}]:"
 
 
-# where nodes meet ---------------------------------------------------------------------------------------------------
+# rendezvous -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     ["", "--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-backend=c10d --rdzv-endpoint=localhost:0"],
 )
-def test_a_node_that_nobody_can_come_to_meets_nobody(read: Read, words: str) -> None:
-    config = read(f"{words} train.py")
+def test_a_node_without_a_usable_endpoint_is_a_single_node(read: Read, arguments: str) -> None:
+    config = read(f"{arguments} train.py")
     assert (config.backend, config.endpoint, config.store_port) == (Backend.LOCAL, None, 0)
 
 
@@ -190,9 +190,9 @@ def test_an_endpoint_makes_a_single_node_a_job_that_spares_can_join(read: Read) 
     assert read(f"{C10D} train.py").backend is Backend.COORDINATOR
 
 
-@pytest.mark.parametrize("words", ["--master-port=4321", "--rdzv-endpoint=127.0.0.1:4321"])
-def test_a_single_static_node_has_its_store_at_the_port_that_was_asked_for(read: Read, words: str) -> None:
-    config = read(f"{words} train.py")
+@pytest.mark.parametrize("arguments", ["--master-port=4321", "--rdzv-endpoint=127.0.0.1:4321"])
+def test_a_single_static_node_has_its_store_at_the_given_port(read: Read, arguments: str) -> None:
+    config = read(f"{arguments} train.py")
     assert (config.backend, config.store_port) == (Backend.LOCAL, 4321)
 
 
@@ -216,7 +216,7 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "number", "label"),
+    ("arguments", "environ", "number", "label"),
     [
         ("rank_by=join", {}, None, ""),
         ("rank_by=address", {"SLURM_NODEID": "3"}, None, ""),
@@ -227,46 +227,46 @@ def test_the_master_port_is_torchs_unless_given(read: Read) -> None:
         ("rank_by=label", {"PET_NODE_LABEL": "rack7"}, None, "rack7"),
     ],
 )
-def test_a_node_brings_what_ranks_go_by(
-    read: Read, words: str, environ: dict[str, str], number: int | None, label: str
+def test_a_node_has_its_key_for_the_rank_order(
+    read: Read, arguments: str, environ: dict[str, str], number: int | None, label: str
 ) -> None:
-    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={words} train.py", {**TOKEN, **environ})
-    assert config.rank_by == words.split()[0].removeprefix("rank_by=")
+    config = read(f"{C10D} --nnodes=2:4 --rdzv-conf={arguments} train.py", {**TOKEN, **environ})
+    assert config.rank_by == arguments.split()[0].removeprefix("rank_by=")
     assert (config.node_number, config.node_label) == (number, label)
     assert config.notes == ()
 
 
 def ranking_of(machine: str, notes: list[str]) -> Ranking:
     conf = {"rank_by": "slot"}
-    return ranking(Given({}, {}, ()), conf, RendezvousOptions(Backend.COORDINATOR), {}, machine, notes)
+    return ranking(ParsedArguments({}, {}, ()), conf, RendezvousOptions(Backend.COORDINATOR), {}, machine, notes)
 
 
 @pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])
-def test_a_node_that_is_numbered_by_its_name_says_so(machine: str, number: int) -> None:
+def test_a_number_from_the_host_name_is_noted(machine: str, number: int) -> None:
     notes: list[str] = []
     assert ranking_of(machine, notes) == Ranking(RankBy.SLOT, number)
-    assert f"number is {number}, as {machine} says" in notes[0]
+    assert f"number is {number}, from its host name {machine}" in notes[0]
 
 
 @pytest.mark.parametrize("machine", ["trainer", "trainer7", "job-7fb9-x2", "-", "x-1234567890"])
 def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
-    with pytest.raises(UsageError, match=f"this node has no number .* and {machine} does not end .*--node-rank=N"):
+    with pytest.raises(UsageError, match=f"this node has no number .* name {machine} does not end .*--node-rank=N"):
         ranking_of(machine, [])
 
 
-# what is said and not done ------------------------------------------------------------------------------------------
+# flags without effect -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "note"),
+    ("arguments", "note"),
     [
         ("--standalone --rdzv-endpoint=h:1", "--rdzv-endpoint has no effect with --standalone"),
         ("--standalone --rdzv-backend=c10d", "--rdzv-backend has no effect with --standalone"),
         ("--standalone --master-port=1", "--master-port has no effect with --standalone"),
         ("--standalone --node-rank=1", "--node-rank has no effect with --standalone"),
         (f"{C10D} --master-addr=a", "--master-addr has no effect with --rdzv-backend=c10d"),
-        ("--rdzv-endpoint=h:1 --master-addr=a", "--master-addr has no effect beside --rdzv-endpoint"),
-        ("--nnodes=2 --node-rank=1 --master-port=1", "meet at 127.0.0.1"),
+        ("--rdzv-endpoint=h:1 --master-addr=a", "--master-addr has no effect with --rdzv-endpoint"),
+        ("--nnodes=2 --node-rank=1 --master-port=1", "using 127.0.0.1"),
         ("--nnodes=2 --node-rank=1 --master-addr=a --rdzv-conf=is_host=1", "is_host has no effect with static"),
         ("--rdzv-conf=is_host=1", "is_host has no effect on a single node"),
         (f"{C10D} --api=127.0.0.1", "--api has no effect on a job of several nodes"),
@@ -283,39 +283,39 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
         ("--rdzv-conf=timeout=9,join_timeout=6", "timeout=9 has no effect beside join_timeout=6"),
         ("--rdzv-conf=leese=1", "--rdzv-conf: there is no leese, so it has no effect; did you mean lease?"),
         ("--rdzv-conf=color=blue", "--rdzv-conf: there is no color, so it has no effect"),
-        ("--monitor-interval=1", "--monitor-interval has no effect: nothing polls"),
+        ("--monitor-interval=1", "--monitor-interval has no effect: worker exits"),
         ("--restart-window=1h", "--restart-window has no effect without --max-restarts"),
         ("--start-method=exec --preload=torch", "--preload has no effect"),
-        ("--start-method=zygote --no-python", "--start-method has no effect: train.py can only"),
-        ("--run-path --no-python", "--no-python has no effect beside --run-path"),
+        ("--start-method=zygote --no-python", "--start-method has no effect: train.py is not"),
+        ("--run-path --no-python", "--no-python has no effect with --run-path"),
         ("--tee=2 --duplicate-stdout-filters=a", "--duplicate-stdout-filters has no effect without --tee=1"),
         ("--tee=1 --duplicate-stderr-filters=a", "--duplicate-stderr-filters has no effect without --tee=2"),
-        ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: 1 for each of the 2 workers"),
+        ("--nproc-per-node=2", "OMP_NUM_THREADS is not set: using 1 for each of the 2 workers"),
     ],
 )
-def test_a_word_without_effect_is_said_to_have_none(read: Read, tmp_path: Path, words: str, note: str) -> None:
+def test_a_flag_without_effect_is_noted(read: Read, tmp_path: Path, arguments: str, note: str) -> None:
     (tmp_path / "train.py").chmod(0o755)
-    config = read(f"{words} train.py", {**TOKEN, "PATH": str(tmp_path)})
+    config = read(f"{arguments} train.py", {**TOKEN, "PATH": str(tmp_path)})
     assert note in " | ".join(config.notes)
 
 
-def test_there_are_no_notes_where_there_is_nothing_to_say(read: Read) -> None:
+def test_a_plain_command_line_has_no_notes(read: Read) -> None:
     assert read("--standalone --nproc-per-node=2 --max-restarts=3 train.py", {"OMP_NUM_THREADS": "4"}).notes == ()
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "note"),
+    ("environ", "arguments", "note"),
     [
         ({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}, "", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE has no effect"),
-        ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect beside --run-path"),
+        ({"PYTHON_EXEC": "sh"}, "--run-path", "PYTHON_EXEC has no effect with --run-path"),
         ({"PYTHON_EXEC": "sh"}, "--no-python", "PYTHON_EXEC has no effect with --no-python"),
     ],
 )
-def test_a_variable_without_effect_is_said_to_have_none(
-    read: Read, tmp_path: Path, environ: dict[str, str], words: str, note: str
+def test_a_variable_without_effect_is_noted(
+    read: Read, tmp_path: Path, environ: dict[str, str], arguments: str, note: str
 ) -> None:
     (tmp_path / "train.py").chmod(0o755)
-    assert note in " | ".join(read(f"{words} train.py", {**environ, "PATH": str(tmp_path)}).notes)
+    assert note in " | ".join(read(f"{arguments} train.py", {**environ, "PATH": str(tmp_path)}).notes)
 
 
 # variables ----------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_the_secret_comes_from_a_variable_or_a_file_and_is_not_shown(read: Read,
     assert "hush" not in repr(by_file)
 
 
-def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Path) -> None:
+def test_a_secret_file_that_everyone_can_read_is_noted(read: Read, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("hush")
     file.chmod(0o644)
@@ -375,17 +375,17 @@ def test_a_secret_that_everyone_can_read_is_pointed_out(read: Read, tmp_path: Pa
     )
 
 
-def test_a_job_that_anyone_can_join_says_so(read: Read) -> None:
+def test_a_job_without_a_secret_warns(read: Read) -> None:
     config = read(f"{C10D} --nnodes=2 train.py")
     assert config.token == ""
-    assert "whoever can reach node0:29400 can join this job and end it; set the same secret" in config.notes[0]
+    assert "anyone who can reach node0:29400 can join this job and end it; set the same secret" in config.notes[0]
 
 
-def test_a_job_of_one_node_needs_no_word_about_a_secret(read: Read) -> None:
+def test_a_job_of_one_node_has_no_warning_about_a_secret(read: Read) -> None:
     assert read("--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=node0 train.py").notes == ()
 
 
-def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_path: Path) -> None:
+def test_etcd_has_several_endpoints_and_its_own_settings(read: Read, tmp_path: Path) -> None:
     for name in ("ca.pem", "c.pem", "k.pem"):
         (tmp_path / name).touch()
     config = read(
@@ -411,16 +411,16 @@ def test_etcd_is_several_endpoints_and_what_it_wants_to_know(read: Read, tmp_pat
     assert "hush" not in repr(config)
 
 
-def test_etcd_v2_is_etcd_with_a_word(read: Read) -> None:
+def test_etcd_v2_means_etcd_and_is_noted(read: Read) -> None:
     config = read("--rdzv-backend=etcd-v2 --rdzv-endpoint=http://e0:2379 --rdzv-conf=is_host=1 train.py", TOKEN)
     assert config.etcd == Etcd(endpoints=(Address("e0", 2379),), prefix="/ripstop")
     assert config.notes == (
-        "--rdzv-backend=etcd-v2 is etcd here: ripstop speaks etcd's v3 API",
+        "--rdzv-backend=etcd-v2 means etcd: ripstop uses etcd's v3 API",
         "--rdzv-conf is_host has no effect with --rdzv-backend=etcd-v2: etcd elects the host",
     )
 
 
-def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
+def test_timers_are_off_by_default(read: Read, tmp_path: Path) -> None:
     on, at = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
     assert read("train.py", {at: "pipe"}).timer_pipe is None
     assert read("train.py", {on: "1", at: "pipe"}).timer_pipe == Path.cwd() / "pipe"
@@ -428,13 +428,13 @@ def test_timers_are_for_those_who_ask(read: Read, tmp_path: Path) -> None:
     assert made_up is not None and made_up.name.startswith("watchdog_timer_")
     config = read("train.py", {on: "yes"})
     assert config.timer_pipe is None
-    assert config.notes == (f"{on}=yes has no effect: 1 switches timers on",)
+    assert config.notes == (f"{on}=yes has no effect: timers are off; write 1 to enable them",)
 
 
-def test_a_pipe_that_another_agent_reads_is_left_alone(read: Read, tmp_path: Path) -> None:
+def test_a_pipe_in_use_by_another_agent_is_not_used(read: Read, tmp_path: Path) -> None:
     pipe = Pipe(tmp_path / "pipe")
     environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "pipe")}
     config = read("train.py", environ)
     assert config.timer_pipe != tmp_path / "pipe" and config.timer_pipe.parent == tmp_path
-    assert "another agent reads this pipe; this job's is" in config.notes[0]
+    assert "another agent uses this pipe; this job uses" in config.notes[0]
     pipe.close()

@@ -16,13 +16,13 @@ def stack(rank: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def standing(entered: int, pending: int) -> dict[str, Any]:
+def progress(entered: int, pending: int) -> dict[str, Any]:
     operation = {"op": "all_reduce", "size": "4 Float", "p2p": False}
     return {"group": "gloo:0", "label": "", "entered": entered, "pending": pending} | operation
 
 
 def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
-    stacks = [stack(1, standings=[standing(3, 0)]), stack(0, standings=[standing(4, 4)])]
+    stacks = [stack(1, standings=[progress(3, 0)]), stack(0, standings=[progress(4, 4)])]
     assert render({"stacks": stacks, "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",
@@ -34,19 +34,19 @@ def test_stacks_are_shown_with_the_collectives_that_workers_are_in() -> None:
     ]
 
 
-def test_why_recorders_do_not_tell_is_said_once_for_all_ranks() -> None:
+def test_the_reason_for_missing_recorders_is_shown_once_for_all_ranks() -> None:
     none = "none: the worker was not forked with torch loaded"
     stacks = [stack(2, recorder=none), stack(1, recorder="none: the worker did not answer"), stack(0, recorder=none)]
     shown = render({"stacks": stacks, "unanswered": [{"node": "b", "why": "gone"}]})
     assert shown[-3:] == [
         f"flight recorder of ranks 0,2: {none}",
         "flight recorder of rank 1: none: the worker did not answer",
-        "node b did not answer: gone",
+        "node b did not reply: gone",
     ]
     assert not any("flight" in line for line in shown[:-3])
 
 
-def test_of_workers_that_have_no_recorder_to_ask_nothing_is_said() -> None:
+def test_nothing_is_shown_for_workers_without_a_recorder() -> None:
     assert render({"stacks": [stack(0)], "unanswered": []}) == [
         "rank 0 on a pid=70 state=S source=py-spy",
         "  thread Main",

@@ -1,4 +1,4 @@
-"""The installed torchrun's parser beside ours: the same words, the same meaning."""
+"""The installed torchrun's parser and ours: the same command lines have the same meaning."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli.commands.run import FLAGS, configure
-from ripstop.cli.options.flags import read
+from ripstop.cli.options.flags import parse
 from ripstop.model.config import Module, Numa, RunConfig, Script
 
 torchrun = pytest.importorskip("torch.distributed.run")
@@ -39,8 +39,8 @@ def torchs_names() -> set[str]:
     return {option.replace("_", "-") for option in options if option.startswith("--")} | TORCHS_SINCE_2_12
 
 
-def ours(words: str) -> RunConfig:
-    config = configure(words.split(), {})
+def ours(arguments: str) -> RunConfig:
+    config = configure(arguments.split(), {})
     assert config is not None
     return config
 
@@ -49,8 +49,8 @@ def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_wher
     for action in torchs_actions():
         for option in action.option_strings:
             takes_value = action.nargs != 0
-            words = [option, "1", "train.py"] if takes_value else [option, "train.py"]
-            assert read(FLAGS, words, {}).program == ("train.py",), option
+            arguments = [option, "1", "train.py"] if takes_value else [option, "train.py"]
+            assert parse(FLAGS, arguments, {}).program == ("train.py",), option
 
 
 def test_every_flag_has_torchruns_variable() -> None:
@@ -69,14 +69,14 @@ def test_a_beginning_that_means_one_flag_of_torchruns_means_the_same_here() -> N
         for end in range(len("--x"), len(name)):
             beginning = name[:end]
             if [other for other in torchs_names() if other.startswith(beginning)] == [name]:
-                words = [beginning, "1", "train.py"] if takes_value else [beginning, "train.py"]
-                given = read(FLAGS, words, {})
-                assert (list(given.texts), given.program) == ([name], ("train.py",)), beginning
+                arguments = [beginning, "1", "train.py"] if takes_value else [beginning, "train.py"]
+                argv = parse(FLAGS, arguments, {})
+                assert (list(argv.texts), argv.program) == ([name], ("train.py",)), beginning
 
 
 def test_a_beginning_that_only_our_own_flags_have_means_them() -> None:
-    given = read(FLAGS, ["--dry", "--node-l", "rack1", "--restart-b=1", "train.py"], {})
-    assert set(given.texts) == {"--dry-run", "--node-label", "--restart-backoff"}
+    argv = parse(FLAGS, ["--dry", "--node-l", "rack1", "--restart-b=1", "train.py"], {})
+    assert set(argv.texts) == {"--dry-run", "--node-label", "--restart-backoff"}
 
 
 def test_what_torchrun_takes_by_name_we_take_by_the_same_names() -> None:
@@ -106,18 +106,18 @@ def test_the_defaults_are_torchruns() -> None:
     assert config.timing.shutdown == 30.0 and getattr(torchs, "shutdown_timeout", None) is None
 
 
-@pytest.mark.parametrize("words", ["apple", "apple,orange", "a,,b", "a,,b,c", ",,", "a b,c"])
-def test_a_list_of_filters_is_read_as_torchrun_reads_it(words: str) -> None:
+@pytest.mark.parametrize("arguments", ["apple", "apple,orange", "a,,b", "a,,b,c", ",,", "a b,c"])
+def test_a_list_of_filters_is_read_as_torchrun_reads_it(arguments: str) -> None:
     if not any(action.dest == "duplicate_stdout_filters" for action in torchs_actions()):
         pytest.skip("this torchrun has no such flag yet")
-    given = [f"--duplicate-stdout-filters={words}", "-t", "1", "train.py"]
-    config = configure(given, {})
+    argv = [f"--duplicate-stdout-filters={arguments}", "-t", "1", "train.py"]
+    config = configure(argv, {})
     assert config is not None
-    assert config.logs.stdout_filters == tuple(torchrun.parse_args(given).duplicate_stdout_filters)
+    assert config.logs.stdout_filters == tuple(torchrun.parse_args(argv).duplicate_stdout_filters)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         "train.py a b",
         "train.py --nnodes 3 -m",
@@ -137,8 +137,8 @@ def test_a_list_of_filters_is_read_as_torchrun_reads_it(words: str) -> None:
         "--rdzv_conf join_timeout=1 train.py",
     ],
 )
-def test_the_program_and_its_arguments_begin_where_torchrun_begins_them(words: str) -> None:
-    torchs, entry = torchrun.parse_args(words.split()), ours(words).entry
+def test_the_program_and_its_arguments_begin_where_torchrun_begins_them(arguments: str) -> None:
+    torchs, entry = torchrun.parse_args(arguments.split()), ours(arguments).entry
     expected = (torchs.training_script, tuple(torchs.training_script_args))
     match entry:
         case Script(path, args):

@@ -720,7 +720,7 @@ def test_settings_that_torch_takes_are_taken_and_those_without_effect_are_said(
     ("setting", "word"),
     [
         ({"rdzv_backend": "zookeeper"}, "rdzv_backend='zookeeper'.*c10d"),
-        ({"rdzv_backend": "etcd", "rdzv_endpoint": ""}, "no etcd is named; write --rdzv-endpoint=HOST:2379"),
+        ({"rdzv_backend": "etcd", "rdzv_endpoint": ""}, "the address of etcd is missing; write --rdzv-endpoint"),
         ({"rdzv_endpoint": "no host!"}, "not a host name"),
         ({"start_method": "threads"}, "spawn, fork, forkserver"),
         ({"rdzv_configs": {"lease": "soon"}}, "lease=soon: not a time"),

@@ -285,7 +285,7 @@ def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any
 def test_an_operator_can_end_the_job(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
-        coordinator.steer(StopJob("enough"))
+        coordinator.apply_command(StopJob("enough"))
         report = await asyncio.wait_for(coordinator.ended, 20)
         assert (report.outcome, report.why) == (Outcome.STOPPED, "enough")
         coordinator.stop()

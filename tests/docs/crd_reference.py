@@ -1,6 +1,6 @@
 """The fields of an ElasticJob as tables in `docs/kubernetes.md`, written from its definition.
 
-`python -m tests.docs.crd_reference` writes them anew.
+`python -m tests.docs.crd_reference` updates them.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _word(value: object) -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with today's tables between their marks."""
+    """The page with the current tables between their marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"{PAGE.name} has no place for the tables; put {BEGIN.strip()} and {END.strip()} there"

@@ -1,6 +1,6 @@
-"""The states of a job as a diagram in `docs/rendezvous.md`, drawn from the machine's own table.
+"""The state diagram of a job in `docs/rendezvous.md`, generated from the machine's table.
 
-`python -m tests.docs.state_diagram` draws it anew.
+`python -m tests.docs.state_diagram` updates it.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def diagram() -> str:
 
 
 def redrawn(page: str) -> str:
-    """The page with the diagram of today behind its mark, where it ends."""
+    """The page with the current diagram after its mark."""
     text, mark, _ = page.partition(MARK)
     assert mark, f"{PAGE.name} has no place for the diagram; put {MARK.strip()} at its end"
     return text + mark + diagram()

@@ -1,4 +1,4 @@
-"""The tables of the documentation that are copies of the code.  `python -m tests.docs.tables` writes them anew.
+"""Tables of the documentation that are generated from the code.  `python -m tests.docs.tables` updates them.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
@@ -21,7 +21,7 @@ TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def of_events(*, agents: bool) -> str:
-    """One row a kind of event."""
+    """One row for each kind of event."""
     source = inspect.getsource(events)
     border = source.index("# an agent's")
     rows = [
@@ -40,7 +40,7 @@ def _fields(cls: type[Any]) -> str:
 
 
 def of_metrics() -> str:
-    """One row a metric."""
+    """One row for each metric."""
     rows = [
         (f"`{metric.name}`", metric.type, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
         for metric in METRICS.values()
@@ -49,7 +49,7 @@ def of_metrics() -> str:
 
 
 def of_source_tree() -> str:
-    """One row a package: what it is for, by its own docstring, and its modules."""
+    """One row for each package: the first sentence of its docstring, and its modules."""
     packages = sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
     rows = [
         (f"`{package.relative_to(SOURCE)}/`", _first_sentence(package / "__init__.py"), _modules(package))
@@ -83,7 +83,7 @@ TABLES = {
 
 
 def renewed(text: str) -> str:
-    """A page with its tables as they are to be."""
+    """The page with current tables."""
     return re.sub(
         r"<!-- table: ([^>]*?) -->\n.*?<!-- end -->",
         lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end -->",

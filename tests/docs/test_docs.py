@@ -1,7 +1,7 @@
-"""The documentation says what is so: its code runs, its flags exist, its links lead somewhere.
+"""The documentation is correct: its code runs, its flags exist, its links work.
 
-A ```python block is a program of its own, and is run.  A ```bash block after the line `<!-- run -->` is run too; those
-of one page share a folder, in which there is a copy of `examples/`.  ``` alone is text for the reader.
+A ```python block is a program and is run.  A ```bash block after the line `<!-- run -->` is run too; the blocks of a
+page share a directory with a copy of `examples/`.  A block without a language is not run.
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.docs.state_diagram import PAGE, redrawn
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-PATIENCE = 100
+TIMEOUT_S = 100
 
 # flags in our pages that are not `ripstop run`'s
 OTHERS = {
@@ -74,7 +74,7 @@ SHELL_PAGES = sorted({block.page for block in ALL if block.language == "bash" an
 
 
 def run(argv: list[str], folder: Path) -> None:
-    """In that folder, with this interpreter's commands first; everything it started is gone afterwards."""
+    """Run a command in this directory, with this interpreter's scripts on PATH; kill all its processes afterwards."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "RIPSTOP_", "TORCHELASTIC_"))}
     env |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -92,11 +92,11 @@ def run(argv: list[str], folder: Path) -> None:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)  # agents' workers die with them
         output, _ = process.communicate()
-        pytest.fail(f"did not end in {PATIENCE} s\n{output}")
+        pytest.fail(f"did not end in {TIMEOUT_S} s\n{output}")
     assert process.returncode == 0, output
 
 
@@ -127,7 +127,7 @@ def test_every_flag_that_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
+def test_every_link_works(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", (DOCS / page).read_text(encoding="utf-8")):
         if re.match(r"[a-z]+:", target):
             continue
@@ -146,17 +146,17 @@ def headings(path: Path) -> set[str]:
     return found
 
 
-def test_the_diagram_of_states_is_the_machines_table() -> None:
+def test_the_state_diagram_is_the_machines_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == redrawn(page), "draw it anew: python -m tests.docs.state_diagram"
+    assert page == redrawn(page), "run: python -m tests.docs.state_diagram"
 
 
-def test_a_diagrams_words_are_such_as_mermaid_can_read() -> None:
+def test_mermaid_can_parse_the_diagrams_labels() -> None:
     reasons = [reason for moves in TRANSITIONS.values() for reason in moves.values()]
     assert [reason for reason in reasons if re.search("[:;#%{}]", reason)] == []
 
 
-def test_the_page_on_rendezvous_has_every_key_that_is_understood() -> None:
+def test_the_page_on_rendezvous_has_every_key() -> None:
     settings = (DOCS / "rendezvous.md").read_text(encoding="utf-8").split("## Settings")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", settings, re.MULTILINE)
     named = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
@@ -176,4 +176,4 @@ def test_every_page_is_in_the_contents() -> None:
 
 def test_the_fields_of_an_elastic_job_are_its_definitions() -> None:
     page = crd_reference.PAGE.read_text(encoding="utf-8")
-    assert page == crd_reference.rewritten(page), "write them anew: python -m tests.docs.crd_reference"
+    assert page == crd_reference.rewritten(page), "run: python -m tests.docs.crd_reference"

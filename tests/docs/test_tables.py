@@ -1,4 +1,4 @@
-"""Tables in the documentation say what the code says, and so does the dashboard."""
+"""Tables and dashboard match the code."""
 
 import json
 import re
@@ -15,31 +15,31 @@ DASHBOARD = json.loads((DOCS / "grafana" / "ripstop.json").read_text(encoding="u
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_pages_tables_are_as_the_code_says(page: Path) -> None:
+def test_a_pages_tables_match_the_code(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == renewed(text), "write them anew: python -m tests.docs.tables"
+    assert text == renewed(text), "run: python -m tests.docs.tables"
 
 
-def test_every_table_is_somewhere() -> None:
+def test_every_table_is_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in TABLES if f"<!-- table: {name} -->" not in text] == []
 
 
 def samples() -> set[str]:
-    """The names that a page of metrics can have."""
+    """The names of all samples."""
     histograms = {f"{m.name}_{part}" for m in METRICS.values() for part in ("bucket", "sum", "count")}
     return set(METRICS) | histograms
 
 
 def queries(part: Any) -> list[str]:
-    """All of a dashboard's expressions, wherever they are."""
+    """All expressions of a dashboard."""
     if isinstance(part, dict):
         own = [text for name in ("expr", "query") if isinstance(text := part.get(name), str)]
         return own + [text for value in part.values() for text in queries(value)]
     return [text for value in part for text in queries(value)] if isinstance(part, list) else []
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     asked = {name for text in queries(DASHBOARD) for name in re.findall(r"\bripstop_[a-z_]+", text)}
     assert len(asked) > 20
     assert asked - samples() == set()

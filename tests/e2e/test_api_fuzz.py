@@ -1,4 +1,4 @@
-"""Whatever is sent to a running job's API, the answer is as its description says, and the workers do not notice."""
+"""Replies to random requests match the API's description, and the workers are not disturbed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ HEADERS = {"Authorization": f"Bearer {api_token(TOKEN, 'fuzz')}"}
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that talks for as long as the tests last."""
+    """A job that writes output as long as the tests last."""
     folder = tmp_path_factory.mktemp("fuzz")
     with Job(folder, XDG_RUNTIME_DIR=str(folder), TMPDIR=str(folder), RIPSTOP_TOKEN=TOKEN) as job:
         where = f"--api=127.0.0.1:{job.port}"
@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def described(job: Job) -> Any:
-    """The API, by its own description."""
+    """The API, from its own description."""
     import schemathesis  # seconds: only where it is used
 
     return schemathesis.openapi.from_url(f"http://127.0.0.1:{job.port}/api/v1/openapi.json", headers=HEADERS)
@@ -41,7 +41,7 @@ def fuzz(described: Any, route: ApiRoute, examples: int) -> None:
     @given(case=described[route.path][route.method].as_strategy())
     def send(case: Any) -> None:
         if str((case.query or {}).get("follow", "false")).lower() in ("true", "1", ""):
-            case.query.pop("follow", None)  # it would go on for ever
+            case.query.pop("follow", None)  # the stream would not end
         case.call_and_validate(headers=HEADERS, timeout=20)
 
     send()
@@ -56,25 +56,25 @@ def name(route: ApiRoute) -> str:
 
 
 @pytest.mark.parametrize("route", HARMLESS, ids=name)
-def test_any_request_is_answered_as_described(described: Any, route: ApiRoute) -> None:
+def test_random_requests_get_replies_as_described(described: Any, route: ApiRoute) -> None:
     fuzz(described, route, 8)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", HARMLESS, ids=name)
-def test_very_many_requests_are_answered_as_described(described: Any, route: ApiRoute) -> None:
+def test_many_random_requests_get_replies_as_described(described: Any, route: ApiRoute) -> None:
     fuzz(described, route, 500)
 
 
-def test_the_worker_has_not_noticed(job: Job) -> None:
-    """It still talks, and is still the first."""
+def test_the_worker_is_not_disturbed(job: Job) -> None:
+    """It still writes, and was not restarted."""
     (agent,) = job.agents
     before = agent.out.count("out 0 ")
     wait_until(lambda: True if agent.out.count("out 0 ") > before else None, why=job.describe)
     assert "round=2" not in agent.err, job.describe()
 
 
-def test_restarts_are_answered_as_described_and_the_job_goes_on(described: Any, job: Job) -> None:
+def test_restarts_get_replies_as_described_and_the_job_continues(described: Any, job: Job) -> None:
     fuzz(described, RESTART, 3)
     (agent,) = job.agents
     agent.wait_for_log("pause_ms=")  # quick restarts may pass over a round

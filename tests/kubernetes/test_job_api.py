@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import job_api
-from ripstop.kubernetes.job_api import LONGEST, JobApi
+from ripstop.kubernetes.job_api import MAX_TEXT_CHARACTERS, JobApi
 from ripstop.model.errors import QueryFailed
 
 
 @contextmanager
-def a_coordinator(body: bytes, heard: list[tuple[str, bytes]] | None = None) -> Iterator[int]:
-    """Answers those who show `bearer-of-secret-run`; what it is told is put into `heard`."""
+def a_coordinator(body: bytes, received: list[tuple[str, bytes]] | None = None) -> Iterator[int]:
+    """Answers those who show `bearer-of-secret-run`; what it is told is put into `received`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.headers["Authorization"] == "Bearer bearer-of-secret-run"
-            if known and self.command == "POST" and heard is not None:
-                heard.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            if known and self.command == "POST" and received is not None:
+                received.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200 if known and self.path in ("/api/v1/status", "/api/v1/scale") else 401)
             self.end_headers()
             self.wfile.write(body)
@@ -44,13 +44,13 @@ def a_coordinator(body: bytes, heard: list[tuple[str, bytes]] | None = None) -> 
         server.server_close()
 
 
-def bearer(token: str, run_id: str) -> str:
+def api_token(token: str, run_id: str) -> str:
     return f"bearer-of-{token}-{run_id}"
 
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     with a_coordinator(json.dumps(status).encode()) as port:
-        return JobApi(bearer, port).status("127.0.0.1", "secret", "run")
+        return JobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_says_how_it_is_doing() -> None:
@@ -72,16 +72,16 @@ def test_numbers_that_are_none_are_left_out() -> None:
 
 
 def test_a_long_word_is_cut() -> None:
-    assert said({"last_failure": "x" * 5000}) == {"lastFailure": "x" * LONGEST}
+    assert said({"last_failure": "x" * 5000}) == {"lastFailure": "x" * MAX_TEXT_CHARACTERS}
 
 
-def test_a_job_is_sent_how_many_nodes_it_is_to_have() -> None:
-    heard: list[tuple[str, bytes]] = []
-    with a_coordinator(b"{}", heard) as port:
-        JobApi(bearer, port).scale("127.0.0.1", "secret", "run", 3)
+def test_a_job_is_told_how_many_nodes_it_is_to_have() -> None:
+    received: list[tuple[str, bytes]] = []
+    with a_coordinator(b"{}", received) as port:
+        JobApi(api_token, port).scale("127.0.0.1", "secret", "run", 3)
         with pytest.raises(QueryFailed, match="401"):
-            JobApi(bearer, port).scale("127.0.0.1", "wrong", "run", 3)
-    assert heard == [("/api/v1/scale", b'{"nodes": 3}')]
+            JobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
+    assert received == [("/api/v1/scale", b'{"nodes": 3}')]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_a_job_is_sent_how_many_nodes_it_is_to_have() -> None:
 )
 def test_an_answer_that_is_none_is_a_silence(body: bytes, why: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed, match=why):
-        JobApi(bearer, port).status("127.0.0.1", "secret", "run")
+        JobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 def test_a_job_that_knows_us_not_is_a_silence() -> None:
     with a_coordinator(b"{}") as port, pytest.raises(QueryFailed, match="401"):
-        JobApi(bearer, port).status("127.0.0.1", "wrong", "run")
+        JobApi(api_token, port).status("127.0.0.1", "wrong", "run")
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_job_that_knows_us_not_is_a_silence() -> None:
     [
         (b'{"error": "no target\\nbelow 2"}', "HTTP 401: no target below 2"),
         (b"<b>a proxy\x1b</b>", "HTTP 401: <b>a proxy </b>"),
-        (b'{"error": "%s"}' % (b"x" * 5000), f"HTTP 401: {'x' * LONGEST}"),
+        (b'{"error": "%s"}' % (b"x" * 5000), f"HTTP 401: {'x' * MAX_TEXT_CHARACTERS}"),
         (b"7", "HTTP 401: 7"),
         (b"", "HTTP 401"),
     ],
 )
 def test_why_a_job_refuses_is_said_in_one_short_line(body: bytes, said: str) -> None:
     with a_coordinator(body) as port, pytest.raises(QueryFailed) as refused:
-        JobApi(bearer, port).scale("127.0.0.1", "wrong", "run", 3)
+        JobApi(api_token, port).scale("127.0.0.1", "wrong", "run", 3)
     assert str(refused.value) == said
 
 
@@ -123,7 +123,7 @@ def test_nobody_there_is_a_silence() -> None:
     with a_coordinator(b"{}") as port:
         pass
     with pytest.raises(QueryFailed):
-        JobApi(bearer, port).status("127.0.0.1", "secret", "run")
+        JobApi(api_token, port).status("127.0.0.1", "secret", "run")
 
 
 @contextmanager
@@ -157,14 +157,14 @@ def a_dripping_pod(start: bytes, drop: bytes, bell: threading.Event) -> Iterator
 def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
     start: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_api, "PATIENCE", 0.2)
+    monkeypatch.setattr(job_api, "TIMEOUT_S", 0.2)
     bell = threading.Event()
     rescue = threading.Timer(5.0, bell.set)  # for a listener who would wait
     rescue.start()
     try:
         with a_dripping_pod(start, drop, bell) as port:
             with pytest.raises(QueryFailed, match="timed out"):
-                JobApi(bearer, port).status("127.0.0.1", "secret", "run")
+                JobApi(api_token, port).status("127.0.0.1", "secret", "run")
             assert not bell.is_set()
     finally:
         rescue.cancel()

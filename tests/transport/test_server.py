@@ -149,7 +149,7 @@ def test_the_rejection_of_an_agent_of_another_job_names_both_jobs(harness: Any) 
 def test_an_agent_of_the_next_job_may_retry_when_this_job_has_ended(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            coordinator.steer(StopJob("enough"))
+            coordinator.apply_command(StopJob("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
                 _, reply = await do_handshake(ws, run_id="job2")

@@ -218,7 +218,7 @@ def test_certificates_are_read_from_the_command_line(authority: Authority) -> No
 def test_certificates_for_a_single_node_are_a_note(authority: Authority) -> None:
     config = configure([conf(authority.node("a")), "--no-python", "true"], {})
     assert config is not None
-    assert "--rdzv-conf tls_… has no effect on a single node: nothing leaves it" in config.notes
+    assert "--rdzv-conf tls_… has no effect on a single node: there are no connections to encrypt" in config.notes
 
 
 def test_a_certificate_and_its_key_go_together(authority: Authority) -> None:

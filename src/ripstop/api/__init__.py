@@ -1,1 +1,1 @@
-"""The HTTP API of a running job, on the coordinator's port and on a local Unix socket, and how operators find a job."""
+"""The HTTP API of a running job (server and client), its local Unix socket, and the registry of jobs."""

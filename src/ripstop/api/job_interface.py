@@ -1,4 +1,4 @@
-"""What the API needs of a job, and the ways in which a job says no."""
+"""The interface between the API and a job, and the error of a rejected request."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from ripstop.telemetry.journal import Journal
 
 
 class JobInterface(Protocol):
-    """A job, as the API sees it; the coordinator is one."""
+    """What the API needs of a job; the coordinator implements it."""
 
     journal: Journal
 
@@ -21,35 +21,31 @@ class JobInterface(Protocol):
 
     def record(self, event: Event) -> None: ...
 
-    async def ask(self, node: str, question: str, argument: str = "", patience: float = ...) -> str: ...
+    async def ask(self, node: str, query: str, argument: str = ..., timeout_s: float = ..., /) -> str: ...
 
     async def metrics(self) -> bytes: ...
 
-    def steer(self, wish: OperatorCommand) -> None: ...
+    def apply_command(self, command: OperatorCommand, /) -> None: ...
 
     async def goodput(self) -> float | None: ...
 
 
 class RequestRefused(RipstopError):
-    """A request that gets no more than a status and a word."""
+    """A rejected request: the HTTP status and the reason."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
         self.status = status
 
 
-def placed(status: JobStatus) -> list[NodeStatus]:
-    """The nodes that have ranks."""
+def nodes_in_round(status: JobStatus) -> list[NodeStatus]:
     return [node for node in status.nodes if node.first_rank >= 0]
 
 
-def node_of(status: JobStatus, rank: int) -> NodeStatus:
-    """Where a rank is."""
-    for node in placed(status):
+def node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
+    for node in nodes_in_round(status):
         if node.first_rank <= rank < node.first_rank + node.slots:
             return node
     if not status.world_size:
-        raise RequestRefused(
-            409, f"the job is {status.phase} ({status.why}), so there are no ranks now; ask again later"
-        )
+        raise RequestRefused(409, f"the job is {status.phase} ({status.why}), so it has no ranks; try again later")
     raise RequestRefused(404, f"there is no rank {rank}: the job has ranks 0 to {status.world_size - 1}")

@@ -1,9 +1,9 @@
-"""The way to a job for its user on this machine: a socket that serves its API, and the file by which it is found.
+"""Local access to a job: a Unix socket that serves its API, and the file by which commands find it.
 
-Rules: (1) the socket is its user's and root's alone, by its directory, its mode and the kernel's word on who connects,
-so no token is asked for; (2) until somebody connects it costs a listening socket and nothing else: what serves HTTP is
-imported then, in a thread; (3) a job that cannot have one is run without it, and its log says so; (4) what somebody has
-removed, as the system does when a user logs out, is made anew; nobody tells, so it is looked for.
+Rules: (1) only the job's user and root can use the socket, by its directory, its mode and the kernel's peer
+credentials, so there is no token; (2) until the first connection it costs a listening socket: the HTTP code is imported
+then, in a thread; (3) a job runs without a socket if it cannot have one, and logs the reason; (4) a removed socket or
+file is recreated, for example after the system has cleaned up at a logout; polled, because there is no notification.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("ripstop.telemetry")
 
 BACKLOG = 16
-LOOK = 5.0  # seconds between two looks whether the socket and its file are there
-GOODBYE = 1.0  # seconds for what is being answered
+CHECK_INTERVAL_S = 5.0  # between two checks whether the socket and its file exist
+SHUTDOWN_TIMEOUT_S = 1.0  # for open requests
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class JobSocket:
-    """One process's way to its job.  `job` is there while the coordinator is in this process."""
+    """Local access to the job of one process.  `job` is set while the coordinator is in this process."""
 
     def __init__(self, environ: Mapping[str, str], run_id: str, node: str, token: str, tls: Tls | None) -> None:
         self._name = f"{os.getpid()}-{os.urandom(4).hex()}"
         certificates = tls or Tls()
-        self._sign = JobRecord(
+        self._record = JobRecord(
             run_id,
             node,
             os.getpid(),
@@ -54,103 +54,104 @@ class JobSocket:
         self._token = token
         self._environ = environ
         self._timer: asyncio.TimerHandle | None = None
-        self._said = False
-        self._listening: socket.socket | None = None
+        self._failure_logged = False
+        self._listener: socket.socket | None = None
         self._runner: web.AppRunner | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._held: HeldDirectory | None = None
+        self._serve_task: asyncio.Task[None] | None = None
+        self._directory: HeldDirectory | None = None
         self._registration: Registration | None = None
         self.job: JobInterface | None = None
         try:
-            self._held = HeldDirectory(environ)
-            self._registration = Registration(self._held.path, self._name)
+            self._directory = HeldDirectory(environ)
+            self._registration = Registration(self._directory.path, self._name)
         except (RipstopError, OSError) as error:
             self._give_up(str(error))
 
     def lead(self, job: JobInterface, endpoint: str = "") -> None:
-        """The job's coordinator is in this process; over the network it is at the endpoint."""
+        """Serve the API: the coordinator is in this process, and at this endpoint over the network."""
         self.job = job
-        if self._held is None:
+        if self._directory is None:
             return
         try:
-            if self._listening is None:
-                self._listen(self._held.path / f"{self._name}.sock")
+            if self._listener is None:
+                self._listen(self._directory.path / f"{self._name}.sock")
         except OSError as error:
-            self._give_up(f"no socket in {self._held.path}: {error.strerror or error}")
+            self._give_up(f"no socket in {self._directory.path}: {error.strerror or error}")
             return
-        self._say(socket=f"{self._name}.sock", endpoint=endpoint, token="")
+        self._publish(socket=f"{self._name}.sock", endpoint=endpoint, token="")
 
     def follow(self, endpoint: str) -> None:
-        """It is elsewhere, there."""
+        """Publish the endpoint of a coordinator in another process."""
         self.job = None
-        self._say(socket="", endpoint=endpoint, token=self._token)
+        self._publish(socket="", endpoint=endpoint, token=self._token)
 
     async def close(self) -> None:
-        """Nobody finds the job any more; what is being answered is answered, briefly."""
+        """Remove the file and the socket; open requests get `SHUTDOWN_TIMEOUT_S`."""
         if self._timer is not None:
             self._timer.cancel()
         if self._registration is not None:
             self._registration.close()
-        if self._listening is not None and self._held is not None:
-            asyncio.get_running_loop().remove_reader(self._listening)
-            (self._held.path / f"{self._name}.sock").unlink(missing_ok=True)
-        if self._serving is not None:
-            await asyncio.wait([self._serving])
+        if self._listener is not None and self._directory is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            (self._directory.path / f"{self._name}.sock").unlink(missing_ok=True)
+        if self._serve_task is not None:
+            await asyncio.wait([self._serve_task])
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._listening is not None:
-            self._listening.close()
-        if self._held is not None:
-            self._held.release()
+        if self._listener is not None:
+            self._listener.close()
+        if self._directory is not None:
+            self._directory.release()
 
-    def _say(self, **changes: Any) -> None:
+    def _publish(self, **changes: Any) -> None:
         if self._registration is None:
             return
-        self._sign = replace(self._sign, **changes)
+        self._record = replace(self._record, **changes)
         try:
-            self._registration.say(self._sign)
+            self._registration.write(self._record)
         except OSError as error:
-            self._give_up(f"its file cannot be written: {error.strerror}")
+            self._give_up(f"cannot write its file: {error.strerror}")
             return
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check_files)
 
-    def _look(self) -> None:
+    def _check_files(self) -> None:
         """Rule 4."""
-        self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
-        if self._held is None or self._registration is None or (self._serving and not self._serving.done()):
+        self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check_files)
+        held, registration = self._directory, self._registration
+        if held is None or registration is None or (self._serve_task and not self._serve_task.done()):
             return
-        names = [f"{self._name}.json", *([f"{self._name}.sock"] if self._listening else [])]
-        if all(os.path.lexists(self._held.path / name) for name in names):
+        names = [f"{self._name}.json", *([f"{self._name}.sock"] if self._listener else [])]
+        if all(os.path.lexists(held.path / name) for name in names):
             return
         try:
-            self._make_anew(self._held, self._registration)
+            self._recreate(held, registration)
         except (RipstopError, OSError) as error:
-            if not self._said:
-                log.warning("%s was removed: the job cannot be steered from this machine: %s", self._held.path, error)
-            self._said = True
+            if not self._failure_logged:
+                log.warning("%s was removed, and commands on this machine cannot reach the job: %s", held.path, error)
+            self._failure_logged = True
         else:
-            self._said = False
-            log.warning("what was in %s was removed, and is made anew", self._held.path)
+            self._failure_logged = False
+            log.warning("%s was removed; its files were recreated", held.path)
 
-    def _make_anew(self, held: HeldDirectory, registration: Registration) -> None:
-        self._held = HeldDirectory(self._environ)
+    def _recreate(self, held: HeldDirectory, registration: Registration) -> None:
+        self._directory = HeldDirectory(self._environ)
         held.release()
         registration.close()
-        if self._listening is not None:
-            self._listen_anew(self._listening, self._held.path / f"{self._name}.sock")
-        self._registration = Registration(self._held.path, self._name)
-        self._registration.say(self._sign)
+        if self._listener is not None:
+            self._replace_listener(self._listener, self._directory.path / f"{self._name}.sock")
+        self._registration = Registration(self._directory.path, self._name)
+        self._registration.write(self._record)
 
-    def _listen_anew(self, old: socket.socket, path: Path) -> None:
+    def _replace_listener(self, old: socket.socket, path: Path) -> None:
         path.unlink(missing_ok=True)
         asyncio.get_running_loop().remove_reader(old)
         self._listen(path)
         if self._runner is None:
-            old.close()  # else whoever serves it closes it
+            old.close()  # else the runner closes it
 
     def _give_up(self, why: str) -> None:
-        log.warning("the job cannot be steered from this machine: %s", why)
+        log.warning("commands on this machine cannot reach the job: %s", why)
         self._registration = None
 
     def _listen(self, path: Path) -> None:
@@ -164,16 +165,16 @@ class JobSocket:
         except OSError:
             listening.close()
             raise
-        self._listening = listening
-        asyncio.get_running_loop().add_reader(listening, self._somebody_comes)
+        self._listener = listening
+        asyncio.get_running_loop().add_reader(listening, self._on_first_connection)
 
-    def _somebody_comes(self) -> None:
-        assert self._listening is not None
-        asyncio.get_running_loop().remove_reader(self._listening)
-        self._serving = asyncio.create_task(self._serve(self._listening), name="ripstop-api")
+    def _on_first_connection(self) -> None:
+        assert self._listener is not None
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._serve_task = asyncio.create_task(self._serve(self._listener), name="ripstop-api")
 
     async def _serve(self, listening: socket.socket) -> None:
-        """Rule 2; a defect here is this socket's end, not the job's."""
+        """Rule 2.  An error here ends the socket, not the job."""
         try:
             await asyncio.to_thread(_import_api)
             from aiohttp import web
@@ -181,26 +182,28 @@ class JobSocket:
             from ripstop.api.http_api import Api, application
 
             if self._runner is None:
-                app = application(Api(lambda: self.job, admit))
-                runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE)
+                app = application(Api(lambda: self.job, authorize))
+                runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
             await web.SockSite(self._runner, listening).start()
         except Exception:
-            log.exception("the job cannot be steered from this machine")
+            log.exception("commands on this machine cannot reach the job")
 
 
-def admit(request: "web.Request") -> str:
+def authorize(request: "web.Request") -> str:
     """Rule 1."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:
-        raise RequestRefused(401, "this connection is gone")
+        raise RequestRefused(401, "the connection is closed")
     if not hasattr(socket, "SO_PEERCRED"):
         return "this user"
     _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if uid not in (0, os.getuid()):
-        raise RequestRefused(403, f"the job is user {os.getuid()}'s, and user {uid} may not steer it; ask as that user")
-    return f"user {uid}"  # its name may be in a directory service, and nobody here waits for one
+        raise RequestRefused(
+            403, f"the job belongs to user {os.getuid()}, not to user {uid}; run the command as that user"
+        )
+    return f"user {uid}"  # not its name: looking that up may block
 
 
 def _import_api() -> None:

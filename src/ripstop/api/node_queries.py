@@ -1,7 +1,7 @@
-"""How the nodes of a job are asked: each so much at a time, and many at once.
+"""Send queries to the nodes of a job, with a limited number at a time.
 
-Rules: (1) a question that a node does not get to in time fails, and says so; (2) who asks many nodes learns of each
-what it answers, or why it does not.  What can be asked is the agent's (`agent/queries.py`).
+Rules: (1) a query that a node cannot take in time fails with the reason; (2) a query to many nodes returns each node's
+reply or error.  The queries themselves are in `agent/queries.py`.
 """
 
 import asyncio
@@ -13,63 +13,63 @@ from weakref import WeakValueDictionary
 from ripstop.api.job_interface import JobInterface
 from ripstop.model.errors import QueryFailed
 
-AT_ONCE = 4  # questions that one node answers at a time; waiting for something to happen is none of its work
-NODES_AT_ONCE = 512  # nodes that are asked the same
+MAX_QUERIES_PER_NODE = 4  # at a time, without those that wait for new output
+MAX_CONCURRENT_NODES = 512  # of one query to many nodes
 
 T = TypeVar("T")
 
 
 class NodeQueries:
-    """Asks nodes, each so much at a time: answers share the connection by which a node shows that it lives."""
+    """Limits the queries to each node: replies share the connection of the node's heartbeats."""
 
     def __init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while somebody asks
+        self._limits: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of nodes with queries
 
     async def ask(
-        self, job: JobInterface, node: str, question: str, details: dict[str, Any], patience: float
+        self, job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        """The node's answer, once it is this question's turn."""
-        turns = self._turns.setdefault(node, asyncio.Semaphore(AT_ONCE))
+        """Wait until the node is below its limit, then send the query and return the reply."""
+        limit = self._limits.setdefault(node, asyncio.Semaphore(MAX_QUERIES_PER_NODE))
         try:
-            async with asyncio.timeout(patience):
-                await turns.acquire()
+            async with asyncio.timeout(timeout_s):
+                await limit.acquire()
         except TimeoutError:
-            why = f"node {node} had so much to answer that this was not asked in {patience:g} s; ask later"
+            why = f"node {node} is busy with other queries since {timeout_s:g} s; try again later"
             raise QueryFailed(why) from None
         try:
-            return await ask(job, node, question, details, patience)
+            return await ask(job, node, query, argument, timeout_s)
         finally:
-            turns.release()
+            limit.release()
 
 
-async def ask(job: JobInterface, node: str, question: str, details: dict[str, Any], patience: float) -> dict[str, Any]:
-    """The node's answer; the question is at the node at once, and may wait there."""
-    answer: dict[str, Any] = json.loads(await job.ask(node, question, json.dumps(details), patience))
-    return answer
+async def ask(job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Send a query at once, without a limit, and return the node's reply."""
+    reply: dict[str, Any] = json.loads(await job.ask(node, query, json.dumps(argument), timeout_s))
+    return reply
 
 
 async def ask_all(
-    nodes: Iterable[str], question: Callable[[str], Awaitable[T]], seconds: float
+    nodes: Iterable[str], ask_one: Callable[[str], Awaitable[T]], seconds: float
 ) -> dict[str, T | QueryFailed]:
-    """What each of many nodes answers, or why it does not, within so many seconds; many are asked at a time."""
-    turns = asyncio.Semaphore(NODES_AT_ONCE)
+    """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
+    limit = asyncio.Semaphore(MAX_CONCURRENT_NODES)
 
-    async def answer(node: str) -> T | QueryFailed:
+    async def reply_of(node: str) -> T | QueryFailed:
         try:
-            async with turns:
-                return await question(node)
-        except QueryFailed as why:
-            return why
+            async with limit:
+                return await ask_one(node)
+        except QueryFailed as error:
+            return error
 
-    asked = {node: asyncio.create_task(answer(node)) for node in nodes}
+    tasks = {node: asyncio.create_task(reply_of(node)) for node in nodes}
     try:
-        if asked:
-            await asyncio.wait(asked.values(), timeout=seconds)
-        return {node: task.result() if task.done() else _late(node, seconds) for node, task in asked.items()}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=seconds)
+        return {node: task.result() if task.done() else _late(node, seconds) for node, task in tasks.items()}
     finally:
-        for task in asked.values():
+        for task in tasks.values():
             task.cancel()
 
 
 def _late(node: str, seconds: float) -> QueryFailed:
-    return QueryFailed(f"node {node} did not answer in {seconds:g} s; ask again")
+    return QueryFailed(f"node {node} did not reply in {seconds:g} s; try again")

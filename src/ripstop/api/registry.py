@@ -1,9 +1,8 @@
-"""The jobs of this user on this machine: a file for each agent, in `run_directory()`, that says how to reach its job.
+"""The registry of this user's jobs on this machine: each agent has a file in `run_directory()` with its job's address.
 
-An agent holds a lock on its file for as long as it lives, however it dies; so a file that can be locked is a dead
-agent's, and whoever finds it removes it, with its socket.  A file is there whole or not at all.  Where
-the job is steered at an endpoint it holds the token for that, so it is readable by this user alone, as is the
-directory.
+Rules: (1) an agent holds a lock on its file as long as it lives; a file that can be locked belongs to a dead agent, and
+the process that finds it removes it with its socket; (2) a file is written atomically; (3) file and directory are
+readable by this user alone: a file may hold the API's token.
 """
 
 import fcntl
@@ -16,18 +15,18 @@ import msgspec
 
 from ripstop.model.redacted import Redacted
 
-MAX_FILE = 64 * 1024  # bytes
-LONGEST_PATH = 100  # bytes of a socket's path that every system takes
+MAX_FILE_BYTES = 64 * 1024
+MAX_SOCKET_PATH_BYTES = 100  # every system accepts a socket address of this length
 
 
 class JobRecord(Redacted, frozen=True):
-    """How to reach the job of one agent: through a socket here, or else at an endpoint."""
+    """How to reach the job of one agent: through a socket on this machine, or else at an endpoint."""
 
     run_id: str
     node: str
     pid: int
     since: float  # wall-clock time
-    socket: str = ""  # the name of a file beside this one
+    socket: str = ""  # the name of a file in the same directory
     endpoint: str = ""
     token: str = ""
     tls_ca: str = ""
@@ -43,13 +42,13 @@ class Registration:
         self._path = directory / f"{name}.json"
         self._fd: int | None = None
 
-    def say(self, sign: JobRecord) -> None:
-        """Write it, or write it anew."""
+    def write(self, record: JobRecord) -> None:
+        """Create or replace the file."""
         draft = self._path.with_suffix(".new")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # before anybody can see it
-            os.write(fd, msgspec.json.encode(sign))
+            fcntl.flock(fd, fcntl.LOCK_EX)  # before other processes can see it
+            os.write(fd, msgspec.json.encode(record))
             draft.replace(self._path)
         except OSError:
             os.close(fd)
@@ -66,30 +65,30 @@ class Registration:
 
 
 def job_records(directory: Path) -> list[JobRecord]:
-    """Those of agents that live, the oldest first; what dead ones have left is removed."""
-    found = [sign for path in directory.glob("*.json") if (sign := _read(path)) is not None]
-    return sorted(found, key=lambda sign: sign.since)
+    """The records of living agents, oldest first; removes the files of dead ones."""
+    records = [record for path in directory.glob("*.json") if (record := _read(path)) is not None]
+    return sorted(records, key=lambda record: record.since)
 
 
 def _read(path: Path) -> JobRecord | None:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE)
+            data = file.read(MAX_FILE_BYTES)
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _parse(data)
+                return _decode(data)
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return _read(path)  # it was written anew meanwhile, by an agent that lives
+                return _read(path)  # a living agent has replaced the file meanwhile
             path.with_suffix(".sock").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     except OSError:
-        pass  # it went away meanwhile, or is not ours
+        pass  # removed meanwhile, or not accessible
     return None
 
 
-def _parse(data: bytes) -> JobRecord | None:
-    """None for what another version has written."""
+def _decode(data: bytes) -> JobRecord | None:
+    """None for a record of an incompatible version."""
     try:
         return msgspec.json.decode(data, type=JobRecord)
     except msgspec.DecodeError:
@@ -98,8 +97,8 @@ def _parse(data: bytes) -> JobRecord | None:
 
 @contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """An address for a Unix socket at this path, also where the path is longer than addresses are."""
-    if len(os.fsencode(path)) <= LONGEST_PATH:
+    """An address of the Unix socket at this path, even if the path is too long for an address."""
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         yield str(path)
         return
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

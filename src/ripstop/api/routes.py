@@ -1,257 +1,218 @@
-"""What an HTTP API takes and gives, as one table of routes: requests are read by it, and OpenAPI is written from it.
+"""The table types of an HTTP API: requests are parsed by the table, and the OpenAPI description is generated from it.
 
-Pure: who answers, and how bytes travel, is in `api.py`.  What a table does not name is refused, so that a word spelled
-wrong is never silently without effect.  Those who ask (`cli/`) go by `PREFIX` and `MAX_TAIL`, too.
+Pure; the handlers are in `http_api.py`.  Parameters and fields that the table does not name are rejected, so a misspelt
+one is never silently ignored.
 """
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import fields
+import msgspec
 
 import ripstop
+from ripstop.api.replies import Error
 
 PREFIX = "/api/v1"
-MAX_TAIL = 10_000  # lines of a log
-LARGEST = 2**53  # what every JSON reader takes as a whole number
-
-Schema = dict[str, Any]
-
-
-class Malformed(Exception):
-    """A request that is not what the table says, in words."""
+MAX_TAIL_LINES = 10_000  # of a log
+MAX_INTEGER = 2**53  # every JSON parser reads integers up to this exactly
+SCHEMA_REF = "#/components/schemas/{name}"
 
 
-class Parameter(Struct, frozen=True):
-    """One word of a request.  A `text` has `most` characters at most, none of them control characters."""
+class InvalidRequest(Exception):
+    """A request that does not match the table."""
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One parameter or body field.  `minimum` and `maximum` limit a number, or the length of a text."""
 
     name: str
     kind: type[int] | type[str] | type[bool]
-    says: str
-    least: int = 0
-    most: int = LARGEST
+    description: str
+    minimum: int = 0
+    maximum: int = MAX_INTEGER
     choices: tuple[str, ...] = ()
     required: bool = False
     default: int | str | bool | None = None
 
-    def schema(self) -> Schema:
+    def schema(self) -> dict[str, Any]:
         if self.kind is bool:
             return {"type": "boolean"}
         if self.kind is int:
-            return {"type": "integer", "minimum": self.least, "maximum": self.most}
+            return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
         if self.choices:
             return {"type": "string", "enum": list(self.choices)}
-        return {"type": "string", "minLength": self.least, "maxLength": self.most, "pattern": "^[^\\x00-\\x1f\\x7f]*$"}
+        length = {"minLength": self.minimum, "maxLength": self.maximum}
+        return {"type": "string", **length, "pattern": "^[^\\x00-\\x1f\\x7f]*$"}
 
-    def read(self, text: str) -> int | str | bool:
-        """From a path or a query."""
+    def parse(self, text: str) -> int | str | bool:
+        """Parse the text of a path or a query."""
         if self.kind is bool:
             if text not in ("true", "false", "1", "0", ""):
-                raise Malformed(f"{self.name}={text[:80]!r}: neither true nor false; write {self.name}=true")
+                raise InvalidRequest(f"{self.name}={text[:80]!r}: neither true nor false; write {self.name}=true")
             return text not in ("false", "0")
         if self.kind is int:
             digits = text.removeprefix("-")
             if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
-                raise Malformed(f"{self.name}={text[:80]!r}: not a whole number; give one from {self._range()}")
+                raise InvalidRequest(f"{self.name}={text[:80]!r}: not an integer; give one from {self._range()}")
             return self.check(int(text))
         return self.check(text)
 
     def check(self, value: object) -> int | str | bool:
-        """From a JSON body, or read; JSON knows no difference between 2 and 2.0."""
+        """Check a parsed value, or one of a JSON body, where 2.0 is an integer too."""
         if self.kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not self.kind:
-            word = {int: "a whole number", str: "a text", bool: "true or false"}[self.kind]
-            raise Malformed(f"{self.name} is {word}, received {str(value)[:80]!r}")
+            expected = {int: "an integer", str: "a string", bool: "true or false"}[self.kind]
+            raise InvalidRequest(f"{self.name} must be {expected}, received {str(value)[:80]!r}")
         if isinstance(value, str):
             self._check_text(value)
-        elif self.kind is int and not self.least <= value <= self.most:
-            raise Malformed(f"{self.name}={value}: give a number from {self._range()}")
+        elif self.kind is int and not self.minimum <= value <= self.maximum:
+            raise InvalidRequest(f"{self.name}={value}: out of range; give a number from {self._range()}")
         return value
 
     def _check_text(self, text: str) -> None:
         if self.choices and text not in self.choices:
-            raise Malformed(
-                f"{self.name}={text[:80]!r}: there is no such {self.name}; write {' or '.join(self.choices)}"
-            )
-        if not self.choices and not self.least <= len(text) <= self.most:
-            raise Malformed(f"{self.name} has {len(text)} characters; give {self.least} to {self.most}")
+            raise InvalidRequest(f"{self.name}={text[:80]!r}: unknown {self.name}; write {' or '.join(self.choices)}")
+        if not self.choices and not self.minimum <= len(text) <= self.maximum:
+            raise InvalidRequest(f"{self.name} has {len(text)} characters; give {self.minimum} to {self.maximum}")
         if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in text):
-            raise Malformed(f"{self.name} has control characters; write plain text")
+            raise InvalidRequest(f"{self.name} has control characters; write plain text")
 
     def _range(self) -> str:
-        return f"{self.least} on" if self.most == LARGEST else f"{self.least} to {self.most}"
+        return f"{self.minimum} up" if self.maximum == MAX_INTEGER else f"{self.minimum} to {self.maximum}"
 
 
-class ApiRoute(Struct, frozen=True):
-    """One thing that can be asked for.  `handler` is called by `api.py`; `refusals` are the statuses of its own."""
+class ApiRoute(msgspec.Struct, frozen=True):
+    """One operation.  `reply` is the type of the reply's body; `errors` are the operation's own error statuses."""
 
     method: str
     path: str
     handler: Callable[..., Awaitable[Any]]
-    says: str
-    answer: Schema
-    path_values: tuple[Parameter, ...] = ()
+    summary: str
+    reply: Any
+    path_parameters: tuple[Parameter, ...] = ()
     query: tuple[Parameter, ...] = ()
     body: tuple[Parameter, ...] = ()
-    refusals: tuple[int, ...] = ()
-    streams: str = ""  # another media type in which the answer may come, for as long as there is more
+    errors: tuple[int, ...] = ()
+    stream_type: str = ""  # media type of the reply if it is a stream
 
 
 # requests -------------------------------------------------------------------------------------------------------------
 
 
-def read_words(values: Iterable[Parameter], given: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """A path's or a query's words."""
-    known = {value.name: value for value in values}
-    words: dict[str, Any] = {}
-    for name, text in given:
+def parse_parameters(parameters: Iterable[Parameter], texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Parse the parameters of a path or a query."""
+    known = {parameter.name: parameter for parameter in parameters}
+    values: dict[str, Any] = {}
+    for name, text in texts:
         if name not in known:
-            raise Malformed(f"{name[:80]!r}: there is no such parameter; there are {_list(known)}")
-        if name in words:
-            raise Malformed(f"{name} is there twice; keep one of the two")
-        words[name] = known[name].read(text)
-    return _complete(known, words)
+            raise InvalidRequest(f"{name[:80]!r}: unknown parameter; the parameters are {_names(known)}")
+        if name in values:
+            raise InvalidRequest(f"{name} is given twice; remove one")
+        values[name] = known[name].parse(text)
+    return _with_defaults(known, values)
 
 
-def read_body(values: Iterable[Parameter], data: bytes) -> dict[str, Any]:
-    """A JSON body's."""
-    known = {value.name: value for value in values}
+def parse_body(fields: Iterable[Parameter], data: bytes) -> dict[str, Any]:
+    """Parse a JSON body."""
+    known = {field.name: field for field in fields}
     try:
         body = json.loads(data) if data else {}
     except (ValueError, RecursionError):
-        raise Malformed("the body is JSON, this is not; send an object such as {}") from None
+        raise InvalidRequest("the body is not JSON; send an object such as {}") from None
     if not isinstance(body, dict):
-        raise Malformed("the body is a JSON object, this is not; send one such as {}")
+        raise InvalidRequest("the body is not a JSON object; send one such as {}")
     for name in body:
         if name not in known:
-            raise Malformed(f"{name[:80]!r}: there is no such field; there are {_list(known)}")
-    return _complete(known, {name: known[name].check(value) for name, value in body.items()})
+            raise InvalidRequest(f"{name[:80]!r}: unknown field; the fields are {_names(known)}")
+    return _with_defaults(known, {name: known[name].check(value) for name, value in body.items()})
 
 
-def _complete(known: Mapping[str, Parameter], words: dict[str, Any]) -> dict[str, Any]:
-    for value in known.values():
-        if value.required and value.name not in words:
-            raise Malformed(f"{value.name} is missing: {value.says}")
-    return {name: value.default for name, value in known.items()} | words
+def _with_defaults(known: Mapping[str, Parameter], values: dict[str, Any]) -> dict[str, Any]:
+    for parameter in known.values():
+        if parameter.required and parameter.name not in values:
+            raise InvalidRequest(f"{parameter.name} is missing: {parameter.description}")
+    return {name: parameter.default for name, parameter in known.items()} | values
 
 
-def _list(known: Mapping[str, Parameter]) -> str:
+def _names(known: Mapping[str, Parameter]) -> str:
     return ", ".join(known) or "none"
 
 
-# descriptions ---------------------------------------------------------------------------------------------------------
+# the description ------------------------------------------------------------------------------------------------------
 
-
-def schema_of(kind: Any) -> Schema:
-    """The JSON schema of a dataclass of numbers, words, tuples of such, and numbers or words that may be unknown."""
-    plain = {str: "string", int: "integer", float: "number", bool: "boolean"}
-    if kind in plain:
-        return {"type": plain[kind]}
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return {"type": "string", "enum": [member.value for member in kind]}
-    if isinstance(kind, UnionType):
-        known, unknown = get_args(kind)
-        assert unknown is NoneType and known in plain, f"{kind} has no schema"
-        return {"type": [plain[known], "null"]}
-    if get_origin(kind) is tuple:
-        return array(schema_of(get_args(kind)[0]))
-    assert issubclass(kind, Struct), f"{kind} has no schema"
-    hints = get_type_hints(kind)
-    return record({field.name: schema_of(hints[field.name]) for field in fields(kind)})
-
-
-def record(properties: Mapping[str, Schema], *, optional: Mapping[str, Schema] = {}, more: bool = False) -> Schema:
-    """An object with all of these, and perhaps the `optional` ones; `more`: and perhaps others."""
-    return {
-        "type": "object",
-        "properties": {**properties, **optional},
-        "required": list(properties),
-        "additionalProperties": more,
-    }
-
-
-def array(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+ERROR_DESCRIPTIONS = {
+    400: "The request does not match this description.",
+    401: "The token is missing or wrong.",
+    403: "The job has no secret, so it cannot be controlled from here.",
+    404: "Not found.",
+    405: "Method not allowed.",
+    409: "Not possible in the job's current state.",
+    413: "The body is too large.",
+    415: "The content type of the body is not JSON.",
+    503: "Unavailable: too many streams are open, or the coordinator has moved.",
+}
 
 
 def describe(routes: Iterable[ApiRoute]) -> dict[str, Any]:
     """The OpenAPI description."""
+    routes = list(routes)
+    replies = [route.reply for route in routes]
+    schemas, components = msgspec.json.schema_components((*replies, Error), ref_template=SCHEMA_REF)
+    *reply_schemas, error_schema = schemas
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    for route, reply_schema in zip(routes, reply_schemas, strict=True):
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, reply_schema, error_schema)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "ripstop: one job",
             "version": ripstop.__version__,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-            "description": "What a job is and does, and what operators may do to it. A changed job is an event.",
+            "description": "Inspect and control a job. Every command is recorded as an event.",
         },
         "servers": [{"url": "/"}],
         "security": [{"token": []}],
-        "components": {
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"Error": record({"error": {"type": "string"}})},
-        },
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}, "schemas": components},
         "paths": paths,
     }
 
 
-_REFUSALS = {
-    400: "The request is not what is described here.",
-    401: "The token is missing or wrong.",
-    403: "This job has no secret, and so nobody may steer it from here.",
-    404: "There is no such thing.",
-    405: "Not this method.",
-    409: "Not as the job is now.",
-    413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    503: "Not now: too many streams, or the coordinator is elsewhere.",
-}
-
-
-def _operation(route: ApiRoute) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": route.answer}}
-    if route.streams:
-        content[route.streams] = {"schema": {"type": "string"}}
-    refusals = {400, 401, 403, 503, *route.refusals} | ({413, 415} if route.method == "POST" else set())
-    found: dict[str, Any] = {
+def _operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": reply_schema}}
+    if route.stream_type:
+        content[route.stream_type] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": "The reply.", "content": content}}
+    for status in sorted({400, 401, 403, 503, *route.errors} | ({413, 415} if route.method == "POST" else set())):
+        error_content = {"application/json": {"schema": error_schema}}
+        responses[str(status)] = {"description": ERROR_DESCRIPTIONS[status], "content": error_content}
+    operation: dict[str, Any] = {
         "operationId": route.handler.__name__,
-        "summary": route.says,
-        "responses": {"200": {"description": "The answer.", "content": content}}
-        | {str(status): _refusal(status) for status in sorted(refusals)},
+        "summary": route.summary,
+        "responses": responses,
     }
-    parameters = [_parameter(value, "path") for value in route.path_values]
-    parameters += [_parameter(value, "query") for value in route.query]
+    parameters = [_parameter(parameter, "path") for parameter in route.path_parameters]
+    parameters += [_parameter(parameter, "query") for parameter in route.query]
     if parameters:
-        found["parameters"] = parameters
+        operation["parameters"] = parameters
     if route.method == "POST":
-        body: Schema = {
+        body = {
             "type": "object",
-            "properties": {value.name: value.schema() | {"description": value.says} for value in route.body},
-            "required": [value.name for value in route.body if value.required],
+            "properties": {field.name: field.schema() | {"description": field.description} for field in route.body},
+            "required": [field.name for field in route.body if field.required],
             "additionalProperties": False,
         }
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    return found
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation
 
 
-def _parameter(value: Parameter, where: str) -> dict[str, Any]:
-    schema = value.schema() | ({} if value.default is None else {"default": value.default})
+def _parameter(parameter: Parameter, location: str) -> dict[str, Any]:
+    default = {} if parameter.default is None else {"default": parameter.default}
     return {
-        "name": value.name,
-        "in": where,
-        "required": where == "path" or value.required,
-        "description": value.says,
-        "schema": schema,
+        "name": parameter.name,
+        "in": location,
+        "required": location == "path" or parameter.required,
+        "description": parameter.description,
+        "schema": parameter.schema() | default,
     }
-
-
-def _refusal(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
-    return {"description": _REFUSALS[status], "content": {"application/json": {"schema": schema}}}

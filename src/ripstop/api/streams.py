@@ -1,9 +1,9 @@
-"""The answers of the API that go on: events, and what a worker writes.
+"""The API's streams: a job's events, and a worker's output.
 
-Rules: (1) nobody waits for a reader: its place is a number or an offset, and one that is too slow is cut off; (2) of
-each kind so many are open, so that neither uses up what the other needs; (3) a question that waits at a node is left
-there until it is answered; (4) when the job is over, all that was answered is written, and with the kernel, before a
-stream ends: a reader loses nothing, unless it has taken nothing for `STUCK` seconds.
+Rules: (1) the job never waits for a reader: each stream keeps a position, and a reader that is too slow is
+disconnected; (2) the number of open streams of each kind is limited; (3) a query that waits at a node is never
+abandoned before its reply; (4) when the job ends, everything received is handed to the kernel before a stream ends, so
+a reader loses nothing, unless it has read nothing for `FINAL_WRITE_TIMEOUT_S`.
 """
 
 import asyncio
@@ -21,47 +21,47 @@ from ripstop.model.errors import QueryFailed
 from ripstop.model.events import EventRecord, WorkersStarted, to_dict
 from ripstop.telemetry.journal import KEPT, Journal
 
-MAX_STREAMS = 64  # of one kind, at a time
-SLOW = 30.0  # seconds a reader may take to make room for more
-STUCK = 1.0  # and when the job is over
-HEARTBEAT = 15.0  # seconds between signs of life in a stream of events
-WAIT = 5.0  # seconds a node waits for a log to grow before it says that it has not
-PAUSE = 0.5  # seconds until a node that could not answer is asked again, if no workers are started before
+MAX_STREAMS = 64  # open at a time, of one kind
+WRITE_TIMEOUT_S = 30.0  # for a reader to accept more
+FINAL_WRITE_TIMEOUT_S = 1.0  # the same when the job ends
+KEEPALIVE_INTERVAL_S = 15.0  # of a stream of events
+LOG_WAIT_S = 5.0  # how long a node waits for new output before it replies
+RETRY_DELAY_S = 0.5  # after a failed query, unless workers start earlier
 
-LogChunk = dict[str, Any]  # of a log: as an agent answers
+LogChunk = dict[str, Any]  # an agent's reply to the query `log`
 
 
-class Kind(Enum):
-    """What is in a stream, and as what it is sent."""
+class StreamKind(Enum):
+    """The content of a stream, and its media type."""
 
     EVENTS = "text/event-stream"
     LOGS = "text/plain"
 
 
 class EventStreams:
-    """The open ones of one API."""
+    """The open streams of one API."""
 
     def __init__(self) -> None:
-        self._open: Counter[Kind] = Counter()
-        self._listening: set[asyncio.Event] = set()
-        self._writing: dict[asyncio.Timeout, float] = {}  # since when
-        self._over = False
+        self._open: Counter[StreamKind] = Counter()
+        self._wakeups: set[asyncio.Event] = set()
+        self._writes: dict[asyncio.Timeout, float] = {}  # and their start times
+        self._ending = False
 
     def end(self) -> None:
-        """They are to say what is left, and end."""
-        self._over = True
-        for news in self._listening:
-            news.set()
-        for patience, since in self._writing.items():
-            if not patience.expired():
-                patience.reschedule(since + STUCK)
+        """Let all streams write what is left, and end."""
+        self._ending = True
+        for wakeup in self._wakeups:
+            wakeup.set()
+        for timeout, since in self._writes.items():
+            if not timeout.expired():
+                timeout.reschedule(since + FINAL_WRITE_TIMEOUT_S)
 
-    async def send(self, request: web.Request, kind: Kind, pieces: AsyncGenerator[str, None]) -> web.StreamResponse:
-        """An empty piece is a moment to see whether anybody listens."""
+    async def send(
+        self, request: web.Request, kind: StreamKind, chunks: AsyncGenerator[str, None]
+    ) -> web.StreamResponse:
+        """Write the chunks.  At an empty chunk it only checks whether the reader is still connected."""
         if self._open[kind] >= MAX_STREAMS:
-            raise RequestRefused(
-                503, f"{MAX_STREAMS} streams of {kind.name.lower()} are open, as many as may be; close one of them"
-            )
+            raise RequestRefused(503, f"all {MAX_STREAMS} streams of {kind.name.lower()} are in use; close one of them")
         response = web.StreamResponse(
             headers={"Cache-Control": "no-store", "Content-Type": f"{kind.value}; charset=utf-8"}
         )
@@ -70,96 +70,101 @@ class EventStreams:
         try:
             await response.prepare(request)
             if request.transport is not None:
-                request.transport.set_write_buffer_limits(0)  # rule 4: what was written is not with us any more
-            async for piece in pieces:
+                request.transport.set_write_buffer_limits(0)  # rule 4: a write returns when the kernel has the data
+            async for chunk in chunks:
                 if request.transport is None:
-                    break  # it has left
-                if piece:
-                    await self._write(response.write(piece.encode("utf-8", "replace")))
+                    break  # the reader has disconnected
+                if chunk:
+                    await self._write(response.write(chunk.encode("utf-8", "replace")))
             await self._write(response.write_eof())
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()  # rule 1
         except ConnectionError:
-            pass  # it has left
+            pass  # the reader has disconnected
         finally:
             self._open[kind] -= 1
-            await pieces.aclose()
+            await chunks.aclose()
         return response
 
-    async def _write(self, writing: Awaitable[None]) -> None:
+    async def _write(self, write: Awaitable[None]) -> None:
         since = asyncio.get_running_loop().time()
-        async with asyncio.timeout_at(since + (STUCK if self._over else SLOW)) as patience:
-            self._writing[patience] = since
+        limit = FINAL_WRITE_TIMEOUT_S if self._ending else WRITE_TIMEOUT_S
+        async with asyncio.timeout_at(since + limit) as timeout:
+            self._writes[timeout] = since
             try:
-                await writing
+                await write
             finally:
-                del self._writing[patience]
+                del self._writes[timeout]
 
     async def events(self, journal: Journal, last: int) -> AsyncGenerator[str, None]:
-        """What came after the event of this number, and what comes."""
+        """The events after the number `last`, past and new."""
         yield ": events of the job\n\n"
         if last > journal.count:
-            last = 0  # of another coordinator's numbers
-        with self._news(journal, lambda _: True) as news:
+            last = 0  # a number of an earlier coordinator
+        with self._wakeup(journal, lambda _: True) as wakeup:
             while True:
-                news.clear()
-                over = self._over
+                wakeup.clear()
+                ending = self._ending
                 for number, entry in journal.since(last):
                     last = number
                     yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
                     if journal.count - number > KEPT:
                         return  # rule 1
-                if over:
+                if ending:
                     return
-                if not await _comes(news, HEARTBEAT):
-                    yield ": still here\n\n"
+                if not await _wait(wakeup, KEEPALIVE_INTERVAL_S):
+                    yield ": keepalive\n\n"
 
     async def log(
-        self, journal: Journal, rank: int, piece: LogChunk, after: Callable[[LogChunk, float], Awaitable[LogChunk]]
+        self,
+        journal: Journal,
+        rank: int,
+        chunk: LogChunk,
+        next_chunk: Callable[[LogChunk, float], Awaitable[LogChunk]],
     ) -> AsyncGenerator[str, None]:
-        """A rank's log from this piece on, through all rounds to come.
+        """A rank's log from this chunk on, through all later rounds.
 
-        `after` has the next piece, for which its node waits so many seconds.
+        `next_chunk` reads the chunk after another; its node waits up to the given seconds for new output.
         """
-        with self._news(journal, lambda entry: _starts(entry, rank)) as started:
-            again = False  # what was asked for could not be had
+        with self._wakeup(journal, lambda entry: _starts(entry, rank)) as workers_started:
+            failed = False  # the last query
             while True:
-                yield piece["text"]
-                if piece["end"]:  # of its round
-                    await _comes(started, WAIT)
-                if self._over:
+                yield chunk["text"]
+                if chunk["end"]:  # of the round's log
+                    await _wait(workers_started, LOG_WAIT_S)
+                if self._ending:
                     return
-                started.clear()
+                workers_started.clear()
                 try:
-                    piece = await after(piece, 0.0 if piece["text"] or again else WAIT)
-                    again = False
-                except (RequestRefused, QueryFailed):  # between two rounds, or there is too much to answer
-                    piece, again = piece | {"text": "", "end": False}, True
-                    await _comes(started, PAUSE)
+                    chunk = await next_chunk(chunk, 0.0 if chunk["text"] or failed else LOG_WAIT_S)
+                    failed = False
+                except (RequestRefused, QueryFailed):  # between two rounds, or the node is busy
+                    chunk, failed = chunk | {"text": "", "end": False}, True
+                    await _wait(workers_started, RETRY_DELAY_S)
 
     @contextmanager
-    def _news(self, journal: Journal, matters: Callable[[EventRecord], bool]) -> Iterator[asyncio.Event]:
-        """Set by every entry that matters, and by the end."""
-        news = asyncio.Event()
-        unsubscribe = journal.subscribe(lambda entry: news.set() if matters(entry) else None)
-        self._listening.add(news)
+    def _wakeup(self, journal: Journal, matters: Callable[[EventRecord], bool]) -> Iterator[asyncio.Event]:
+        """An event that is set by every entry that matters, and by `end`."""
+        wakeup = asyncio.Event()
+        unsubscribe = journal.subscribe(lambda entry: wakeup.set() if matters(entry) else None)
+        self._wakeups.add(wakeup)
         try:
-            yield news
+            yield wakeup
         finally:
-            self._listening.discard(news)
+            self._wakeups.discard(wakeup)
             unsubscribe()
 
 
 def _starts(entry: EventRecord, rank: int) -> bool:
-    """Whether a worker of this rank was started: it writes to another file, perhaps on another node."""
+    """Whether a worker of this rank was started: it has a new log, perhaps on another node."""
     event = entry.event
     return isinstance(event, WorkersStarted) and event.first_rank <= rank < event.first_rank + len(event.pids)
 
 
-async def _comes(news: asyncio.Event, patience: float) -> bool:
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     try:
-        async with asyncio.timeout(patience):
-            return await news.wait()
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
     except TimeoutError:
         return False

@@ -1,73 +1,84 @@
-"""The `ripstop` command: one file a subcommand, imported when it is asked for.
+"""The `ripstop` command.  Each subcommand has a module in `commands/`, imported when the command is called.
 
-A wrong command line is one line on stderr and exit code 2, before anything is started.
+A wrong command line prints one line on stderr and exits with code 2, before anything is started.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
+from ripstop.cli.options.flags import HelpRequested
 from ripstop.model.errors import RipstopError, UsageError
 
 USAGE = """\
 ripstop launches, supervises, heals and resizes distributed PyTorch jobs.
 
-  ripstop run [FLAGS] train.py [ARGS]   run this node's part of a job; takes torchrun's flags
-  ripstop coordinator [FLAGS]           run a job's coordinator by itself, without workers
+start a job
+  ripstop run [FLAGS] train.py [ARGS]   run this node's workers; takes torchrun's flags
+  ripstop coordinator [FLAGS]           run a job's coordinator without workers
 
-  ripstop status                        what a job is at this moment
-  ripstop events [-f]                   what happened in it
-  ripstop logs [RANK] [-f]              what its workers wrote
-  ripstop stacks [RANK]                 where they are in their code
-  ripstop metrics                       a job in numbers, as Prometheus reads them
-  ripstop restart                       stop them, and start them again
-  ripstop drain NODE                    have a node leave
-  ripstop scale N                       have another number of nodes
-  ripstop stop                          end a job
-  ripstop token                         print what opens its API to other programs
+inspect a running job
+  ripstop status                        show its phase, nodes and ranks
+  ripstop events [-f]                   show what happened in it
+  ripstop logs [RANK] [-f]              show its workers' output
+  ripstop stacks [RANK]                 show its workers' stacks
+  ripstop metrics                       print its metrics in Prometheus' format
 
+control a running job
+  ripstop restart                       restart all workers
+  ripstop drain NODE                    remove a node
+  ripstop scale N                       change the number of nodes
+  ripstop stop                          end the job
+  ripstop token                         print the access token of its API
+
+other commands
   ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
-  ripstop completion bash|zsh|fish      print what makes a shell complete these commands and their flags
+  ripstop completion bash|zsh|fish      print the completion script for a shell
   ripstop version                       print the version
 
-`ripstop COMMAND --help` says more.
+See `ripstop COMMAND --help`.
 """
-STEERING = ("status", "events", "logs", "stacks", "metrics", "restart", "drain", "scale", "stop", "token")
+JOB_COMMANDS = ("status", "events", "logs", "stacks", "metrics", "restart", "drain", "scale", "stop", "token")
+COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "completion", "version")
+SELF_NAMING = ("completion", "version")  # their error messages begin with the command's name
 
 
 def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code.
 
-    `with_handler` runs the configuration of a job that meets through a handler of another package.
+    `with_handler` runs the configuration of a job that uses another package's rendezvous handler.
     """
     if argv is None:
         _open_missing_streams()
-        _end_at_once_if_interrupted()
+        _restore_default_sigint()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = name in ("run", "coordinator", "kube", *STEERING)  # a wrong name is in the message already
     try:
         return _dispatch(name, rest, with_handler)
+    except HelpRequested as help:
+        print(help, end="")
+        return 0
     except RipstopError as error:
-        line = " ".join(str(error).splitlines())
-        print(f"ripstop {name}: error: {line}" if known else f"ripstop: error: {line}", file=sys.stderr)
+        prefix = f"ripstop {name}" if name in COMMANDS and name not in SELF_NAMING else "ripstop"
+        print(f"{prefix}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # after all was stopped
+    except KeyboardInterrupt:  # raised after everything was stopped
         return 130
-    except BrokenPipeError:  # whoever read what we say has enough of it
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
 
 def _open_missing_streams() -> None:
-    """Whoever started us may have closed 0, 1 or 2: make them silent, or files of ours would get these numbers."""
+    """Open file descriptors 0, 1 and 2 on /dev/null if they are closed: other files would get these numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
-def _end_at_once_if_interrupted() -> None:
-    """Until the agent takes signals itself there is nothing to stop, and Python may lose a KeyboardInterrupt."""
+def _restore_default_sigint() -> None:
+    """Let SIGINT end the process until the agent handles signals: Python may lose a KeyboardInterrupt before that."""
     import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -76,35 +87,13 @@ def _end_at_once_if_interrupted() -> None:
 
 def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] | None) -> int:
     if sys.platform == "win32":
-        raise UsageError("Windows has no fork and no POSIX signals, and ripstop lives by them; use Linux or WSL")
-    match name:
-        case "run":
-            from ripstop.cli.commands import run
-
-            return run.main(rest, with_handler)
-        case "coordinator":
-            from ripstop.cli.commands import coordinator
-
-            return coordinator.main(rest)
-        case command if command in STEERING:
-            from importlib import import_module
-
-            code: int = import_module(f"ripstop.cli.commands.{command}").main(rest)
-            return code
-        case "kube":
-            from ripstop.cli.commands import kube
-
-            return kube.main(rest)
-        case "completion":
-            from ripstop.cli.commands import completion
-
-            return completion.main(rest)
-        case "version" | "--version":
-            from ripstop.cli.commands import version
-
-            return version.main(rest)
-        case "--help" | "-h" | "help":
-            print(USAGE, end="")
-            return 0
-    remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run …; ripstop --help lists the commands"
-    raise UsageError(f"{name}: there is no such command; write {remedy}")
+        raise UsageError("ripstop needs fork and POSIX signals, which Windows does not have; use Linux or WSL")
+    if name in ("--help", "-h", "help"):
+        raise HelpRequested(USAGE)
+    name = "version" if name == "--version" else name
+    if name not in COMMANDS:
+        remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run …; ripstop --help lists the commands"
+        raise UsageError(f"{name}: unknown command; write {remedy}")
+    command = import_module(f"ripstop.cli.commands.{name}")
+    code: int = command.main(rest, with_handler) if name == "run" else command.main(rest)
+    return code

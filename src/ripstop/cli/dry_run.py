@@ -1,6 +1,6 @@
-"""`ripstop run --dry-run`: the resolved configuration and each worker's environment, in words.
+"""`ripstop run --dry-run`: print the resolved configuration and each worker's environment.
 
-Nothing is started, bound or written.  What only the meeting of the nodes decides is said to be so; no secret is shown.
+Nothing is started, bound or written.  Values that only the rendezvous decides are marked; secrets are not shown.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,17 +18,24 @@ from ripstop.system.numa import format_ranges
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.spawner import command_line
 
-MET = "(when the nodes have met)"
-BY_THE_MEETING = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR")
-UNSHOWN = ("token", "password", "headers", "notes")
+AFTER_RENDEZVOUS = "(after the rendezvous)"
+SET_BY_RENDEZVOUS = (
+    "RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+)
+HIDDEN_FIELDS = ("token", "password", "headers", "notes")
 
 
 def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
-    """All of it, as one text."""
-    lines = ["nothing is started (--dry-run)", "", "configuration"]
+    lines = ["dry run: nothing is started", "", "configuration"]
     lines += [f"  {name:<24} {_value(value)}" for name, value in _flat("", config)]
     for local_rank in range(config.slots):
-        lines += ["", f"worker {local_rank}: this shell's {len(environ)} variables, and"]
+        lines += ["", f"worker {local_rank}: the {len(environ)} variables of this shell, and"]
         lines += [f"  {name}={value}" for name, value in sorted(_environment(config, environ, local_rank).items())]
     if config.notes:
         lines += ["", "notes", *(f"  {note}" for note in config.notes)]
@@ -36,11 +43,11 @@ def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:
-    """Every setting by its name; a group of settings comes one by one."""
+    """Every setting and its name; groups are flattened."""
     assert isinstance(value, Struct)
     for field in fields(value):
         inner = getattr(value, field.name)
-        if field.name in UNSHOWN:
+        if field.name in HIDDEN_FIELDS:
             continue
         if field.name in ("budget", "timing", "health", "quarantine", "logs"):
             yield from _flat(f"{field.name}.", inner)
@@ -68,7 +75,7 @@ def _value(value: object) -> str:
 
 
 def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """What this worker's environment has beyond the shell's."""
+    """The variables that this worker has in addition to the shell's."""
     env = worker_environment(
         environ,
         _place(config),
@@ -82,14 +89,14 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
         timer_pipe=config.timer_pipe,
     )
     if config.backend is not Backend.LOCAL:
-        env |= dict.fromkeys(BY_THE_MEETING, MET)
+        env |= dict.fromkeys(SET_BY_RENDEZVOUS, AFTER_RENDEZVOUS)
     if not config.store_port:
         env["MASTER_PORT"] = "(a free port)"
     return {name: value for name, value in env.items() if environ.get(name) != value}
 
 
 def _place(config: RunConfig) -> Place:
-    """This node's place in a first round that it has for itself."""
+    """The place of this node in a first round without other nodes."""
     host = config.local_addr or "127.0.0.1"
     return Place(1, 0, 1, 0, config.slots, config.slots, 0, config.slots, Address(host, config.store_port), 0)
 

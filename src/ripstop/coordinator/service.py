@@ -190,7 +190,7 @@ class Coordinator:
         """The share of the job's time that was spent in steps that were kept; None while nobody has reported one."""
         return await self._scrape().goodput() if self.totals.goodput.known else None
 
-    def steer(self, wish: OperatorCommand) -> None:
+    def apply_command(self, wish: OperatorCommand) -> None:
         """An operator wants something; it is had where nothing speaks against it (`model/operator_commands.py`)."""
         self._feed(wish)
 

@@ -34,13 +34,13 @@ class Talkative(JobApi):
     def __init__(self) -> None:
         self._nodes = SAYS["target"]
 
-    def ask(self, address: str, token: str, run_id: str) -> dict[str, Any]:
+    def status(self, address: str, token: str, run_id: str) -> dict[str, Any]:
         if address != TALKATIVE or len(token) != 64 or not run_id.startswith("train-"):
             raise ConnectionRefusedError(address)
         return SAYS | {"target": self._nodes}
 
-    def tell(self, address: str, token: str, run_id: str, nodes: int) -> None:
-        self.ask(address, token, run_id)
+    def scale(self, address: str, token: str, run_id: str, nodes: int) -> None:
+        self.status(address, token, run_id)
         self._nodes = nodes
         print(f"{run_id.rpartition('-')[2]}: {nodes} nodes", flush=True)
 

@@ -30,7 +30,7 @@ def test_a_job_is_submitted_looked_at_scaled_and_deleted(place: Place, capsys: p
     assert said(capsys) == f"ElasticJob {place.name}/t created\n"
     assert place.job("t")["spec"]["template"]["spec"]["containers"][0]["command"] == ["ripstop", "run", "train.py"]
     assert kube(place, "scale", "t", "3") == 0
-    assert said(capsys) == f"{place.name}/t: 3 wanted, 2 before\n"
+    assert said(capsys) == f"{place.name}/t scaled to 3 pods, from 2\n"
     assert kube(place, "status") == 0
     assert said(capsys).splitlines()[1].split() == ["t", "-", "-", "3", "-", "-", "-"]
     assert kube(place, "delete", "t") == 0
@@ -65,7 +65,7 @@ def test_one_job_is_shown_with_its_pods_and_events(place: Place, capsys: pytest.
     assert kube(place, "logs", "t") == 1
     assert "no pod of" in said(capsys)
     assert kube(place, "stacks", "t") == 1
-    assert "is running; `ripstop kube status t` says why" in said(capsys)
+    assert "is running; see `ripstop kube status t`" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_operator_is_installed_and_again(cluster: Cluster, capsys: pytest.Cap
         assert main(["kube", "install", f"--namespace={HOME}", "--image=x:1", "--timeout=0"]) == 0
         assert f"Deployment {deploy.NAME} created" in said(capsys)
         assert main(["kube", "install", f"--namespace={HOME}", "--image=x:2", "--timeout=0"]) == 0
-        assert f"Deployment {deploy.NAME} as it should be" in said(capsys)
+        assert f"Deployment {deploy.NAME} updated" in said(capsys)
         assert cluster.get(path)["spec"]["template"]["spec"]["containers"][0]["image"] == "x:2"
     finally:
         cluster.delete(path)
@@ -116,6 +116,6 @@ def test_an_operator_that_does_not_run_is_not_reported_as_installed(
 
 def test_a_namespace_that_is_not_there_is_said(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", "submit", "--namespace=ripstop-nowhere", IMAGE, "train.py"]) == 2
-    assert "a namespace has to exist" in said(capsys)
+    assert "create the namespace" in said(capsys)
     with pytest.raises(NotFound):
         cluster.get("/api/v1/namespaces/ripstop-nowhere")

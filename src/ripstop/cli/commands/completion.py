@@ -1,12 +1,12 @@
-"""`ripstop completion SHELL`: what makes a shell complete ripstop's commands, flags and their values.
+"""`ripstop completion SHELL`: print a script with which a shell completes ripstop's commands, flags and values.
 
-Made from the flags themselves, so it knows all of them.  From the script's name on, files are offered.
+The script is generated from the flags.  After the training script's name it completes file names.  Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ripstop.cli import STEERING
-from ripstop.cli.options.flags import Flag
+from ripstop.cli import COMMANDS
+from ripstop.cli.options.flags import Flag, HelpRequested
 from ripstop.model.errors import UsageError
 
 HELP = """\
@@ -16,7 +16,6 @@ usage: ripstop completion bash|zsh|fish
   eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
   ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
 """
-COMMANDS = ("run", "coordinator", *STEERING, "kube", "completion", "version")
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
@@ -41,7 +40,7 @@ _ripstop() {
             [[ ${COMP_WORDS[i+1]} == = ]] && ((i++))
             ((i++))
         elif [[ ${COMP_WORDS[1]} == run && $word != -* && $word != = ]]; then
-            return  # the script's own words
+            return  # arguments of the script
         fi
     done
     if [[ $with_value == *" ${prev//_/-} "* ]]; then
@@ -59,8 +58,8 @@ ZSH = """\
 _ripstop() {
     local context state line
     typeset -A opt_args
-    _arguments -C '1:command:(@COMMANDS@)' '*::word:->words'
-    [[ $state == words ]] || return
+    _arguments -C '1:command:(@COMMANDS@)' '*::argument:->arguments'
+    [[ $state == arguments ]] || return
     case $line[1] in
         run) _arguments -S -A '-*' \\
 @ZSH_RUN@
@@ -81,10 +80,9 @@ complete -c ripstop -n '__fish_seen_subcommand_from completion' -f -a '@SHELLS@'
 
 def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
+        raise HelpRequested(HELP)
     if len(argv) > 1 or argv[0] not in SHELLS:
-        raise UsageError(f"completion {' '.join(argv)}: there is no such shell; write {', '.join(SHELLS)}")
+        raise UsageError(f"completion {' '.join(argv)}: unknown shell; write {', '.join(SHELLS)}")
     print(script(argv[0]), end="")
     return 0
 
@@ -93,38 +91,37 @@ def script(shell: str) -> str:
     from ripstop.cli.commands.run import FLAGS as RUN
 
     flags = commands_flags()
-    others = {command: given for command, given in flags.items() if command != "run"}
+    others = {command: own for command, own in flags.items() if command != "run"}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),
         "SHELLS": " ".join(SHELLS),
-        "BASH_FLAGS": "\n".join(_bash_flags(command, given) for command, given in flags.items()),
+        "BASH_FLAGS": "\n".join(_bash_flags(command, own) for command, own in flags.items()),
         "BASH_CHOICES": "\n".join(_bash(flag) for flag in _with_values(flags)),
         "ZSH_RUN": _zsh(RUN),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(given)}\n            && : ;;"
-            for command, given in others.items()
+            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;" for command, own in others.items()
         ),
-        "FISH_FLAGS": "\n".join(_fish(command, given) for command, given in flags.items()),
+        "FISH_FLAGS": "\n".join(_fish(command, own) for command, own in flags.items()),
     }.items():
         text = text.replace(f"@{name}@", value)
     return text
 
 
 def commands_flags() -> dict[str, tuple[Flag, ...]]:
-    """Of every command that has some."""
+    """The flags of each command that has flags."""
     from importlib import import_module
 
-    from ripstop.cli.job_client import COMMON
+    from ripstop.cli.job_client import JOB_FLAGS
 
-    commands = ("run", "coordinator", *STEERING, "kube")
-    modules = {command: import_module(f"ripstop.cli.commands.{command}") for command in commands}
-    return {command: getattr(module, "FLAGS", COMMON) for command, module in modules.items()}
+    names = [command for command in COMMANDS if command not in ("completion", "version")]
+    modules = {name: import_module(f"ripstop.cli.commands.{name}") for name in names}
+    return {name: getattr(module, "FLAGS", JOB_FLAGS) for name, module in modules.items()}
 
 
 def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:
-    """Each once, though several commands have it."""
-    return list({flag.name: flag for given in flags.values() for flag in given if flag.metavar}.values())
+    """Each flag once, even if several commands have it."""
+    return list({flag.name: flag for own in flags.values() for flag in own if flag.metavar}.values())
 
 
 def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
@@ -133,24 +130,24 @@ def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
 
 
 def _names(flags: Iterable[Flag]) -> str:
-    return " ".join(name for flag in flags for name in _spellings(flag))
+    return " ".join(name for flag in flags for name in _forms(flag))
 
 
-def _spellings(flag: Flag) -> list[str]:
+def _forms(flag: Flag) -> list[str]:
     return [name for name in (flag.short, flag.name) if name]
 
 
 def _bash(flag: Flag) -> str:
-    pattern = "|".join(_spellings(flag))
+    pattern = "|".join(_forms(flag))
     if flag.metavar in ("FILE", "DIR"):
-        return f"            {pattern}) COMPREPLY=() ;;"  # files: what bash does by default
+        return f"            {pattern}) COMPREPLY=() ;;"  # bash completes file names by default
     return f"            {pattern}) COMPREPLY=($(compgen -W '{' '.join(flag.choices)}' -- \"$cur\")) ;;"
 
 
 def _zsh(flags: Iterable[Flag]) -> str:
     lines: list[str] = []
     for flag in flags:
-        for name in _spellings(flag):
+        for name in _forms(flag):
             ending = "=" if name.startswith("--") else "+"
             match flag.metavar:
                 case "":
@@ -165,12 +162,12 @@ def _zsh(flags: Iterable[Flag]) -> str:
 def _fish(command: str, flags: Iterable[Flag]) -> str:
     lines: list[str] = []
     for flag in flags:
-        words = [f"complete -c ripstop -n '__fish_seen_subcommand_from {command}' -l {flag.name.removeprefix('--')}"]
+        parts = [f"complete -c ripstop -n '__fish_seen_subcommand_from {command}' -l {flag.name.removeprefix('--')}"]
         if flag.short:
-            words.append(f"-s {flag.short.removeprefix('-')}")
+            parts.append(f"-s {flag.short.removeprefix('-')}")
         if flag.metavar in ("FILE", "DIR"):
-            words.append("-r -F")
+            parts.append("-r -F")
         elif flag.metavar:
-            words.append("-x" + (f" -a '{' '.join(flag.choices)}'" if flag.choices else ""))
-        lines.append(" ".join(words))
+            parts.append("-x" + (f" -a '{' '.join(flag.choices)}'" if flag.choices else ""))
+        lines.append(" ".join(parts))
     return "\n".join(lines)

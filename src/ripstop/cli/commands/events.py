@@ -1,11 +1,11 @@
-"""`ripstop events`: what happened in a job, and what happens."""
+"""`ripstop events`: show a job's events."""
 
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from ripstop.cli.job_client import ABOUT_JOBS, COMMON, Target, find, get, lines, read_command
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, Target, find_job, get, parse_command, stream_lines
 from ripstop.cli.options.flags import Flag
 from ripstop.model.event_text import log_line
 from ripstop.model.events import from_json
@@ -15,54 +15,53 @@ from ripstop.model.text import one_line
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]
 
-Says what happened in a job, one line an event: all that its coordinator remembers, in the order in which it learned
-of it.  With --json, each line is a JSON object as in events.jsonl, with its number in the job.
+Prints the events that a job's coordinator keeps, one a line, in the order in which it received them.  With --json, each
+line is a JSON object as in events.jsonl, with the event's number in the job.
 
-  -f, --follow                go on with what happens from now on, until the job is over
-  --since N                   only what came after the event of this number
-{ABOUT_JOBS}"""
+  -f, --follow                continue with new events until the job ends
+  --since N                   only events after number N
+{JOB_HELP}"""
 FLAGS = (
-    *COMMON,
+    *JOB_FLAGS,
     Flag("--follow", short="-f", from_environment=False),
     Flag("--since", "N", from_environment=False),
 )
-SILENCE = 60.0  # seconds without a sign of life, in a stream that has one every 15
+IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("events", argv, HELP, FLAGS)) is None:
-        return 0
-    since = integer("--since", asked.given.text("--since", "0"), minimum=0, maximum=2**53)
-    target = find(asked.given)
-    for event in follow(target, since) if "--follow" in asked.given else _all(target, since):
-        line = json.dumps(event, ensure_ascii=False) if asked.as_json else render(event)
+    command = parse_command("events", argv, HELP, FLAGS)
+    since = integer("--since", command.args.text("--since", "0"), minimum=0, maximum=2**53)
+    target = find_job(command.args)
+    for event in follow_events(target, since) if "--follow" in command.args else _past_events(target, since):
+        line = json.dumps(event, ensure_ascii=False) if command.as_json else render(event)
         if line:
             print(line, flush=True)
     return 0
 
 
-def _all(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def _past_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
     more = True
     while more:
-        answer = get(target, "/events", since=since)
-        yield from answer["events"]
-        since, more = answer["last"], answer["more"]
+        page = get(target, "/events", since=since)
+        yield from page["events"]
+        since, more = page["last"], page["more"]
 
 
-def follow(target: Target, since: int) -> Iterator[dict[str, Any]]:
-    """What came after the event of this number, and what comes, until the job is over."""
-    for line in lines(target, "/events", "text/event-stream", SILENCE, since=since):
+def follow_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
+    """Yield the events after number `since`, past and new, until the job ends."""
+    for line in stream_lines(target, "/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
 
 
 def render(event: dict[str, Any]) -> str:
-    """The event in words; of a kind that has none here, its fields.  Empty where another event's words say it."""
+    """One line, or "" if the text of another event covers this one.  An unknown kind is shown by its fields."""
     entry = from_json(json.dumps(event))
     if entry is not None:
         text = log_line(entry.event)
     else:
         known = ("number", "v", "seq", "at", "node", "kind")
         text = " ".join([event["kind"], *(f"{name}={value}" for name, value in event.items() if name not in known)])
-    moment = datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S.%f")[:-3]
-    return f"{event['number']:>5} {moment} {event['node'] or 'coordinator'}: {one_line(text)}" if text else ""
+    time = datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S.%f")[:-3]
+    return f"{event['number']:>5} {time} {event['node'] or 'coordinator'}: {one_line(text)}" if text else ""

@@ -1,15 +1,15 @@
 """`ripstop kube`: jobs on Kubernetes.
 
-`render` needs nothing but itself; the others speak to a cluster, through the `kubernetes` package (`kube_cluster.py`).
-Wrong words are refused before the cluster hears of them.
+`render` needs no cluster.  The other commands send requests to one through the `kubernetes` package
+(`cli/kube/cluster.py`).  A wrong command line is rejected before the first request.
 """
 
 import json
 import secrets
 from collections.abc import Callable, Sequence
 
-from ripstop.cli.kube import job
-from ripstop.cli.options.flags import Flag, Given, read_mixed
+from ripstop.cli.kube import cluster, job
+from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse_mixed
 from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.kubernetes.to_yaml import to_yaml
 from ripstop.model.errors import UsageError
@@ -18,22 +18,22 @@ from ripstop.model.parsers import integer
 USAGE = """\
 usage: ripstop kube COMMAND …
 
-  render --image=IMAGE [FLAGS] train.py [ARGS]    print a job's manifests; no cluster is needed
-  submit --image=IMAGE [FLAGS] train.py [ARGS]    create the job; or submit --file FILE (-f), as render prints it
-  status [NAME]                                   all jobs, or one with its pods and what happened to it
-  logs NAME [SLOT] [-f|--follow] [--tail N]       what its pods write, each line with the pod's name before it
-  stacks NAME [RANK]                              where its workers are in their code
-  scale NAME N                                    have N pods
-  delete NAME                                     end it, and remove all that is its
-  install [--image=IMAGE] [--timeout S] [--dry-run]  bring ElasticJob and its operator into a cluster, and wait up to
+  render --image=IMAGE [FLAGS] train.py [ARGS]    print a job's manifests; needs no cluster
+  submit --image=IMAGE [FLAGS] train.py [ARGS]    create a job; or submit --file FILE (-f) with rendered manifests
+  status [NAME]                                   list all jobs, or show one with its pods and events
+  logs NAME [SLOT] [-f|--follow] [--tail N]       print the output of its pods, each line with the pod's name
+  stacks NAME [RANK]                              print the stacks of its workers
+  scale NAME N                                    set its number of pods
+  delete NAME                                     delete the job and its pods
+  install [--image=IMAGE] [--timeout S] [--dry-run]  install the ElasticJob resource and its operator, and wait up to
                                                   S seconds until it runs (120; 0: do not wait)
-  operator [--home NAMESPACE] [--health HOST:PORT]  be that operator: of one namespace or of all; --home has its key
+  operator [--home NAMESPACE] [--health HOST:PORT]  run the operator, for one namespace or all; --home holds its key
 
-  -n, --namespace NAMESPACE   the job's (the one of kubectl)
-  --context NAME              the cluster's, in the file that KUBECONFIG names (the current one)
-  --json                      JSON and not YAML, or not a table
+  -n, --namespace NAMESPACE   the job's namespace (kubectl's current one)
+  --context NAME              the context in KUBECONFIG (the current one)
+  --json                      print JSON instead of YAML or a table
 
-All but render need the kubernetes package: pip install 'ripstop[kubernetes]'.
+All commands except render need the kubernetes package: pip install 'ripstop[kubernetes]'.
 """
 RENDER = f"""\
 usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
@@ -41,7 +41,7 @@ usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
   ripstop kube render --image=registry/train:1 --nnodes=2:4 --gpus=8 --max-restarts=3 train.py --lr 0.1
 
 {job.HELP}\
-  --json                      a list in JSON, not YAML
+  --json                      print a JSON list instead of YAML
 """
 CONTEXT = Flag("--context", "NAME", from_environment=False)
 CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n", from_environment=False), CONTEXT)
@@ -55,132 +55,96 @@ HEALTH = Flag("--health", "HOST:PORT", from_environment=False)
 DRY_RUN = Flag("--dry-run", from_environment=False)
 TIMEOUT = Flag("--timeout", "SECONDS", from_environment=False)
 _ALL = (*CLUSTER_FLAGS, *job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN, TIMEOUT)
-FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all commands, for completion
-MOST_TAIL = 1_000_000
-INSTALL_TIMEOUT_S, MOST_TIMEOUT_S = 120, 86_400
+FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all subcommands, for completion
+MAX_TAIL_LINES = 1_000_000
+INSTALL_TIMEOUT_S, MAX_TIMEOUT_S = 120, 86_400
 
 
 def main(argv: Sequence[str]) -> int:
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
+        raise HelpRequested(USAGE)
     if command not in COMMANDS:
-        raise UsageError(f"kube {command}: there is no such command; there are {', '.join(COMMANDS)}")
+        raise UsageError(f"kube {command}: unknown command; write one of {', '.join(COMMANDS)}")
     return COMMANDS[command](rest)
 
 
 def _render(argv: Sequence[str]) -> int:
-    given = job.words(argv, (JSON,))
-    if "--help" in given:
-        print(RENDER, end="")
-        return 0
-    found = job.objects(given, secrets.token_urlsafe(32))
-    if "--json" in given:
-        content = found[0] if len(found) == 1 else {"apiVersion": "v1", "kind": "List", "items": found}
+    args = job.parse_arguments(argv, (JSON,))
+    if "--help" in args:
+        raise HelpRequested(RENDER)
+    objects = job.objects(args, secrets.token_urlsafe(32))
+    if "--json" in args:
+        content = objects[0] if len(objects) == 1 else {"apiVersion": "v1", "kind": "List", "items": objects}
         print(json.dumps(content, indent=2))
     else:
-        print(to_yaml(found), end="")
+        print(to_yaml(objects), end="")
     return 0
 
 
 def _submit(argv: Sequence[str]) -> int:
-    given = job.words(argv, (FILE, CONTEXT))
-    if "--help" in given:
-        print(RENDER, end="")
-        return 0
-    if "--file" not in given:
-        found = job.objects(given, secrets.token_urlsafe(32))
-    elif given.program or given.texts.keys() - {"--file", "--namespace", "--context"}:
-        raise UsageError("--file and a command line both say what to submit; leave out one of the two")
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    if "--file" in given:
-        found = cluster.load(given.text("--file", ""))
-    return cluster.submit(given, found)
+    args = job.parse_arguments(argv, (FILE, CONTEXT))
+    if "--help" in args:
+        raise HelpRequested(RENDER)
+    if "--file" in args and (args.program or args.texts.keys() - {"--file", "--namespace", "--context"}):
+        raise UsageError("--file and a command line both describe a job; remove one of them")
+    objects = [] if "--file" in args else job.objects(args, secrets.token_urlsafe(32))
+    _require("kubernetes")
+    return cluster.submit(args, cluster.load(args.text("--file")) if "--file" in args else objects)
 
 
 def _status(argv: Sequence[str]) -> int:
-    given, names = _words("status", argv, (JSON,), most=1)
-    if given is None:
-        return 0
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.status(given, names[0] if names else "", as_json="--json" in given)
+    args, names = _parse("status", argv, (JSON,), most=1)
+    _require("kubernetes")
+    return cluster.status(args, names[0] if names else "", as_json="--json" in args)
 
 
 def _logs(argv: Sequence[str]) -> int:
-    given, names = _words("logs", argv, (FOLLOW, TAIL), least=1, most=2)
-    if given is None:
-        return 0
+    args, names = _parse("logs", argv, (FOLLOW, TAIL), least=1, most=2)
     slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
-    tail = integer("--tail", given.text("--tail", "100"), minimum=0, maximum=MOST_TAIL)
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.logs(given, names[0], slot, tail, follow="--follow" in given)
+    tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
+    _require("kubernetes")
+    return cluster.logs(args, names[0], slot, tail, follow="--follow" in args)
 
 
 def _stacks(argv: Sequence[str]) -> int:
-    given, names = _words("stacks", argv, (), least=1, most=2)
-    if given is None:
-        return 0
+    args, names = _parse("stacks", argv, (), least=1, most=2)
     ranks = [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.stacks(given, names[0], ranks)
+    _require("kubernetes")
+    return cluster.stacks(args, names[0], ranks)
 
 
 def _scale(argv: Sequence[str]) -> int:
-    given, names = _words("scale", argv, (), least=2, most=2)
-    if given is None:
-        return 0
+    args, names = _parse("scale", argv, (), least=2, most=2)
     replicas = integer("N", names[1], minimum=1, maximum=2**31 - 1)
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.scale(given, names[0], replicas)
+    _require("kubernetes")
+    return cluster.scale(args, names[0], replicas)
 
 
 def _delete(argv: Sequence[str]) -> int:
-    given, names = _words("delete", argv, (), least=1, most=1)
-    if given is None:
-        return 0
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.delete(given, names[0])
+    args, names = _parse("delete", argv, (), least=1, most=1)
+    _require("kubernetes")
+    return cluster.delete(args, names[0])
 
 
 def _install(argv: Sequence[str]) -> int:
-    given, _ = _words("install", argv, (IMAGE, DRY_RUN, TIMEOUT))
-    if given is None:
-        return 0
+    args, _ = _parse("install", argv, (IMAGE, DRY_RUN, TIMEOUT))
     from ripstop.kubernetes import deploy
     from ripstop.kubernetes.manifests import HOME as HOME_NAMESPACE
 
-    image, home = given.text("--image", deploy.IMAGE), given.text("--namespace", HOME_NAMESPACE)
-    timeout = integer("--timeout", given.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MOST_TIMEOUT_S)
-    if "--dry-run" in given:
+    image, home = args.text("--image", deploy.IMAGE), args.text("--namespace", HOME_NAMESPACE)
+    timeout = integer("--timeout", args.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MAX_TIMEOUT_S)
+    if "--dry-run" in args:
         print(to_yaml(deploy.objects(image, home)), end="")
         return 0
-    _need("kubernetes")
-    from ripstop.cli.kube import cluster
-
-    return cluster.install(given, image, home, timeout)
+    _require("kubernetes")
+    return cluster.install(args, image, home, timeout)
 
 
 def _operator(argv: Sequence[str]) -> int:
-    given, _ = _words("operator", argv, (HOME, HEALTH))
-    if given is None:
-        return 0
-    _need("kubernetes", "kopf")
-    from ripstop.cli.kube import cluster
-
-    return cluster.operate(given)
+    args, _ = _parse("operator", argv, (HOME, HEALTH))
+    _require("kubernetes", "kopf")
+    return cluster.operate(args)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -196,24 +160,23 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def _need(*packages: str) -> None:
+def _require(*packages: str) -> None:
     from importlib.util import find_spec
 
     for package in packages:
         if find_spec(package) is None:
-            raise UsageError(f"this needs the package {package}, which is not here; pip install 'ripstop[kubernetes]'")
+            raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def _words(
+def _parse(
     command: str, argv: Sequence[str], flags: Sequence[Flag], least: int = 0, most: int = 0
-) -> tuple[Given | None, tuple[str, ...]]:
-    """Flags and names in any order; None when help was asked for, and given."""
-    given, names = read_mixed((*CLUSTER_FLAGS, *flags), argv)
-    if "--help" in given:
-        print(USAGE, end="")
-        return None, ()
+) -> tuple[ParsedArguments, tuple[str, ...]]:
+    """Flags and names in any order."""
+    args, names = parse_mixed((*CLUSTER_FLAGS, *flags), argv)
+    if "--help" in args:
+        raise HelpRequested(USAGE)
     if not least <= len(names) <= most:
-        wanted = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
-        what = f"{names[most]}: one word too many" if len(names) > most else "a word is missing"
-        raise UsageError(f"kube {command}: {what}; write ripstop kube {wanted.partition('  ')[0]}")
-    return given, names
+        usage = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
+        problem = f"{names[most]}: unexpected argument" if len(names) > most else "an argument is missing"
+        raise UsageError(f"kube {command}: {problem}; write ripstop kube {usage.partition('  ')[0]}")
+    return args, names

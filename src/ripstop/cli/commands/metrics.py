@@ -1,22 +1,21 @@
-"""`ripstop metrics`: a job in numbers."""
+"""`ripstop metrics`: print a job's metrics."""
 
 from collections.abc import Sequence
 
-from ripstop.cli.job_client import ABOUT_JOBS, find, page, read_command, show_json
+from ripstop.cli.job_client import JOB_HELP, find_job, get_text, parse_command, print_json
 
 HELP = f"""\
 usage: ripstop metrics [FLAGS]
 
-Prints the page that Prometheus reads: what happened in a job, what it is doing, and what its workers use.
-{ABOUT_JOBS}"""
+Prints a job's metrics in Prometheus' text format: its history, its state, and the resources its workers use.
+{JOB_HELP}"""
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("metrics", argv, HELP)) is None:
-        return 0
-    text = page(find(asked.given), "/metrics")
-    if asked.as_json:
-        show_json({"metrics": text})
+    command = parse_command("metrics", argv, HELP)
+    text = get_text(find_job(command.args), "/metrics")
+    if command.as_json:
+        print_json({"metrics": text})
     else:
         print(text, end="")
     return 0

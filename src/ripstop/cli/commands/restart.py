@@ -1,18 +1,17 @@
-"""`ripstop restart`: a new round."""
+"""`ripstop restart`: restart all workers."""
 
 from collections.abc import Sequence
 
-from ripstop.cli.job_client import ABOUT_JOBS, find, post, read_command
+from ripstop.cli.job_client import JOB_HELP, find_job, parse_command, post
 
 HELP = f"""\
 usage: ripstop restart [FLAGS]
 
-Stops a job's workers and starts them again, on the same nodes.  It costs none of the job's restarts.
-{ABOUT_JOBS}"""
+Restarts all workers of a job on the same nodes, as a new round.  Does not count against --max-restarts.
+{JOB_HELP}"""
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("restart", argv, HELP)) is None:
-        return 0
-    asked.tell(post(find(asked.given), "/restart"))
+    command = parse_command("restart", argv, HELP)
+    command.print_result(post(find_job(command.args), "/restart"))
     return 0

@@ -1,8 +1,8 @@
-"""`ripstop scale`: another number of nodes."""
+"""`ripstop scale`: change the number of nodes."""
 
 from collections.abc import Sequence
 
-from ripstop.cli.job_client import ABOUT_JOBS, find, post, read_command
+from ripstop.cli.job_client import JOB_HELP, find_job, parse_command, post
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import integer
@@ -10,15 +10,15 @@ from ripstop.model.parsers import integer
 HELP = f"""\
 usage: ripstop scale N [FLAGS]
 
-Has a job run on N nodes, between the two numbers of its --nnodes.  Nodes beyond that become spares; a job that is to
-grow takes spares and nodes that come.
-{ABOUT_JOBS}"""
+Sets the number of nodes the job runs on, within its --nnodes=MIN:MAX.  Surplus nodes become spares.  To grow, the job
+takes spares and new nodes.
+{JOB_HELP}"""
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("scale", argv, HELP, most=1)) is None:
-        return 0
-    if not asked.words:
-        raise UsageError("to how many nodes? write ripstop scale N")
-    asked.tell(post(find(asked.given), "/scale", nodes=integer("N", asked.words[0], minimum=1, maximum=MAX_NODES)))
+    command = parse_command("scale", argv, HELP, max_positional=1)
+    if not command.positional:
+        raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
+    nodes = integer("N", command.positional[0], minimum=1, maximum=MAX_NODES)
+    command.print_result(post(find_job(command.args), "/scale", nodes=nodes))
     return 0

@@ -1,9 +1,9 @@
-"""`ripstop stacks`: where workers are in their code, and in which collectives."""
+"""`ripstop stacks`: show workers' stacks, and the collectives they are in."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.job_client import ABOUT_JOBS, find, get, read_command, show_json
+from ripstop.cli.job_client import JOB_HELP, find_job, get, parse_command, print_json
 from ripstop.diagnostics.flight_recorder import in_words, position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.parsers import integer
@@ -12,41 +12,38 @@ from ripstop.model.text import rank_list
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]
 
-Shows where workers are in their code at this moment, one or all; they go on.
-With --hang-timeout, also in which collectives they are.
-{ABOUT_JOBS}"""
+Shows the current stack of one worker or of all.  The workers continue.  With --hang-timeout, also shows the collectives
+they are in.
+{JOB_HELP}"""
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("stacks", argv, HELP, most=1)) is None:
-        return 0
-    rank = integer("RANK", asked.words[0], minimum=0, maximum=2**31) if asked.words else None
-    answer = get(find(asked.given), "/stacks", rank=rank)
-    if asked.as_json:
-        show_json(answer)
+    command = parse_command("stacks", argv, HELP, max_positional=1)
+    rank = integer("RANK", command.positional[0], minimum=0, maximum=2**31) if command.positional else None
+    reply = get(find_job(command.args), "/stacks", rank=rank)
+    if command.as_json:
+        print_json(reply)
     else:
-        print("\n".join(render(answer)))
+        print("\n".join(render(reply)))
     return 0
 
 
-def render(answer: dict[str, Any]) -> list[str]:
-    """For people."""
-    found: list[str] = []
+def render(reply: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
     recorded: dict[int, list[CollectiveProgress]] = {}
-    unrecorded: dict[str, list[int]] = {}  # why, and the ranks: it is often the same of all
-    for stack in sorted(answer["stacks"], key=lambda stack: int(stack["rank"])):
+    unrecorded: dict[str, list[int]] = {}  # ranks by reason: it is often the same for all
+    for stack in sorted(reply["stacks"], key=lambda stack: int(stack["rank"])):
+        rank = int(stack["rank"])
         facts = [f"{name}={stack[name]}" for name in ("pid", "state", "wchan", "source") if stack.get(name)]
-        found.append(" ".join([f"rank {stack['rank']} on {stack['node']}", *facts]))
-        found += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
+        lines.append(" ".join([f"rank {rank} on {stack['node']}", *facts]))
+        lines += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
         if "standings" in stack:
-            recorded[int(stack["rank"])] = standings = [
-                CollectiveProgress(**standing) for standing in stack["standings"]
-            ]
-            found.append(f"  flight recorder: {position(standings)}")
+            recorded[rank] = [CollectiveProgress(**progress) for progress in stack["standings"]]
+            lines.append(f"  flight recorder: {position(recorded[rank])}")
         elif "recorder" in stack:
-            unrecorded.setdefault(str(stack["recorder"]), []).append(int(stack["rank"]))
-    if len(recorded) > 1 and (words := in_words(recorded)):
-        found.append(f"flight recorder: {words}")
-    found += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
-    found += [f"node {silent['node']} did not answer: {silent['why']}" for silent in answer["unanswered"]]
-    return found
+            unrecorded.setdefault(str(stack["recorder"]), []).append(rank)
+    if len(recorded) > 1 and (difference := in_words(recorded)):
+        lines.append(f"flight recorder: {difference}")
+    lines += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
+    lines += [f"node {node['node']} did not reply: {node['why']}" for node in reply["unanswered"]]
+    return lines

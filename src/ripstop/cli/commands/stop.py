@@ -1,22 +1,22 @@
-"""`ripstop stop`: the end of a job."""
+"""`ripstop stop`: end a job."""
 
 from collections.abc import Sequence
 
-from ripstop.cli.job_client import ABOUT_JOBS, COMMON, find, post, read_command
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, find_job, parse_command, post
 from ripstop.cli.options.flags import Flag
 
 HELP = f"""\
 usage: ripstop stop [--why TEXT] [FLAGS]
 
-Ends a job on all its nodes: workers get SIGTERM and their time, and the agents leave with exit code 1 and a report.
+Ends a job on all its nodes.  Workers get SIGTERM and their --shutdown-timeout; agents print a report and exit with
+code 1.
 
-  --why TEXT                  for the report
-{ABOUT_JOBS}"""
-FLAGS = (*COMMON, Flag("--why", "TEXT", from_environment=False))
+  --why TEXT                  the reason, for the report
+{JOB_HELP}"""
+FLAGS = (*JOB_FLAGS, Flag("--why", "TEXT", from_environment=False))
 
 
 def main(argv: Sequence[str]) -> int:
-    if (asked := read_command("stop", argv, HELP, FLAGS)) is None:
-        return 0
-    asked.tell(post(find(asked.given), "/stop", why=asked.given.text("--why", "")))
+    command = parse_command("stop", argv, HELP, FLAGS)
+    command.print_result(post(find_job(command.args), "/stop", why=command.args.text("--why")))
     return 0

@@ -1,1 +1,1 @@
-"""What `ripstop kube` does: a command line to Kubernetes objects (`job`), and requests to a cluster (`cluster`)."""
+"""`ripstop kube`: a command line to Kubernetes objects (`job`), and requests to a cluster (`cluster`)."""

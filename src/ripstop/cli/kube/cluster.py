@@ -1,6 +1,6 @@
-"""`ripstop kube`, where a cluster is asked: as the user of KUBECONFIG, or as the pod's service account.
+"""`ripstop kube`: requests to a cluster, as the user of KUBECONFIG or as the pod's service account.
 
-Whatever changes something reads first, so that what cannot be is refused before it is tried.
+A command that changes an object reads it first, and rejects an invalid change without trying it.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripstop.cli.options.flags import Given
+from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.client import Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.kubernetes.crd import supports_rules
@@ -23,10 +23,10 @@ from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import read_bounded, read_file
 
 Json = Mapping[str, Any]
-AGAIN = 2.0  # seconds until pods are looked for that came meanwhile
-NO_PLACE = ("PodScheduled", "False")  # a condition of a pod
-OVER = ("Succeeded", "Failed")
-PLURALS = {  # of what is applied here; as the paths of the API write them
+POLL_INTERVAL_S = 2.0  # between two looks for new pods
+UNSCHEDULED = ("PodScheduled", "False")  # a condition of a pod
+FINAL_PHASES = ("Succeeded", "Failed")
+PLURALS = {  # kinds that ripstop creates, and their names in API paths
     KIND: PLURAL,
     "CustomResourceDefinition": "customresourcedefinitions",
     "Namespace": "namespaces",
@@ -42,38 +42,38 @@ PLURALS = {  # of what is applied here; as the paths of the API write them
     "Job": "jobs",
 }
 CLUSTER_WIDE = frozenset({"CustomResourceDefinition", "Namespace", "ClusterRole", "ClusterRoleBinding"})
-IN_A_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def cluster(given: Given) -> Cluster:
-    return Cluster(given.text("--context", "") or None)
+def cluster(args: ParsedArguments) -> Cluster:
+    return Cluster(args.text("--context") or None)
 
 
-def namespace(given: Given) -> str:
-    """The one that was named, or kubectl's, or the pod's own."""
-    if "--namespace" in given:
-        return given.text("--namespace", "")
-    if IN_A_POD.exists():
-        return IN_A_POD.read_text().strip()
+def namespace(args: ParsedArguments) -> str:
+    """The namespace of --namespace, of this pod, or kubectl's current one."""
+    if "--namespace" in args:
+        return args.text("--namespace")
+    if POD_NAMESPACE_FILE.exists():
+        return POD_NAMESPACE_FILE.read_text().strip()
     from kubernetes import config
 
     try:
         contexts, active = config.list_kube_config_contexts()
     except config.ConfigException as error:
-        raise UsageError(f"no cluster is known ({error}); set KUBECONFIG") from None
-    wanted = given.text("--context", "")
+        raise UsageError(f"no cluster is configured ({error}); set KUBECONFIG") from None
+    wanted = args.text("--context")
     chosen = next((context for context in contexts if context["name"] == wanted), None) if wanted else active
     if chosen is None:
         names = ", ".join(context["name"] for context in contexts)
-        raise UsageError(f"--context={wanted}: there is no such context; there are {names}")
+        raise UsageError(f"--context={wanted}: unknown context; the contexts are {names}")
     return str(chosen["context"].get("namespace") or "default")
 
 
-# a job's life ---------------------------------------------------------------------------------------------------------
+# create, scale, delete ------------------------------------------------------------------------------------------------
 
 
 def load(name: str) -> list[dict[str, Any]]:
-    """The objects in a file of YAML or JSON."""
+    """Read the objects of a YAML or JSON file."""
     import yaml
 
     try:
@@ -81,13 +81,18 @@ def load(name: str) -> list[dict[str, Any]]:
         documents = [document for document in yaml.safe_load_all(text) if document]
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise UsageError(f"--file={name}: cannot be read: {why}; name a file as `ripstop kube render` prints") from None
+        raise UsageError(
+            f"--file={name}: cannot be read: {why}; name a file with the output of `ripstop kube render`"
+        ) from None
     found = [item for document in documents for item in _items(document)]
     for item in found:
         if not isinstance(item, dict) or item.get("kind") not in PLURALS or not item.get("metadata", {}).get("name"):
-            raise UsageError(f"--file={name}: holds what is no named {', '.join(PLURALS)}; leave it to kubectl apply")
+            raise UsageError(
+                f"--file={name}: contains an object without a name, or of another kind than {', '.join(PLURALS)}; "
+                "use kubectl apply"
+            )
     if not found:
-        raise UsageError(f"--file={name}: holds nothing; name a file as `ripstop kube render` prints")
+        raise UsageError(f"--file={name}: is empty; name a file with the output of `ripstop kube render`")
     return found
 
 
@@ -97,8 +102,8 @@ def _items(document: Any) -> list[Any]:
     return [document]
 
 
-def submit(given: Given, objects: Sequence[dict[str, Any]]) -> int:
-    here, server = namespace(given), cluster(given)
+def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
+    here, server = namespace(args), cluster(args)
     for item in objects:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
@@ -106,33 +111,32 @@ def submit(given: Given, objects: Sequence[dict[str, Any]]) -> int:
             server.create(_path(item), item)
         except Conflict:
             raise UsageError(
-                f"{kind} {name} is there already; choose another --name, or `ripstop kube delete {name}` first"
+                f"{kind} {name} exists already; choose another --name, or run `ripstop kube delete {name}` first"
             ) from None
         except NotFound as error:
             raise UsageError(
-                f"{kind} {name}: {error}; `ripstop kube install` brings ElasticJob into a cluster, and a namespace has "
-                "to exist"
+                f"{kind} {name}: {error}; run `ripstop kube install` once in a cluster, and create the namespace"
             ) from None
         print(f"{kind} {item['metadata']['namespace']}/{name} created")
     return 0
 
 
-def scale(given: Given, name: str, replicas: int) -> int:
-    here, server = namespace(given), cluster(given)
+def scale(args: ParsedArguments, name: str, replicas: int) -> int:
+    here, server = namespace(args), cluster(args)
     spec = _job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
-        raise UsageError(f"{name} has {least} to {most} nodes, not {replicas}; choose a number of these")
+        raise UsageError(f"{name} has {least} to {most} nodes, not {replicas}; choose a number in this range")
     server.patch(jobs_path(here, name, part="scale"), {"spec": {"replicas": replicas}})
-    print(f"{here}/{name}: {replicas} wanted, {spec.get('replicas', most)} before")
+    print(f"{here}/{name} scaled to {replicas} pods, from {spec.get('replicas', most)}")
     return 0
 
 
-def delete(given: Given, name: str) -> int:
-    here, server = namespace(given), cluster(given)
+def delete(args: ParsedArguments, name: str) -> int:
+    here, server = namespace(args), cluster(args)
     _job(server, here, name)
     server.delete(jobs_path(here, name), {"propagationPolicy": "Background"})
-    print(f"{here}/{name} is being deleted, with its pods")
+    print(f"deleting {here}/{name} and its pods")
     return 0
 
 
@@ -140,14 +144,14 @@ def _job(server: Cluster, namespace: str, name: str) -> dict[str, Any]:
     try:
         return server.get(jobs_path(namespace, name))
     except NotFound:
-        raise RipstopError(f"there is no ElasticJob {name} in {namespace}; `ripstop kube status` lists them") from None
+        raise RipstopError(f"no ElasticJob {name} in namespace {namespace}; `ripstop kube status` lists them") from None
 
 
-# looking at it --------------------------------------------------------------------------------------------------------
+# status, logs, stacks -------------------------------------------------------------------------------------------------
 
 
-def status(given: Given, name: str, *, as_json: bool) -> int:
-    here, server = namespace(given), cluster(given)
+def status(args: ParsedArguments, name: str, *, as_json: bool) -> int:
+    here, server = namespace(args), cluster(args)
     if not name:
         jobs = server.list(jobs_path(here))
         print(json.dumps(jobs, indent=2) if as_json else table([row(job) for job in jobs], JOB_COLUMNS), end="")
@@ -155,17 +159,17 @@ def status(given: Given, name: str, *, as_json: bool) -> int:
     job = _job(server, here, name)
     pods = _pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
-    happened = server.list(core_path(here, "events"), fieldSelector=about)
+    events = server.list(core_path(here, "events"), fieldSelector=about)
     if as_json:
-        print(json.dumps({"job": job, "pods": pods, "events": happened}, indent=2))
+        print(json.dumps({"job": job, "pods": pods, "events": events}, indent=2))
     else:
-        print(describe(job, pods, happened), end="")
+        print(describe(job, pods, events), end="")
     return 0
 
 
 JOB_COLUMNS = ("NAME", "PHASE", "NODES", "WANTED", "ROUND", "RESTARTS", "GOODPUT")
-POD_COLUMNS = ("POD", "PHASE", "READY", "NODE", "WHY")
-EVENT_COLUMNS = ("WHEN", "WHAT", "HOW OFTEN", "WHY")
+POD_COLUMNS = ("POD", "PHASE", "READY", "NODE", "REASON")
+EVENT_COLUMNS = ("TIME", "EVENT", "COUNT", "MESSAGE")
 
 
 def row(job: Json) -> tuple[str, ...]:
@@ -176,7 +180,6 @@ def row(job: Json) -> tuple[str, ...]:
 
 
 def describe(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
-    """One job, its pods and its events, for a person."""
     state: Json = job.get("status") or {}
     parts = [table([row(job)], JOB_COLUMNS)]
     conditions = [c for c in state.get("conditions", ()) if c["status"] == "True"]
@@ -206,52 +209,51 @@ def _event_row(event: Json) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
-    """In columns as wide as need be, the last as long as it is."""
     lines = [head, *rows]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "".join(
-        "  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)).rstrip() + "\n"
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
         for line in lines
     )
 
 
 def _pods(server: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
-    """The job's pods by slot."""
+    """The job's pods, ordered by slot."""
     found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
 
 
-def logs(given: Given, name: str, slot: int | None, tail: int, *, follow: bool) -> int:
-    here, server = namespace(given), cluster(given)
-    context = given.text("--context", "") or None
+def logs(args: ParsedArguments, name: str, slot: int | None, tail: int, *, follow: bool) -> int:
+    here, server = namespace(args), cluster(args)
+    context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
     job = _job(server, here, name)
     while True:
         for pod in _pods(server, here, name):
-            uid, mine = pod["metadata"]["uid"], slot is None or pod["metadata"]["labels"].get(SLOT) == str(slot)
-            if mine and uid not in followed and _has_begun(pod):
+            uid, is_wanted = pod["metadata"]["uid"], slot is None or pod["metadata"]["labels"].get(SLOT) == str(slot)
+            if is_wanted and uid not in followed and _has_started(pod):
                 followed[uid] = threading.Thread(target=_show, args=(context, pod, tail, follow), daemon=True)
                 followed[uid].start()
-        over = (job.get("status") or {}).get("phase") in OVER
+        over = (job.get("status") or {}).get("phase") in FINAL_PHASES
         if not follow or over:
             break
-        time.sleep(AGAIN)
+        time.sleep(POLL_INTERVAL_S)
         job = _job(server, here, name)
     if not followed:
         which = f"no pod of slot {slot}" if slot is not None else "no pod"
-        raise RipstopError(f"{which} of {here}/{name} has written anything yet; `ripstop kube status {name}` says why")
+        raise RipstopError(f"{which} of {here}/{name} has written output yet; see `ripstop kube status {name}`")
     for thread in followed.values():
         thread.join()
     return 0
 
 
-def _has_begun(pod: Json) -> bool:
+def _has_started(pod: Json) -> bool:
     first: Json = next(iter((pod.get("status") or {}).get("containerStatuses") or ()), {})
     return not (first.get("state") or {"waiting": {}}).keys() & {"waiting"}
 
 
 def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
-    """One line is one write, so that none is torn by another pod's."""
+    """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
         lines = PodStreams(context).log(where, name, _trainer(pod), tail=tail, follow=follow)
@@ -259,7 +261,7 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
-        os._exit(0)  # nobody reads any more
+        os._exit(0)  # the reader of our output has closed it
     except RipstopError as error:
         print(f"ripstop kube logs: error: {error}", file=sys.stderr)
 
@@ -268,36 +270,36 @@ def _trainer(pod: Json) -> str:
     return str(pod["spec"]["containers"][0]["name"])
 
 
-def stacks(given: Given, name: str, ranks: Sequence[str]) -> int:
-    """Asked in a pod, which knows its job's coordinator and its secret."""
-    here, server = namespace(given), cluster(given)
+def stacks(args: ParsedArguments, name: str, ranks: Sequence[str]) -> int:
+    """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
+    here, server = namespace(args), cluster(args)
     _job(server, here, name)
     running = [pod for pod in _pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"]
     if not running:
-        raise RipstopError(f"no pod of {here}/{name} is running; `ripstop kube status {name}` says why")
+        raise RipstopError(f"no pod of {here}/{name} is running; see `ripstop kube status {name}`")
     pod = running[0]
-    command = [*how_ripstop_is_called(pod), "stacks", *ranks]
-    streams = PodStreams(given.text("--context", "") or None)
+    command = [*ripstop_command(pod), "stacks", *ranks]
+    streams = PodStreams(args.text("--context") or None)
     code, out, err = streams.execute(here, pod["metadata"]["name"], _trainer(pod), command)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
 
 
-def how_ripstop_is_called(pod: Json) -> list[str]:
-    """In a pod: as its own command does up to `run`, since it need not be on PATH."""
+def ripstop_command(pod: Json) -> list[str]:
+    """How to call ripstop in a pod: as the pod's own command does, since it may not be on PATH."""
     trainer = pod["spec"]["containers"][0]
-    words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
-    end = words.index("run") if "run" in words else 0
-    return words[:end] if end and Path(words[end - 1]).name == "ripstop" else ["ripstop"]
+    command = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
+    end = command.index("run") if "run" in command else 0
+    return command[:end] if end and Path(command[end - 1]).name == "ripstop" else ["ripstop"]
 
 
 # the operator ---------------------------------------------------------------------------------------------------------
 
 
-def install(given: Given, image: str, home: str, timeout: float) -> int:
-    """Create what is not there, make the rest as it should be, and wait until the operator runs."""
-    server = cluster(given)
+def install(args: ParsedArguments, image: str, home: str, timeout: float) -> int:
+    """Create or update the operator's objects, and wait until the operator runs."""
+    server = cluster(args)
     for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
@@ -305,66 +307,66 @@ def install(given: Given, image: str, home: str, timeout: float) -> int:
             print(f"{kind} {name} created")
         except Conflict:
             server.patch(f"{_path(item)}/{name}", item)
-            print(f"{kind} {name} as it should be")
+            print(f"{kind} {name} updated")
     if timeout:
         await_operator(server, item, timeout)
     return 0
 
 
 def await_operator(server: Cluster, deployment: Json, timeout: float) -> None:
-    """Wait until the deployment's pods run as they should now, and say what they wait for."""
+    """Wait until the latest version of the deployment runs; print what its pods wait for."""
     home, name = deployment["metadata"]["namespace"], deployment["metadata"]["name"]
     selector = ",".join(f"{key}={value}" for key, value in deployment["spec"]["selector"]["matchLabels"].items())
-    deadline, said = time.monotonic() + timeout, ""
+    deadline, printed = time.monotonic() + timeout, ""
     while not is_rolled_out(current := server.get(f"{_path(deployment)}/{name}")):
         pods = server.list(core_path(home, "pods"), labelSelector=selector)
-        why = next(filter(None, map(waits_for, pods)), "its pod is not ready yet")
-        if why != said:
+        why = next(filter(None, map(waiting_reason, pods)), "its pod is not ready yet")
+        if why != printed:
             print(f"waiting for the operator: {why}", flush=True)
-        said = why
+        printed = why
         if time.monotonic() >= deadline:
             raise RipstopError(
                 f"the operator does not run after {timeout:.0f} s: {why}; correct --image and install again, or see "
                 f"`kubectl describe pods --namespace={home}`"
             )
-        time.sleep(min(AGAIN, timeout / 10))
+        time.sleep(min(POLL_INTERVAL_S, timeout / 10))
     print(f"the operator runs: {current['spec']['template']['spec']['containers'][0]['image']}")
 
 
 def is_rolled_out(deployment: Json) -> bool:
-    """Whether all pods of a deployment are of its latest version, and available."""
+    """Whether all pods of a deployment have its latest version and are available."""
     state: Json = deployment.get("status") or {}
     wanted = deployment["spec"]["replicas"]
     counts = (state.get(each, 0) for each in ("replicas", "updatedReplicas", "availableReplicas"))
     return state.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and {*counts} == {wanted}
 
 
-def waits_for(pod: Json) -> str:
-    """Why a pod does not run, in the cluster's words; empty: there is none."""
+def waiting_reason(pod: Json) -> str:
+    """Why a pod does not run, as the cluster reports it; "" if it runs."""
     state: Json = pod.get("status") or {}
     held = [(each.get("state") or {}).get("waiting") or {} for each in state.get("containerStatuses") or ()]
-    placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == NO_PLACE]
+    placed = [each for each in state.get("conditions") or () if (each["type"], each["status"]) == UNSCHEDULED]
     reasons = [each for each in (*held, *placed) if each.get("reason") and "deletionTimestamp" not in pod["metadata"]]
     texts = [": ".join(filter(None, (each["reason"], each.get("message")))) for each in reasons]
     return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
-def operate(given: Given) -> int:
+def operate(args: ParsedArguments) -> int:
     from ripstop.kubernetes.job_api import JobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
 
     run_operator(
-        given.text("--namespace", "") or None,
-        home=given.text("--home", HOME),
-        health=given.text("--health", "") or None,
+        args.text("--namespace") or None,
+        home=args.text("--home", HOME),
+        health=args.text("--health") or None,
         api=JobApi(api_token),
     )
     return 0
 
 
 def _path(item: Json) -> str:
-    """Where objects of this kind are."""
+    """The API path of objects of this kind."""
     version, kind = item["apiVersion"], item["kind"]
     root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
     if kind in CLUSTER_WIDE:

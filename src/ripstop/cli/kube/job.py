@@ -1,8 +1,7 @@
-"""A torchrun-like command line to the objects of a job on Kubernetes: an ElasticJob, or what does without an operator.
+"""Translate a torchrun command line to the Kubernetes objects of a job: an ElasticJob, or a StatefulSet or Job.
 
-Flags that say how large the job is and where it meets become fields of the spec; those that are a pod's own affair go
-into its command; those that only the operator can answer are refused.  No cluster is asked, nothing is read or written.
-What no flag says is as with `ripstop run`: one node, one worker, no restarts.
+Flags about the job's size and its rendezvous become fields of the spec.  Flags about a pod's own processes go into the
+pod's command.  Flags that the operator sets for each pod are rejected.  Defaults are those of `ripstop run`.  Pure.
 """
 
 import re
@@ -10,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import Flag, Given, read
+from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import HELP as HELP_FLAG
-from ripstop.cli.options.job import MOST_RESTARTS
+from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import plain, spec
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
 from ripstop.model.config import MAX_SLOTS
@@ -21,18 +20,18 @@ from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, 
 
 HELP = """\
   --name NAME                 the job's name (the script's)
-  -n, --namespace NAMESPACE   where it runs (the one of kubectl)
-  --image IMAGE               the container's image; it has ripstop and the script
-  --gpus N                    of NVIDIA, for each pod; also --nproc-per-node unless that is given
-  --cpus N, --memory SIZE     for each pod, as Kubernetes writes them: 8, 500m, 64Gi
-  --shared-memory SIZE        /dev/shm of each pod; 64 MiB otherwise, which NCCL and data loaders may find small
-  --env NAME=VALUE,…          variables for the script
-  --replicas N                pods to begin with (the most of --nnodes)
-  --spares N                  pods besides that wait, warm, for one to be lost (0)
-  --secret-name NAME          a Secret with the key `token`, the job's secret (one is made)
-  --without-operator KIND     no ElasticJob, but a `statefulset` or an indexed `job`, and a service
-  and ripstop run's: --nnodes, --nproc-per-node, --max-restarts, --restart-window, --shutdown-timeout, --rdzv-conf;
-  --rdzv-backend=etcd with --rdzv-endpoint; what is said of the script or of output goes into the pod's command
+  -n, --namespace NAMESPACE   its namespace (kubectl's current one)
+  --image IMAGE               the container image, with ripstop and the script
+  --gpus N                    NVIDIA GPUs of each pod; also sets --nproc-per-node
+  --cpus N, --memory SIZE     resources of each pod, as Kubernetes quantities: 8, 500m, 64Gi
+  --shared-memory SIZE        size of /dev/shm in each pod (64 MiB); NCCL and data loaders may need more
+  --env NAME=VALUE,…          environment variables of the script
+  --replicas N                pods at the start (the maximum of --nnodes)
+  --spares N                  additional pods that wait to replace a lost one (0)
+  --secret-name NAME          the Secret whose key `token` holds the job's secret (a new one)
+  --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
+  and of ripstop run: --nnodes, --nproc-per-node, --max-restarts, --restart-window, --shutdown-timeout, --rdzv-conf,
+  --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
 """
 OWN_FLAGS = (
     Flag("--name", "NAME", from_environment=False),
@@ -48,89 +47,89 @@ OWN_FLAGS = (
     Flag("--secret-name", "NAME", from_environment=False),
     Flag("--without-operator", "KIND", choices=plain.KINDS, from_environment=False),
 )
-IN_THE_SPEC = (
+SPEC_FLAGS = (
     *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
 )
-NOT_THE_USERS = (
+REJECTED_FLAGS = (
     *("--standalone", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--rdzv-id"),
     *("--probe-port", "--linger", "--config", "--dry-run"),
 )
-GIVEN_BY_SLOT = frozenset({"is_host", "rank_by"})
-GIVEN_BY_THE_OPERATOR = frozenset({"target", "coordinator_port"})
+SET_BY_SLOT = frozenset({"is_host", "rank_by"})
+SET_BY_OPERATOR = frozenset({"target", "coordinator_port"})
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
-def words(argv: Sequence[str], more: Sequence[Flag] = ()) -> Given:
-    """What the user wrote.  Variables of this shell are not the pods'."""
-    return read((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
+def parse_arguments(argv: Sequence[str], more: Sequence[Flag] = ()) -> ParsedArguments:
+    """Parse the command line, without this shell's variables: pods do not have them."""
+    return parse((*OWN_FLAGS, *more, HELP_FLAG, *(flag for flag in RUN_FLAGS if flag.name != "--help")), argv, {})
 
 
-def objects(given: Given, token: str) -> list[dict[str, Any]]:
-    """All that there is to apply; `token` is for a job that makes its own secret."""
-    name = _name(given)
-    metadata = {"name": name} | ({"namespace": given.text("--namespace", "")} if "--namespace" in given else {})
-    fields = _spec(given)
+def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
+    """The objects to create; `token` is the secret of a job that names no Secret."""
+    name = _name(args)
+    metadata = {"name": name} | ({"namespace": args.text("--namespace")} if "--namespace" in args else {})
+    fields = _spec(args)
     found = spec.read(name, fields)
     if not isinstance(found, Spec):
-        raise UsageError(_said(found))
-    if "--without-operator" not in given:
+        raise UsageError(_problems_text(found))
+    if "--without-operator" not in args:
         return [{"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": fields}]
-    kind = given.text("--without-operator", "")
+    kind = args.text("--without-operator")
     if kind not in plain.KINDS:
-        raise UsageError(f"--without-operator={kind}: there is no such way; write {' or '.join(plain.KINDS)}")
+        raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(plain.KINDS)}")
     return plain.objects(kind, metadata, found, token)
 
 
-def _said(problems: Sequence[SpecProblem]) -> str:
+def _problems_text(problems: Sequence[SpecProblem]) -> str:
     return "; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in problems)
 
 
-def _name(given: Given) -> str:
-    if "--name" in given:
-        return given.text("--name", "")
-    script = _program(given)[0]
+def _name(args: ParsedArguments) -> str:
+    if "--name" in args:
+        return args.text("--name")
+    script = _program(args)[0]
     return script.rpartition("/")[2].removesuffix(".py").replace("_", "-").replace(".", "-").lower()
 
 
-def _program(given: Given) -> tuple[str, ...]:
-    if not given.program or not given.program[0]:
-        raise UsageError("nothing to run; name the script after the flags: … --image=IMAGE train.py")
-    return given.program
+def _program(args: ParsedArguments) -> tuple[str, ...]:
+    if not args.program or not args.program[0]:
+        raise UsageError("no script; write it after the flags: … --image=IMAGE train.py")
+    return args.program
 
 
-def _spec(given: Given) -> dict[str, Any]:
-    for flag in NOT_THE_USERS:
-        if flag in given:
-            raise UsageError(f"{flag}: every pod gets its own, or has none; leave it out")
-    least, most = node_range("--nnodes", given.text("--nnodes", "1"))
+def _spec(args: ParsedArguments) -> dict[str, Any]:
+    for flag in REJECTED_FLAGS:
+        if flag in args:
+            raise UsageError(f"{flag}: not for the whole job: each pod sets it itself; leave it out")
+    least, most = node_range("--nnodes", args.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
-    fields["replicas"] = _whole(given, "--replicas", least, most, default=most)
-    if "--spares" in given:
-        fields["spares"] = _whole(given, "--spares", 0, 1000)
-    fields["nprocPerNode"] = _workers(given)
-    fields["maxRestarts"] = _whole(given, "--max-restarts", 0, MOST_RESTARTS, default=0)
-    if "--restart-window" in given:
-        duration("--restart-window", given.text("--restart-window", ""))
-        fields["restartWindow"] = given.text("--restart-window", "")
-    if "--shutdown-timeout" in given:
-        fields["shutdownTimeout"] = _whole(given, "--shutdown-timeout", 0, 86_400)
-    if "--secret-name" in given:
-        fields["secretName"] = given.text("--secret-name", "")
-    if rendezvous := _rendezvous(given):
+    fields["replicas"] = _whole(args, "--replicas", least, most, default=most)
+    if "--spares" in args:
+        fields["spares"] = _whole(args, "--spares", 0, 1000)
+    fields["nprocPerNode"] = _workers(args)
+    fields["maxRestarts"] = _whole(args, "--max-restarts", 0, MAX_RESTARTS, default=0)
+    if "--restart-window" in args:
+        duration("--restart-window", args.text("--restart-window"))
+        fields["restartWindow"] = args.text("--restart-window")
+    if "--shutdown-timeout" in args:
+        fields["shutdownTimeout"] = _whole(args, "--shutdown-timeout", 0, 86_400)
+    if "--secret-name" in args:
+        fields["secretName"] = args.text("--secret-name")
+    if rendezvous := _rendezvous(args):
         fields["rendezvous"] = rendezvous
-    fields["template"] = {"spec": _pod(given)}
+    fields["template"] = {"spec": _pod(args)}
     return fields
 
 
-def _whole(given: Given, flag: str, least: int, most: int, default: int = 0) -> int:
-    return integer(flag, given.text(flag, str(default)), minimum=least, maximum=most)
+def _whole(args: ParsedArguments, flag: str, least: int, most: int, default: int = 0) -> int:
+    return integer(flag, args.text(flag, str(default)), minimum=least, maximum=most)
 
 
-def _workers(given: Given) -> str:
-    if "--nproc-per-node" not in given:
-        return str(_whole(given, "--gpus", 1, MAX_SLOTS, default=1))
-    text = given.text("--nproc-per-node", "")
+def _workers(args: ParsedArguments) -> str:
+    if "--nproc-per-node" not in args:
+        return str(_whole(args, "--gpus", 1, MAX_SLOTS, default=1))
+    text = args.text("--nproc-per-node")
     if text not in ("auto", "gpu", "cpu"):
         integer(
             "--nproc-per-node", text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu"
@@ -138,70 +137,73 @@ def _workers(given: Given) -> str:
     return text
 
 
-def _rendezvous(given: Given) -> dict[str, Any]:
+def _rendezvous(args: ParsedArguments) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    backend, endpoint = given.text("--rdzv-backend", "c10d"), given.text("--rdzv-endpoint", "")
+    backend, endpoint = args.text("--rdzv-backend", "c10d"), args.text("--rdzv-endpoint")
     if backend not in ("c10d", "etcd"):
-        raise UsageError(f"--rdzv-backend={backend}: pods meet at one of them, or by etcd; write c10d or etcd")
+        raise UsageError(f"--rdzv-backend={backend}: not available on Kubernetes; write c10d or etcd")
     if backend == "c10d" and endpoint:
-        raise UsageError(f"--rdzv-endpoint={endpoint}: pods meet at the first of them; leave it out, or choose etcd")
+        raise UsageError(
+            f"--rdzv-endpoint={endpoint}: with c10d the endpoint is the first pod; leave it out, "
+            "or write --rdzv-backend=etcd"
+        )
     if backend == "etcd":
         if not endpoint:
-            raise UsageError("--rdzv-backend=etcd: no etcd is named; write --rdzv-endpoint=HOST:PORT,…")
+            raise UsageError("--rdzv-backend=etcd: the address of etcd is missing; write --rdzv-endpoint=HOST:PORT,…")
         found |= {"backend": "etcd", "endpoints": endpoint.split(",")}
-    conf = key_values("--rdzv-conf", text := given.text("--rdzv-conf", ""))
+    conf = key_values("--rdzv-conf", text := args.text("--rdzv-conf"))
     for key in conf:
-        if key in GIVEN_BY_SLOT:
-            raise UsageError(f"--rdzv-conf {key}: follows from a pod's number; leave it out")
-        if key in GIVEN_BY_THE_OPERATOR:
-            raise UsageError(f"--rdzv-conf {key}: is the operator's to say; leave it out")
+        if key in SET_BY_SLOT:
+            raise UsageError(f"--rdzv-conf {key}: derived from the pod's number; leave it out")
+        if key in SET_BY_OPERATOR:
+            raise UsageError(f"--rdzv-conf {key}: set by the operator; leave it out")
         if key not in RDZV_CONF | IGNORED_CONF | ETCD_CONF.keys():
-            raise UsageError(f"--rdzv-conf: there is no {key}; there are {', '.join(sorted(RDZV_CONF))}")
+            raise UsageError(f"--rdzv-conf {key}: unknown key; the keys are {', '.join(sorted(RDZV_CONF))}")
     return found | ({"conf": text} if conf else {})
 
 
 # the pod --------------------------------------------------------------------------------------------------------------
 
 
-def _pod(given: Given) -> dict[str, Any]:
-    if not given.text("--image", ""):
-        raise UsageError("no image is named, and a pod needs one; write --image=REGISTRY/NAME:TAG")
+def _pod(args: ParsedArguments) -> dict[str, Any]:
+    if not args.text("--image"):
+        raise UsageError("--image is missing; write --image=REGISTRY/NAME:TAG")
     trainer: dict[str, Any] = {
         "name": "trainer",
-        "image": given.text("--image", ""),
-        "command": ["ripstop", "run", *_kept(given), *_program(given)],
+        "image": args.text("--image"),
+        "command": ["ripstop", "run", *_passed_on(args), *_program(args)],
     }
-    if variables := key_values("--env", given.text("--env", "")):
+    if variables := key_values("--env", args.text("--env")):
         trainer["env"] = [{"name": name, "value": value} for name, value in variables.items()]
-    if resources := _resources(given):
+    if resources := _resources(args):
         trainer["resources"] = resources
     pod: dict[str, Any] = {"containers": [trainer]}
-    if "--shared-memory" in given:
+    if "--shared-memory" in args:
         trainer["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-        memory = {"medium": "Memory", "sizeLimit": _quantity(given, "--shared-memory")}
+        memory = {"medium": "Memory", "sizeLimit": _quantity(args, "--shared-memory")}
         pod["volumes"] = [{"name": "shared-memory", "emptyDir": memory}]
     return pod
 
 
-def _kept(given: Given) -> list[str]:
-    """The flags that are the pod's own affair, as they would be written there."""
-    ours = {flag.name for flag in OWN_FLAGS} | {*IN_THE_SPEC}
-    kept = [flag for flag in RUN_FLAGS if flag.name in given and flag.name not in ours]
-    return [f"{flag.name}={given.text(flag.name, '')}" if flag.metavar else flag.name for flag in kept]
+def _passed_on(args: ParsedArguments) -> list[str]:
+    """The flags that go into the pod's command."""
+    ours = {flag.name for flag in OWN_FLAGS} | {*SPEC_FLAGS}
+    flags = [flag for flag in RUN_FLAGS if flag.name in args and flag.name not in ours]
+    return [f"{flag.name}={args.text(flag.name, '')}" if flag.metavar else flag.name for flag in flags]
 
 
-def _resources(given: Given) -> Mapping[str, Any]:
+def _resources(args: ParsedArguments) -> Mapping[str, Any]:
     limits: dict[str, Any] = {}
-    if "--gpus" in given:
-        limits["nvidia.com/gpu"] = _whole(given, "--gpus", 1, MAX_SLOTS)
+    if "--gpus" in args:
+        limits["nvidia.com/gpu"] = _whole(args, "--gpus", 1, MAX_SLOTS)
     for flag, resource in (("--cpus", "cpu"), ("--memory", "memory")):
-        if flag in given:
-            limits[resource] = _quantity(given, flag)
+        if flag in args:
+            limits[resource] = _quantity(args, flag)
     return {"limits": limits, "requests": dict(limits)} if limits else {}
 
 
-def _quantity(given: Given, flag: str) -> str:
-    text = given.text(flag, "")
+def _quantity(args: ParsedArguments, flag: str) -> str:
+    text = args.text(flag)
     if not QUANTITY.fullmatch(text):
-        raise UsageError(f"{flag}={text}: not a quantity as Kubernetes writes it; give 8, 500m or 64Gi")
+        raise UsageError(f"{flag}={text}: not a Kubernetes quantity; write 8, 500m or 64Gi")
     return text

@@ -1,1 +1,1 @@
-"""From command-line flags and environment variables to the parts of the configuration."""
+"""From command-line flags and environment variables to the parts of the configuration, one module a group of flags."""

@@ -1,4 +1,4 @@
-"""How many processors and GPUs this node has for workers.  No torch: CUDA's own rules are few."""
+"""Count the CPUs and GPUs that workers can use, without torch."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def cpus() -> int:
-    """Processors this process may use."""
+    """CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -16,11 +16,11 @@ def cpus() -> int:
 
 def gpus(environ: Mapping[str, str]) -> int:
     """NVIDIA GPUs that a worker would see."""
-    return visible(environ.get("CUDA_VISIBLE_DEVICES"), installed())
+    return count_visible(environ.get("CUDA_VISIBLE_DEVICES"), installed())
 
 
-def visible(choice: str | None, installed: int | None) -> int:
-    """CUDA's rule: the devices named, up to the first name that is none.  `installed` None: nobody could be asked."""
+def count_visible(choice: str | None, installed: int | None) -> int:
+    """Count as CUDA does: the devices in the list, up to the first invalid one.  `installed` None: not known."""
     if choice is None:
         return installed or 0
     count = 0
@@ -35,9 +35,9 @@ def visible(choice: str | None, installed: int | None) -> int:
 
 
 def installed() -> int | None:
-    """GPUs of this machine or container, from whoever knows: NVML, the driver, its tool."""
-    for ask in (_nvml, _driver, _nvidia_smi):
-        if (count := ask()) is not None:
+    """GPUs of this machine or container, from NVML, the driver or its tool; None if there is none of these."""
+    for count_gpus in (_nvml, _driver, _nvidia_smi):
+        if (count := count_gpus()) is not None:
             return count
     return None
 
@@ -46,8 +46,8 @@ def _nvml() -> int | None:
     from ripstop.system import nvml
 
     try:
-        with nvml.opened() as found:
-            return int(found.nvmlDeviceGetCount())
+        with nvml.opened() as library:
+            return int(library.nvmlDeviceGetCount())
     except nvml.NvmlError:
         return None
 

@@ -1,14 +1,12 @@
-"""Command line words to text values; what the values mean is not known here.
+"""Parse a command line into flags with text values.  The values themselves are parsed elsewhere.  Pure.
 
-Rules, the same as torchrun's: a flag may be written with dashes or underscores, in full or by any beginning that fits
-no other flag, `--flag value` or `--flag=value`, `-f value` or `-fvalue`; the last one wins.  The first word that is no
-flag is the program, and everything after it is the program's, word for word.  A `--` may stand on either side of the
-program, once.  A flag that is not given takes the variable `PET_` + its name, an empty variable counting as not set.
+Rules, the same as torchrun's: (1) a flag is written with dashes or underscores, in full or as any unambiguous prefix,
+as `--flag value`, `--flag=value`, `-f value` or `-fvalue`; the last one wins.  (2) The first argument that is not a
+flag is the program. All arguments after it belong to the program. One `--` may stand before or after the program. (3) A
+flag that is absent takes its value from the environment variable `PET_` + its name; an empty variable counts as unset.
 
-One of our own: a beginning that fits a flag of torchrun's does not mean one that only we have, so that a command line
-which torchrun takes keeps its meaning.
-
-Pure.
+One rule of ripstop's own: (4) a prefix that fits one of torchrun's flags never means a flag that only ripstop has, so
+torchrun's command lines keep their meaning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +17,15 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean
 
 
-class Flag(Struct, frozen=True):
-    """One flag; `metavar` is what its value is called in the help, "" for a switch.
+class HelpRequested(Exception):
+    """The command line asks for help; the argument is the text to print."""
 
-    `choices` are the values that a shell should offer: all there are, or the most common ones.  `ours`: torchrun has
-    none of this name.
+
+class Flag(Struct, frozen=True):
+    """One flag.  `metavar` names its value in the help; "" for a switch.
+
+    `choices` are the values that a shell offers: all of them, or the most common ones.  `ours`: torchrun has no flag of
+    this name.
     """
 
     name: str
@@ -38,106 +40,121 @@ class Flag(Struct, frozen=True):
         return "PET_" + self.name.removeprefix("--").replace("-", "_").upper()
 
 
-class Given(Struct, frozen=True):
-    """What the user wrote: the text of every flag, where it was written, and the program with its arguments."""
+class ParsedArguments(Struct, frozen=True):
+    """The flags with their texts, and the program with its arguments.
+
+    `sources` names the variable or file of each value that is not from the command line.  `switched_off` are the
+    switches that a variable turns off.
+    """
 
     texts: Mapping[str, str]
-    written: Mapping[str, str]
+    sources: Mapping[str, str]
     program: tuple[str, ...]
-    off: frozenset[str] = frozenset()  # switches that a variable turns off
+    switched_off: frozenset[str] = frozenset()
 
     def __contains__(self, name: str) -> bool:
         return name in self.texts
 
-    def text(self, name: str, default: str) -> str:
+    def text(self, name: str, default: str = "") -> str:
         return self.texts.get(name, default)
 
     def label(self, name: str) -> str:
-        """The flag as an error should name it: the variable, where the value came from one."""
-        return self.written.get(name, name)
+        """The name for error messages: the variable or the key in a file if the value comes from there."""
+        return self.sources.get(name, name)
 
-    def behind(self, texts: Mapping[str, str], source: str, program: tuple[str, ...]) -> "Given":
-        """The same, with these values for what was not given, from a source that errors should name."""
-        added = {name: text for name, text in texts.items() if name not in self.texts and name not in self.off}
-        labels = {name: f"{source} {name.removeprefix('--')}" for name in added}
-        return Given({**self.texts, **added}, {**self.written, **labels}, self.program or program, self.off)
+    def labelled(self, name: str, default: str = "") -> tuple[str, str]:
+        """The label and the text, as the parsers in `model/parsers.py` take them."""
+        return self.label(name), self.text(name, default)
+
+    def quoted(self, name: str) -> str:
+        """The flag and its value for error messages."""
+        return f"{self.label(name)}={self.text(name)}"
+
+    def with_defaults(self, texts: Mapping[str, str], source: str, program: tuple[str, ...]) -> "ParsedArguments":
+        """A copy that has these values for absent flags, and this program if there is none."""
+        added = {name: text for name, text in texts.items() if name not in self.texts and name not in self.switched_off}
+        sources = {name: f"{source} {name.removeprefix('--')}" for name in added}
+        return ParsedArguments(
+            {**self.texts, **added}, {**self.sources, **sources}, self.program or program, self.switched_off
+        )
 
 
-def read(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> Given:
-    texts, program = _words(flags, argv)
-    written: dict[str, str] = {}
-    off: set[str] = set()
+def parse(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
+    texts, program = _split(flags, argv)
+    sources: dict[str, str] = {}
+    switched_off: set[str] = set()
     for flag in flags:
         value = environ.get(flag.variable, "") if flag.from_environment else ""
         if flag.name in texts or not value:
             continue
         if flag.metavar or boolean(flag.variable, value):
             texts[flag.name] = value
-            written[flag.name] = flag.variable
+            sources[flag.name] = flag.variable
         else:
-            off.add(flag.name)
-    return Given(texts, written, program, frozenset(off))
+            switched_off.add(flag.name)
+    return ParsedArguments(texts, sources, program, frozenset(switched_off))
 
 
-def read_mixed(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[Given, tuple[str, ...]]:
-    """Flags and words in any order, where no program follows; the environment has no say."""
+def parse_mixed(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[ParsedArguments, tuple[str, ...]]:
+    """Parse flags and positional arguments in any order, without a program and without environment variables."""
     texts: dict[str, str] = {}
-    words: list[str] = []
-    left = tuple(argv)
-    while left:
-        given = read(flags, left, {})
-        texts |= given.texts
-        words += given.program[:1]
-        left = given.program[1:]
-    return Given(texts, {}, ()), tuple(words)
+    positional: list[str] = []
+    rest = tuple(argv)
+    while rest:
+        args = parse(flags, rest, {})
+        texts |= args.texts
+        positional += args.program[:1]
+        rest = args.program[1:]
+    return ParsedArguments(texts, {}, ()), tuple(positional)
 
 
-def _words(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _split(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     texts: dict[str, str] = {}
-    left = list(argv)
-    while left:
-        word = left.pop(0)
-        if word == "--":
-            return texts, tuple(left)
-        if not word.startswith("-") or word == "-":
-            return texts, (word, *(left[1:] if left[:1] == ["--"] else left))
-        flag, value = _match(flags, word)
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return texts, tuple(rest)
+        if not argument.startswith("-") or argument == "-":
+            return texts, (argument, *(rest[1:] if rest[:1] == ["--"] else rest))
+        flag, value = _match(flags, argument)
         if not flag.metavar and value is not None:
-            raise UsageError(f"{word}: {flag.name} takes no value; write {flag.name} alone")
+            raise UsageError(f"{argument}: {flag.name} takes no value; write {flag.name} alone")
         if flag.metavar and value is None:
-            if not left or _looks_like_a_flag(left[0]):
+            if not rest or _looks_like_a_flag(rest[0]):
                 raise UsageError(f"{flag.name} needs a value; write {flag.name}={flag.metavar}")
-            value = left.pop(0)
+            value = rest.pop(0)
         texts[flag.name] = value or ""
     return texts, ()
 
 
-def _match(flags: Sequence[Flag], word: str) -> tuple[Flag, str | None]:
-    if not word.startswith("--"):
+def _match(flags: Sequence[Flag], argument: str) -> tuple[Flag, str | None]:
+    if not argument.startswith("--"):
         for flag in flags:
-            if flag.short and word.startswith(flag.short) and (flag.metavar or word == flag.short):
-                return flag, word.removeprefix(flag.short).removeprefix("=") or None
-        raise _unknown(flags, word)
-    name, equals, value = word.partition("=")
+            if flag.short and argument.startswith(flag.short) and (flag.metavar or argument == flag.short):
+                return flag, argument.removeprefix(flag.short).removeprefix("=") or None
+        raise _unknown(flags, argument)
+    name, equals, value = argument.partition("=")
     name = name.replace("_", "-")
-    begun = [flag for flag in flags if flag.name.startswith(name)]
-    fitting = [flag for flag in begun if flag.name == name] or [flag for flag in begun if not flag.ours] or begun
-    match fitting:
+    by_prefix = [flag for flag in flags if flag.name.startswith(name)]
+    exact = [flag for flag in by_prefix if flag.name == name]
+    matching = exact or [flag for flag in by_prefix if not flag.ours] or by_prefix  # rule 4
+    match matching:
         case [flag]:
             return flag, value if equals else None
         case []:
-            raise _unknown(flags, word)
-    raise UsageError(f"{word}: could be {' or '.join(flag.name for flag in fitting)}; write more of it")
+            raise _unknown(flags, argument)
+    raise UsageError(f"{argument}: ambiguous: {' or '.join(flag.name for flag in matching)}; write the flag in full")
 
 
-def _unknown(flags: Iterable[Flag], word: str) -> UsageError:
-    from difflib import get_close_matches  # costs more than all of this module, and only mistakes need it
+def _unknown(flags: Iterable[Flag], argument: str) -> UsageError:
+    from difflib import get_close_matches  # slow to import, and only needed after a mistake
 
-    name = word.partition("=")[0].replace("_", "-")
+    name = argument.partition("=")[0].replace("_", "-")
     close = get_close_matches(name, [flag.name for flag in flags], n=1)
-    return UsageError(f"{word}: there is no such flag; {f'did you mean {close[0]}?' if close else '--help lists them'}")
+    return UsageError(f"{argument}: unknown flag; {f'did you mean {close[0]}?' if close else '--help lists the flags'}")
 
 
-def _looks_like_a_flag(word: str) -> bool:
-    """A word that begins with a dash is a flag, unless it is a negative number."""
-    return word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit()
+def _looks_like_a_flag(argument: str) -> bool:
+    """Whether it starts with a dash and is not a negative number."""
+    return argument.startswith("-") and len(argument) > 1 and not argument[1:].replace(".", "", 1).isdigit()

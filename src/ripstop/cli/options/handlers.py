@@ -1,6 +1,6 @@
-"""`--rdzv-backend=NAME` of another package: a rendezvous handler of torch's kind, an entry point `torchrun.handlers`.
+"""`--rdzv-backend=NAME` of another package: a rendezvous handler from an entry point `torchrun.handlers`.
 
-Such a job is run by `compat/launcher/handler_run.py`, which may import what this layer may not: torch, and the handler.
+`compat/launcher/handler_run.py` runs such a job, since this layer must not import torch or the handler.
 """
 
 import os
@@ -8,36 +8,34 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ripstop.cli.options.flags import Given
-from ripstop.cli.options.rendezvous import BACKENDS, MASTER, RendezvousOptions, idle
+from ripstop.cli.options.flags import ParsedArguments
+from ripstop.cli.options.rendezvous import BACKENDS, MASTER_FLAGS, RendezvousOptions, local_address, note_no_effect
 from ripstop.model.config import Backend, Handler
-from ripstop.model.parsers import host, key_values
+from ripstop.model.parsers import key_values
 
-GROUP = "torchrun.handlers"
+ENTRY_POINT_GROUP = "torchrun.handlers"
 PROGRAM = (
     "import sys; sys.path.append({root!r}); from ripstop.compat.launcher.handler_run import main; sys.exit(main())"
 )
 
 
-def handler(given: Given, registered: Collection[str] = ()) -> Handler | None:
-    """The handler that the flags name, if they do; its settings are its own and not looked at."""
-    name = given.text("--rdzv-backend", "static")
-    if name in BACKENDS or "--standalone" in given or (name not in registered and not _is_installed(name)):
+def handler(args: ParsedArguments, registered: Collection[str] = ()) -> Handler | None:
+    """The handler that the flags name, None for ripstop's own backends.  Its settings are passed on unread."""
+    name = args.text("--rdzv-backend", "static")
+    if name in BACKENDS or "--standalone" in args or (name not in registered and not _is_installed(name)):
         return None
-    conf = key_values(given.label("--rdzv-conf"), given.text("--rdzv-conf", ""))
-    return Handler(name, given.text("--rdzv-endpoint", ""), tuple(conf.items()))
+    conf = key_values(*args.labelled("--rdzv-conf"))
+    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
 
 
-def meeting(given: Given, notes: list[str]) -> RendezvousOptions:
-    """Where the handler says."""
-    said = f"{given.label('--rdzv-backend')}={given.text('--rdzv-backend', '')}"
-    idle(given, (*MASTER, "--node-rank"), f"with {said}: its handler knows where nodes meet", notes)
-    local_addr = host(given.label("--local-addr"), given.text("--local-addr", "")) if "--local-addr" in given else None
-    return RendezvousOptions(Backend.HANDLER, local_addr=local_addr)
+def rendezvous_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
+    why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
+    note_no_effect(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
+    return RendezvousOptions(Backend.HANDLER, local_addr=local_address(args))
 
 
-def run(argv: Sequence[str]) -> int:
-    """Go on as the program that can; its interpreter does not look for modules where the user happens to be."""
+def replace_process(argv: Sequence[str]) -> int:
+    """Continue as the program that runs handlers.  `-P` keeps the current directory out of its module path."""
     root = str(Path(__file__).parents[3])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -47,4 +45,4 @@ def run(argv: Sequence[str]) -> int:
 def _is_installed(name: str) -> bool:
     from importlib.metadata import entry_points
 
-    return name in entry_points(group=GROUP).names
+    return name in entry_points(group=ENTRY_POINT_GROUP).names

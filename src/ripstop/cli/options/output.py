@@ -1,88 +1,82 @@
-"""Where workers' output goes, from the flags of `ripstop run`."""
+"""The flags about workers' output and events."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ripstop.cli.options.flags import Given
+from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import comma_separated, local_ranks, streams
 
-PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
 
 
-def logs(given: Given, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
-    directory = Path(given.text("--log-dir", "")) if given.text("--log-dir", "") else None
-    kept = directory != Path(os.devnull)  # torchrun's way to ask for no files
+def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> Logs:
+    directory = Path(text) if (text := args.text("--log-dir")) else None
+    kept = directory != Path(os.devnull)  # as in torchrun: write no files
     if not kept:
         directory = None
     if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):  # noqa: PTH112 (never raises)
-        raise UsageError(f"{given.label('--log-dir')}={directory}: is there and no directory; name another")
-    redirects, tee = (_to_files(given, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
-    prefix = environ.get(PREFIX, "")
+        raise UsageError(f"{args.label('--log-dir')}={directory}: exists and is not a directory; name another")
+    redirects, tee = (_stream_map(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
+    prefix = environ.get(PREFIX_VARIABLE, "")
     if prefix and not any(tee.of(rank) for rank in range(slots)):
-        notes.append(f"{PREFIX} has no effect without --tee: no line has a prefix")
-    shown = given.text("--local-ranks-filter", "")
+        notes.append(f"{PREFIX_VARIABLE} has no effect without --tee: only teed lines have a prefix")
+    shown = args.labelled("--local-ranks-filter")
     return Logs(
         directory=directory,
         redirects=redirects,
         tee=tee,
-        shown=local_ranks(given.label("--local-ranks-filter"), shown, slots) if shown else None,
-        stdout_filters=_filters(given, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
-        stderr_filters=_filters(given, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
+        shown=local_ranks(*shown, slots) if shown[1] else None,
+        stdout_filters=_filters(args, "--duplicate-stdout-filters", OutputStreams.OUT, tee, slots, notes),
+        stderr_filters=_filters(args, "--duplicate-stderr-filters", OutputStreams.ERR, tee, slots, notes),
         prefix=prefix or Logs().prefix,
-        specs=_specs(given),
+        specs=_specs(args),
         kept=kept,
     )
 
 
-def _to_files(given: Given, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
-    name = given.label(flag)
-    chosen = streams(name, given.text(flag, "0"), slots)
+def _stream_map(args: ParsedArguments, flag: str, slots: int, notes: list[str], *, kept: bool) -> StreamMap:
+    name = args.label(flag)
+    chosen = streams(name, args.text(flag, "0"), slots)
     if kept or not any(chosen.of(rank) for rank in range(slots)):
         return chosen
-    notes.append(f"{name} has no effect with {given.label('--log-dir')}={os.devnull}: there are no files to write to")
+    notes.append(f"{name} has no effect with {args.label('--log-dir')}={os.devnull}: no files are written")
     return StreamMap()
 
 
-def _specs(given: Given) -> str:
-    if "--logs-specs" not in given:
+def _specs(args: ParsedArguments) -> str:
+    if "--logs-specs" not in args:
         return ""
     from importlib.metadata import entry_points
 
-    name = given.text("--logs-specs", "")
+    name = args.text("--logs-specs")
     known = sorted(entry_points(group=LOGS_GROUP).names)
     if name not in known:
-        said = f"{given.label('--logs-specs')}={name}"
-        there = f"there are {', '.join(known)}" if known else "there is none at all: install the plugin's package"
-        raise UsageError(f"{said}: no entry point {LOGS_GROUP} has this name; {there}")
+        remedy = f"choose one of {', '.join(known)}" if known else "install the plugin's package"
+        raise UsageError(f"{args.quoted('--logs-specs')}: no entry point {LOGS_GROUP} has this name; {remedy}")
     return name
 
 
 def _filters(
-    given: Given, flag: str, stream: OutputStreams, tee: StreamMap, slots: int, notes: list[str]
+    args: ParsedArguments, flag: str, stream: OutputStreams, tee: StreamMap, slots: int, notes: list[str]
 ) -> tuple[str, ...]:
-    if flag not in given:
+    if flag not in args:
         return ()
-    name = given.label(flag)
+    name = args.label(flag)
     if not any(stream in tee.of(rank) for rank in range(slots)):
-        notes.append(
-            f"{name} has no effect without --tee={stream.value}: lines are filtered on their way to the console"
-        )
-    return comma_separated(name, given.text(flag, ""))
+        notes.append(f"{name} has no effect without --tee={stream.value}: only teed lines are filtered")
+    return comma_separated(name, args.text(flag))
 
 
-def event_handler(given: Given) -> str:
-    """The handler that is told of events, "" for none."""
-    handler = given.text("--event-log-handler", "null")
+def event_handler(args: ParsedArguments) -> str:
+    """The handler that receives torch's events, "" for none."""
+    handler = args.text("--event-log-handler", "null")
     if handler == "null":
         return ""
-    from ripstop.telemetry.torch_handler_process import (
-        GROUP,
-        NAMES,
-    )  # it imports logging: only where somebody is to be told
+    from ripstop.telemetry.torch_handler_process import GROUP, NAMES  # imports logging
 
     if handler in NAMES:
         return handler if handler == "console" else ""
@@ -90,9 +84,9 @@ def event_handler(given: Given) -> str:
 
     known = sorted(entry_points(group=GROUP).names)
     if handler not in known:
-        name = given.label("--event-log-handler")
+        name = args.label("--event-log-handler")
         raise UsageError(
-            f"{name}={handler}: there is no such handler, and no entry point {GROUP} of this name; "
+            f"{name}={handler}: unknown handler, and no entry point {GROUP} has this name; "
             f"write {', '.join((*NAMES[:2], *known))}"
         )
     return handler
