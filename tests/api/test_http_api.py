@@ -201,7 +201,7 @@ def test_status_queries_one_node_for_the_goodput_and_works_without_its_reply(
         request = asyncio.create_task(caller.get("/status"))
         await agents[0].until(lambda agent: len(queries_of(agent)) == 2)
         query = queries_of(agents[0])[-1]
-        assert (query.question, json.loads(query.argument)) == ("step", {"rank": 0})
+        assert (query.name, json.loads(query.argument)) == ("step", {"rank": 0})
         links[0].send(Reply(query.number, json.dumps({"round": 1, "step": 12, "at": now + 1e6})))
         assert (await request)[1]["goodput"] == 1.0
         assert queries_of(agents[1]) == []
