@@ -9,9 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator import membership
-from ripstop.coordinator.blame import BLAME, INSPECTION
-from ripstop.coordinator.eligibility import LOOK
-from ripstop.coordinator.job import FAREWELL, SETTLE, Job
+from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.eligibility import MAX_HEALTH_CHECK_S
+from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
+from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
+from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_io import (
     Disconnect,
     JobCommand,
@@ -24,7 +26,7 @@ from ripstop.coordinator.job_io import (
     Send,
     Tick,
 )
-from ripstop.coordinator.liveness import LATE, RECONNECT
+from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
 from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
@@ -274,9 +276,9 @@ def test_a_later_round_waits_for_no_last_call() -> None:
 def test_a_new_coordinator_whose_nodes_are_between_two_rounds_waits_for_no_last_call() -> None:
     job = Job(JobSettings("job7", 1, 4, PATIENT))
     hear(job, "a", join(job, "a", newest=3), 0.0)
-    assert job.deadline() == SETTLE
+    assert job.deadline() == SETTLE_TIMEOUT_S
     hear(job, "b", join(job, "b", newest=3), 0.5)
-    assert assigned(on(job, Tick(), SETTLE)) == {"a": 0, "b": 1}
+    assert assigned(on(job, Tick(), SETTLE_TIMEOUT_S)) == {"a": 0, "b": 1}
     assert job.round == 4
 
 
@@ -376,8 +378,8 @@ def test_a_newcomer_waits_for_another_no_longer_than_the_settle_time() -> None:
     hear(job, "c", join(job, "c", ready=None), 5.0)
     hear(job, "b", Ready(55, 0), 5.5)
     hear(job, "a", Heartbeat(), 5.6)
-    assert job.deadline() == 5.5 + SETTLE
-    assert assigned(on(job, Tick(), 5.5 + SETTLE)) == {"a": 0, "b": 1}
+    assert job.deadline() == 5.5 + SETTLE_TIMEOUT_S
+    assert assigned(on(job, Tick(), 5.5 + SETTLE_TIMEOUT_S)) == {"a": 0, "b": 1}
 
 
 def test_a_node_beyond_the_maximum_is_a_spare_and_told_so_once() -> None:
@@ -526,16 +528,16 @@ def test_a_connection_that_returns_in_time_disturbs_nobody() -> None:
     job = running("a", "b")
     assert on(job, NodeDisconnected("b"), 5.0) == []
     back = join(job, "b", held=job.places["b"], status=Status.RUNNING, newest=1)
-    assert hear(job, "b", back, 5.0 + RECONNECT / 2) == []
-    assert on(job, Tick(), 5.0 + RECONNECT) == []
+    assert hear(job, "b", back, 5.0 + RECONNECT_TIMEOUT_S / 2) == []
+    assert on(job, Tick(), 5.0 + RECONNECT_TIMEOUT_S) == []
 
 
 def test_a_connection_that_does_not_return_is_a_loss() -> None:
     job = running("a", "b")
     hear(job, "a", Heartbeat(), 4.9)
     on(job, NodeDisconnected("b"), 4.9)
-    assert job.deadline() == 4.9 + RECONNECT
-    assert assigned(on(job, Tick(), 4.9 + RECONNECT)) == {"a": 0}
+    assert job.deadline() == 4.9 + RECONNECT_TIMEOUT_S
+    assert assigned(on(job, Tick(), 4.9 + RECONNECT_TIMEOUT_S)) == {"a": 0}
 
 
 def test_a_closed_connection_is_a_loss_at_once_when_a_peer_fails() -> None:
@@ -555,8 +557,8 @@ def silence(job: Job, until: float) -> list[JobCommand]:
     """A lease runs out: the coordinator wakes up, sees that it is awake, and believes it a moment later."""
     assert job.deadline() == until
     assert on(job, Tick(), until) == []
-    assert job.deadline() == until + LATE
-    return on(job, Tick(), until + LATE)
+    assert job.deadline() == until + LATE_TICK_S
+    return on(job, Tick(), until + LATE_TICK_S)
 
 
 def test_a_beat_renews_the_lease() -> None:
@@ -604,7 +606,7 @@ def test_a_lost_node_that_returns_is_told_that_its_round_is_over() -> None:
     old = job.places["b"]
     hear(job, "a", Heartbeat(), 4.9)
     on(job, NodeDisconnected("b"), 5.0)
-    on(job, Tick(), 5.0 + RECONNECT)
+    on(job, Tick(), 5.0 + RECONNECT_TIMEOUT_S)
     offer_anew(job, "a", 5.6)
     commands = hear(job, "b", join(job, "b", held=old, status=Status.RUNNING, newest=1), 6.0)
     assert held(commands) == {"b": 2}
@@ -647,7 +649,7 @@ def test_a_loss_is_free() -> None:
 def test_a_victims_failure_waits_for_the_loss_that_explains_it() -> None:
     job = running("a", "b", restarts=0)
     assert hear(job, "a", Failed(1, (victim(0),)), 2.5) == []
-    assert job.deadline() == 2.5 + BLAME
+    assert job.deadline() == 2.5 + PEER_LOSS_TIMEOUT_S
     assert assigned(on(job, NodeDisconnected("b"), 2.9)) == {"a": 0}
 
 
@@ -660,7 +662,7 @@ def test_a_victims_failure_is_explained_by_a_node_that_says_it_is_leaving() -> N
 def test_a_victims_failure_that_nothing_explains_is_the_end() -> None:
     job = running("a", "b", restarts=0)
     hear(job, "a", Failed(1, (victim(0),)), 2.5)
-    commands = on(job, Tick(), 2.5 + BLAME)
+    commands = on(job, Tick(), 2.5 + PEER_LOSS_TIMEOUT_S)
     assert {type(c.message) for c in commands if isinstance(c, Send)} == {Closing}
 
 
@@ -668,7 +670,7 @@ def test_a_newcomer_does_not_save_a_job_that_is_about_to_end() -> None:
     job = running("a", "b", high=3, restarts=0)
     hear(job, "a", Failed(1, (victim(0),)), 2.5)
     assert assigned(hear(job, "c", join(job, "c"), 2.6)) == {}
-    on(job, Tick(), 2.5 + BLAME)
+    on(job, Tick(), 2.5 + PEER_LOSS_TIMEOUT_S)
     assert job.phase is Phase.CLOSING
 
 
@@ -923,8 +925,8 @@ def test_evidence_that_does_not_come_in_time_is_not_waited_for() -> None:
     job = Job(JobSettings("job7", 1, 1, TIMING, own="a"))
     hear(job, "a", join(job, "a"), 0.0)
     on(job, StopJob("enough"), 1.0)
-    assert job.deadline() == 1.0 + TIMING.shutdown + FAREWELL
-    commands = on(job, Tick(), 1.0 + TIMING.shutdown + FAREWELL)
+    assert job.deadline() == 1.0 + TIMING.shutdown + FINAL_REPORT_TIMEOUT_S
+    commands = on(job, Tick(), 1.0 + TIMING.shutdown + FINAL_REPORT_TIMEOUT_S)
     assert [type(c.message) for c in commands if isinstance(c, Send)] == [Closed]
 
 
@@ -934,7 +936,7 @@ def test_a_node_that_vanishes_while_closing_is_not_waited_for() -> None:
     on(job, StopJob("enough"), 2.9)
     assert hear(job, "a", Stopped(), 3.0) == []
     hear(job, "a", Heartbeat(), 3.1)
-    on(job, Tick(), 2.8 + RECONNECT)
+    on(job, Tick(), 2.8 + RECONNECT_TIMEOUT_S)
     assert job.phase is Phase.CLOSED
 
 
@@ -951,8 +953,8 @@ def test_the_coordinator_goes_after_a_while_even_if_somebody_does_not_answer() -
     job = running("a")
     hear(job, "a", Succeeded(1), 2.5)
     assert job.report is not None
-    assert job.deadline() == 2.5 + FAREWELL
-    assert on(job, Tick(), 2.5 + FAREWELL) == [JobEnded(job.report)]
+    assert job.deadline() == 2.5 + FINAL_REPORT_TIMEOUT_S
+    assert on(job, Tick(), 2.5 + FINAL_REPORT_TIMEOUT_S) == [JobEnded(job.report)]
     assert job.deadline() is None
 
 
@@ -976,7 +978,7 @@ def refusal(commands: list[JobCommand]) -> str:
 def test_another_range_of_nodes_is_refused() -> None:
     job = new_job(1, 4)
     assert refusal(hear(job, "a", Join(node("a"), 2, 4), 0.0)) == (
-        "--nnodes must be the same on every node: this job has 1:4, node a came with 2:4; start it with --nnodes=1:4"
+        "--nnodes must be the same on every node: this job has 1:4, node a has 2:4; start it with --nnodes=1:4"
     )
 
 
@@ -1006,7 +1008,7 @@ def test_a_static_jobs_ranks_are_the_wishes_and_a_replacement_brings_the_same_on
     hear(job, "b", Ready(3, 1), 0.2)
     on(job, NodeDisconnected("a"), 1.0)
     hear(job, "c", Join(node("c", wish=1), 2, 2, ready=Ready(4, 0)), 1.1)
-    assert assigned(on(job, Tick(), 1.0 + RECONNECT)) == {"b": 0, "c": 1}
+    assert assigned(on(job, Tick(), 1.0 + RECONNECT_TIMEOUT_S)) == {"b": 0, "c": 1}
 
 
 # what ranks go by -----------------------------------------------------------------------------------------------------
@@ -1027,7 +1029,7 @@ def ranked_by(by: RankBy, low: int, high: int) -> Job:
 def test_another_way_to_rank_is_refused() -> None:
     job = ranked_by(RankBy.SLOT, 2, 2)
     assert refusal(hear(job, "a", Join(node("a"), 2, 2), 0.0)) == (
-        "--rdzv-conf rank_by must be the same on every node: this job has slot, node a came with join; "
+        "--rdzv-conf rank_by must be the same on every node: this job has slot, node a has join; "
         "start it with --rdzv-conf=rank_by=slot"
     )
 
@@ -1048,7 +1050,7 @@ def test_who_has_a_lost_nodes_number_gets_its_rank_whoever_else_comes() -> None:
     offer_anew(job, "a", 0.1)
     on(job, NodeDisconnected("b"), 1.0)
     on(job, NodeDisconnected("d"), 1.0)
-    on(job, Tick(), 1.0 + RECONNECT)
+    on(job, Tick(), 1.0 + RECONNECT_TIMEOUT_S)
     ranked(job, "d2", 2.0, number=13)
     assert assigned(ranked(job, "x", 3.0, number=14)) == {"a": 0, "x": 1, "c": 2, "d2": 3}
 
@@ -1077,13 +1079,13 @@ def test_a_wish_that_is_denied_is_said_once() -> None:
 
 def test_every_move_of_the_table_can_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     moves: set[tuple[Phase, Phase]] = set()
-    enter = Job._enter
+    enter = Job.enter
 
     def watched(job: Job, phase: Phase, now: float) -> None:
         moves.add((job.phase, phase))
         enter(job, phase, now)
 
-    monkeypatch.setattr(Job, "_enter", watched)
+    monkeypatch.setattr(Job, "enter", watched)
     finished = running("a")
     on(finished, NodeMessage("a", Succeeded(1)), 3.0)
     newer = running("a", "b", low=2)
@@ -1123,7 +1125,7 @@ def test_two_thousand_nodes_get_a_few_messages_each_for_every_round() -> None:
     sent.clear()
     for name in names:
         feed(NodeDisconnected(name), 2.0)
-    feed(Tick(), 2.0 + RECONNECT)
+    feed(Tick(), 2.0 + RECONNECT_TIMEOUT_S)
     assert sum(sent.values()) <= count
 
 
@@ -1168,7 +1170,7 @@ def test_a_round_that_ends_says_by_which_cause(event: JobInput, cause: RoundEndC
 def test_a_round_whose_node_is_lost_says_so() -> None:
     job = running("a", "b")
     assert ends(job, NodeDisconnected("b"), 5.0) == []
-    assert ends(job, Tick(), 5.0 + RECONNECT) == [RoundEndCause.NODE_LOST]
+    assert ends(job, Tick(), 5.0 + RECONNECT_TIMEOUT_S) == [RoundEndCause.NODE_LOST]
 
 
 def ends(job: Job, event: JobInput, now: float) -> list[str]:
@@ -1270,15 +1272,15 @@ def test_trouble_that_the_others_find_a_look_later_costs_nobody_a_place() -> Non
     for now in (35.0, 60.0, 85.0):
         for name in "abc":
             hear(job, name, Heartbeat(), now)
-    assert job.deadline() == 10.0 + 2 * 30.0 + LOOK  # b looks seldom, and a look takes its time
+    assert job.deadline() == 10.0 + 2 * 30.0 + MAX_HEALTH_CHECK_S  # b looks seldom, and a look takes its time
     job.on(NodeMessage("b", FULL), 99.0)
-    assert assigned(on(job, Tick(), 10.0 + 2 * 30.0 + LOOK)) == {}
+    assert assigned(on(job, Tick(), 10.0 + 2 * 30.0 + MAX_HEALTH_CHECK_S)) == {}
 
 
 def test_a_node_that_says_it_never_looks_is_waited_for_so_long_and_no_longer() -> None:
     job = running("a", "b", low=1)
     hear(job, "b", join(job, "b", held=job.places["b"], status=Status.RUNNING, health_interval=1e300), 3.0)
-    assert job.members["b"].recheck() == 2 * 3600.0 + LOOK
+    assert job.members["b"].recheck_time() == 2 * 3600.0 + MAX_HEALTH_CHECK_S
 
 
 def test_a_healthy_node_comes_back_into_the_round() -> None:
@@ -1428,7 +1430,7 @@ def test_whatever_a_node_says_everybody_can_be_told_what_comes_of_it(message: Fr
         hear(job, name, join(job, name), 0.0)
     commands = hear(job, "b", message, 10.0)
     commands += hear(job, "a", Inspected(1), 10.1) + hear(job, "b", Inspected(1), 10.1)
-    commands += on(job, StopJob("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FAREWELL)
+    commands += on(job, StopJob("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FINAL_REPORT_TIMEOUT_S)
     sent = [command.message for command in commands if isinstance(command, Send)]
     assert sent
     assert all(len(fit(message)) <= MAX_FRAME for message in sent)
@@ -1442,7 +1444,7 @@ def test_a_late_culprit_is_put_in_quarantine_with_few_words() -> None:
             offer_anew(job, name, now)
         job.on(NodeMessage("a", Failed(over, (victim(0, over),))), now)
         job.on(NodeMessage("b", Failed(over, (Failure(1, 0, over, "host", now, signal=HUGE),))), now + 0.1)
-    assert 0 < len(job._roster.unfit("b")) < 1000
+    assert 0 < len(job.membership.unfit_reason("b")) < 1000
 
 
 @pytest.mark.parametrize("name", [HUGE, "half a pair of surrogates: \ud800"])
@@ -1506,9 +1508,9 @@ def test_a_new_coordinator_has_a_hang_looked_at_where_nobody_has_yet() -> None:
 def test_a_node_that_does_not_tell_is_not_waited_for_long() -> None:
     job = running("a", "b", restarts=0)
     hear(job, "a", Failed(1, (hang(0),)), 10.0)
-    assert job.deadline() == 10.0 + INSPECTION
-    assert on(job, Tick(), 10.0 + INSPECTION - 0.01) == []
-    assert assigned(on(job, Tick(), 10.0 + INSPECTION)) == {"a": 0, "b": 1}
+    assert job.deadline() == 10.0 + DIAGNOSIS_TIMEOUT_S
+    assert on(job, Tick(), 10.0 + DIAGNOSIS_TIMEOUT_S - 0.01) == []
+    assert assigned(on(job, Tick(), 10.0 + DIAGNOSIS_TIMEOUT_S)) == {"a": 0, "b": 1}
 
 
 def test_a_death_while_a_hang_is_looked_at_is_a_failure_as_ever() -> None:
@@ -1521,8 +1523,7 @@ def test_a_death_while_a_hang_is_looked_at_is_a_failure_as_ever() -> None:
 
 
 def test_a_spent_infrastructure_budget_ends_the_job_and_names_the_odd_one() -> None:
-    job = new_job(2, 2)
-    job.restarts = type(job.restarts)(Budget(5, max_infra_restarts=0))
+    job = Job(JobSettings("job7", 2, 2, TIMING, Budget(5, max_infra_restarts=0)))
     for name in ("a", "b"):
         job.on(NodeMessage(name, join(job, name)), 0.0)
     hear(job, "a", Failed(1, (hang(0),)), 100.0)

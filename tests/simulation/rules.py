@@ -6,13 +6,21 @@ Looks into the machines on purpose: a rule that is broken inside shows outside o
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ripstop.coordinator import job as coordinator
+from ripstop.coordinator import job_io
 from ripstop.coordinator.budget import Cause
 from ripstop.coordinator.job import Job
 from ripstop.model.events import NodeGone, RoundEnded
+from ripstop.model.operator_commands import (
+    DrainNode,
+    OperatorCommand,
+    RestartRound,
+    ScaleJob,
+    StopJob,
+    rejection_reason,
+)
 from ripstop.model.round import Address, Place, RankBy
 from ripstop.model.status import Phase
-from ripstop.protocol.messages import Assign, Failed, Join, Problems, StandBy, Succeeded
+from ripstop.protocol.messages import Assign, Drain, Failed, Join, Problems, StandBy, Succeeded
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -20,6 +28,9 @@ if TYPE_CHECKING:
 LEASE = 2.0
 AFTER_HOLD = 3.0  # seconds in which workers that were told to stop are gone, with every delay there is
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+
+
+Check = Callable[[list[job_io.JobCommand]], None]  # of the state after an event, and the commands
 
 
 class Violation(AssertionError):
@@ -45,38 +56,61 @@ class Rules:
 
     # a step of the coordinator ----------------------------------------------------------------------------------------
 
-    def before(self, job: Job, event: coordinator.JobInput) -> Callable[[], None] | None:
-        """Look at the state before certain events; the answer compares it with the state after."""
+    def before(self, job: Job, event: job_io.JobInput) -> Check | None:
+        """Record the state before certain events; the result compares it with the state after."""
         self.earlier = set(job.places)
         match event:
-            case coordinator.NodeMessage(name, Join(held=held)) if held is not None:
+            case job_io.NodeMessage(name, Join(held=held)) if held is not None:
                 self.earlier.add(name)  # in a round that this coordinator does not know, perhaps
-            case coordinator.NodeMessage(_, Problems()):
+            case job_io.NodeMessage(_, Problems()):
                 charged = job.restarts.used
-                return lambda: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
-            case coordinator.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
-                used, done = job.restarts.used, set(job._done)
+                return lambda _: demand(job.restarts.used == charged, f"somebody's health was charged: {event}")
+            case DrainNode() | RestartRound() | ScaleJob() | StopJob():
+                return self._before_operator_command(job, event)
+            case job_io.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
+                used, done = job.restarts.used, set(job.succeeded)
 
-                def untouched() -> None:
+                def untouched(_: list[job_io.JobCommand]) -> None:
                     demand(job.restarts.used == used, f"a stale failure was charged: {event}")
-                    demand(job._done <= done, f"a stale success was counted: {event}")
+                    demand(job.succeeded <= done, f"a stale success was counted: {event}")
 
                 return untouched
-            case coordinator.NodeMessage(name, Failed(round, failures)) if (
+            case job_io.NodeMessage(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
                 and name in job.places
-                and not (job._presence.absent or job._presence.leaving or job._inquest.doomed)
+                and not (job.liveness.disconnected or job.liveness.leaving or job.failure_policy.is_failure_pending)
                 and failures[0].message != GLOO
                 and failures[0].hang is None
                 and self._standing(job) >= self.world.budget.max_restarts
                 and self._is_on_time(job)
             ):
-                return lambda: demand(
+                return lambda _: demand(
                     job.phase in (Phase.CLOSING, Phase.CLOSED), f"the budget is spent and the job goes on: {event}"
                 )
         return None
 
-    def after(self, job: Job, event: coordinator.JobInput, commands: list[coordinator.JobCommand]) -> None:
+    def _before_operator_command(self, job: Job, command: OperatorCommand) -> Check:
+        """An allowed command takes effect, a rejected one changes nothing, and none is charged."""
+        used, round, phase, target = job.restarts.used, job.round, job.phase, job.formation.target
+        allowed = not rejection_reason(command, job.status(self.world.now)) and self._is_on_time(job)
+
+        def check(commands: list[job_io.JobCommand]) -> None:
+            demand(job.restarts.used == used, f"an operator's command was charged: {command}")
+            match command:
+                case DrainNode(node, why):
+                    done = job_io.Send(node, Drain(why)) in commands
+                case RestartRound():
+                    done = job.round > round or job.phase is not phase
+                case ScaleJob(nodes):
+                    done = job.formation.target == nodes
+                    demand(done or job.formation.target == target, f"the target is {job.formation.target}: {command}")
+                case StopJob():
+                    done = job.phase in (Phase.CLOSING, Phase.CLOSED)
+            demand(done or not allowed, f"an operator's command had no effect: {command}")
+
+        return check
+
+    def after(self, job: Job, event: job_io.JobInput, commands: list[job_io.JobCommand]) -> None:
         """What was decided is right."""
         here = (self.world.life, job.round)
         if not self.committed:
@@ -87,7 +121,7 @@ class Rules:
         if not commands:
             return
         self._check_places(
-            job, commands, again=isinstance(event, coordinator.NodeMessage) and isinstance(event.message, Join)
+            job, commands, again=isinstance(event, job_io.NodeMessage) and isinstance(event.message, Join)
         )
         standing = self._standing(job)
         demand(standing <= self.world.budget.max_restarts, f"{standing} restarts are charged, too many")
@@ -95,9 +129,9 @@ class Rules:
         demand(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
-                case coordinator.RecordEvent(NodeGone(name, why)) if why.startswith("lost: silent"):
+                case job_io.RecordEvent(NodeGone(name, why)) if why.startswith("lost: silent"):
                     self._check_loss(name)
-                case coordinator.RecordEvent(RoundEnded(delay=delay)) if delay:
+                case job_io.RecordEvent(RoundEnded(delay=delay)) if delay:
                     demand(not job.progressed, f"a round that made progress is followed by a pause of {delay:g} s")
 
     def _standing(self, job: Job) -> int:
@@ -123,13 +157,13 @@ class Rules:
         right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
         demand(table == right, f"nodes of different rounds are taken for one: {job.places}")
 
-    def _check_places(self, job: Job, commands: list[coordinator.JobCommand], *, again: bool) -> None:
+    def _check_places(self, job: Job, commands: list[job_io.JobCommand], *, again: bool) -> None:
         last: dict[str, Place] = {}
         for command in commands:
             match command:
-                case coordinator.Send(name, Assign(place)):
+                case job_io.Send(name, Assign(place)):
                     last[name] = place
-                case coordinator.Send(name, StandBy()):
+                case job_io.Send(name, StandBy()):
                     last.pop(name, None)
         for name, place in last.items():
             demand(job.places.get(name) == place, f"{name} is told a place that is not its own: {place}")
@@ -149,7 +183,7 @@ class Rules:
         table = sorted(job.places.items(), key=lambda entry: entry[1].group_rank)
         nodes = [job.members[name].node for name, _ in table]
         size = len(table)
-        demand(self.world.low <= size <= min(self.world.high, job._target), f"round {round} has {size} nodes")
+        demand(self.world.low <= size <= min(self.world.high, job.formation.target), f"round {round} has {size} nodes")
         store = table[0][1].store
         for rank, (name, place) in enumerate(table):
             node = nodes[rank]
@@ -175,24 +209,28 @@ class Rules:
     def _check_fitness(self, job: Job) -> None:
         """Who is in trouble is in a round only if the others are too few, or most are unhealthy."""
         unhealthy = [name for name in job.places if job.members[name].problems]
-        troubled = [name for name in job.places if job._roster.unfit(name)]
+        troubled = [name for name in job.places if job.membership.unfit_reason(name)]
         for name in unhealthy:
             demand(name in self.earlier, f"{name} is unhealthy and was given a place")
         before = [name for name in self.earlier if name in job.members and job.members[name].problems]
-        able = sorted(job._roster.able)
+        able = sorted(job.membership.eligible)
         right = not troubled or len(able) < self.world.low or len(before) > 1
         demand(right, f"{troubled} are in trouble and in round {job.round}, others could be: {able}")
 
     def _check_last_call(self, job: Job) -> None:
         """The first round of all has as many nodes as it is to have, or others had their time to come."""
-        if job._roster.ready() < self.world.low:
+        if job.membership.ready_count() < self.world.low:
             self.enough = (0, 0.0)
             return
         if self.enough[0] != self.world.life:
             self.enough = (self.world.life, self.world.now)
         waited = self.world.now - self.enough[1]
-        right = not job.places or len(job.places) >= job._target or waited >= self.world.timing.last_call - 1e-9
-        demand(right, f"the first round has {len(job.places)} of {job._target} nodes, and waited {waited:.1f} s")
+        right = (
+            not job.places or len(job.places) >= job.formation.target or waited >= self.world.timing.last_call - 1e-9
+        )
+        demand(
+            right, f"the first round has {len(job.places)} of {job.formation.target} nodes, and waited {waited:.1f} s"
+        )
 
     def _check_ranks(self, job: Job) -> None:
         for name, place in job.places.items():
@@ -208,7 +246,7 @@ class Rules:
         world, job = self.world, self.world.job
         if job is None or job.phase is not Phase.GATHERING:
             return
-        if world.now - max(job._since, world.frozen_until) < AFTER_HOLD:
+        if world.now - max(job.phase_since, world.frozen_until) < AFTER_HOLD:
             return
         for node in world.nodes.values():
             link = node.connection
@@ -235,20 +273,24 @@ class Rules:
             return f"{len(living)} nodes live, the job is {'down' if job is None else job.phase.value}"
         if world.finishing:
             return "the workers have not finished"
-        if any(n.leaving for n in living):
+        if any(n.leaving or n.drained for n in living):
             return "somebody is leaving"
         ids = {n.id for n in living}
-        if not (job.places.keys() - job._done <= ids == job.members.keys()):
+        if not (job.places.keys() - job.succeeded <= ids == job.members.keys()):
             return f"the job knows {sorted(job.members)}, alive are {sorted(ids)}"
-        if any(job._roster._quarantine.reason(n.id) for n in living):
+        if any(job.membership.quarantine.reason(n.id) for n in living):
             return "somebody is in quarantine"
         sick = {n.id for n in living if n.sick}
         if any(not n.machine.admitted for n in living):
             return "somebody waits to be healthy"
-        if not job._done and not sick & job.places.keys() and len(job.places) != min(job._target, len(ids - sick)):
+        if (
+            not job.succeeded
+            and not sick & job.places.keys()
+            and len(job.places) != min(job.formation.target, len(ids - sick))
+        ):
             return f"{len(job.places)} nodes of {len(living)} are in the round"
         common = len(sick & job.places.keys()) > 1
-        if not job._done and sick & job.places.keys() and len(ids - sick) >= world.low and not common:
+        if not job.succeeded and sick & job.places.keys() and len(ids - sick) >= world.low and not common:
             return f"{sorted(sick)} are unhealthy and in the round, others could be"
         for node in living:
             place = job.places.get(node.id)

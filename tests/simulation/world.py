@@ -23,14 +23,14 @@ from typing import Any
 
 from ripstop.agent import machine as agent
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.coordinator import job as coordinator
+from ripstop.coordinator import job_io
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure, Hang
-from ripstop.model.operator_commands import ScaleJob, StopJob
+from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
-from ripstop.protocol.messages import Assign, Closing, FromAgent, FromCoordinator, Heartbeat, Join, StandBy
+from ripstop.protocol.messages import Assign, Closing, Drain, FromAgent, FromCoordinator, Heartbeat, Join, StandBy
 from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
 
 BEAT = LEASE / 3
@@ -57,21 +57,23 @@ class Mix:
     restarts: tuple[int, ...] = (0, 1, 3, 100, 100)
 
 
-CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
+CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2}
+OPERATOR = {"scale": 2, "drain": 2, "restart": 2}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
 MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
 WORKERS = {"crash": 5, "victim": 3, "hang": 2, "succeed": 1}
 HEALTH = {"sicken": 5, "mend": 2}
+EVERYTHING = CHURN | OPERATOR | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}
 
 MIXES = (
     Mix("quiet", {"join": 1}, most=2),
     Mix("workers fail", WORKERS),
-    Mix("nodes come and go", CHURN),
+    Mix("nodes come and go", CHURN | OPERATOR),
     Mix("the network is bad", NETWORK | {"crash": 2, "join": 2}),
     Mix("the coordinator is restarted", MASTER | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
     Mix("nodes are bad", HEALTH | {"crash": 3, "join": 3, "reset": 1, "kill": 1}),
-    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40),
-    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40, disorder=True),
+    Mix("everything", EVERYTHING, most=40),
+    Mix("everything, in disorder", EVERYTHING, most=40, disorder=True),
 )
 
 
@@ -106,8 +108,8 @@ class SimNode:
     """One agent's process, as a driver would be."""
 
     __slots__ = (
-        "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
-        "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
+        "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "drained", "group", "id", "leaving",
+        "machine", "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -116,7 +118,8 @@ class SimNode:
         self.own = own  # in the coordinator's process
         self.alive = True
         self.sick = False
-        self.leaving = 0
+        self.leaving = 0  # the signal
+        self.drained = False  # it received a `Drain`
         self.closing = False  # it was told that the job is to end
         self.code: int | None = None
         self.connection: Connection | None = None
@@ -229,6 +232,10 @@ class World:
                 self._freeze(self.random.random() * self.random.choice((0.5, 2.0, 6.0)))
             case "scale":
                 self._feed_job(ScaleJob(self.random.randint(self.low, self.high)))
+            case "drain":
+                self._feed_job(DrainNode(self.random.choice(list(self.nodes) or ["n0"]), "an operator drains it"))
+            case "restart":
+                self._feed_job(RestartRound("an operator asked for it"))
             case "close":
                 self._feed_job(StopJob("an operator wants it"))
             case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
@@ -343,7 +350,7 @@ class World:
             return
         if not self.is_frozen():
             self.job_timer = None
-            self._feed_job(coordinator.Tick())
+            self._feed_job(job_io.Tick())
 
     def _arm_job(self) -> None:
         assert self.job is not None
@@ -354,7 +361,7 @@ class World:
             if when is not None:
                 self.at(when, self._job_tick, self.life, when)
 
-    def _feed_job(self, event: coordinator.JobInput) -> None:
+    def _feed_job(self, event: job_io.JobInput) -> None:
         job = self.job
         if job is None:
             return
@@ -362,39 +369,36 @@ class World:
             self.backlog.append((self._feed_job, (event,)))
             return
         compare = self.rules.before(job, event)
-        beat = isinstance(event, coordinator.NodeMessage) and isinstance(event.message, Heartbeat)
+        beat = isinstance(event, job_io.NodeMessage) and isinstance(event.message, Heartbeat)
         if self.trace and not beat:
             self.note(f"job   ← {event}")
         commands = job.on(event, self.now)
         if compare:
-            compare()
+            compare(commands)
         self.rules.after(job, event, commands)
         if beat and not commands:
             return
-        if (
-            self.half_told
-            and sum(isinstance(c, coordinator.Send) and isinstance(c.message, Assign) for c in commands) > 1
-        ):
+        if self.half_told and sum(isinstance(c, job_io.Send) and isinstance(c.message, Assign) for c in commands) > 1:
             commands = self._tell_half(commands)
         for command in commands:
             if self.trace:
                 self.note(f"job   → {command}")
             match command:
-                case coordinator.Send(name, message):
+                case job_io.Send(name, message):
                     if connection := self.sessions.get(name):
                         self._send_down(connection, message)
-                case coordinator.Disconnect(name):
+                case job_io.Disconnect(name):
                     if connection := self.sessions.pop(name, None):
                         self._send_close(connection)
-                case coordinator.JobEnded():
+                case job_io.JobEnded():
                     self._end()
                     return
         self._arm_job()
 
-    def _tell_half(self, commands: list[coordinator.JobCommand]) -> list[coordinator.JobCommand]:
+    def _tell_half(self, commands: list[job_io.JobCommand]) -> list[job_io.JobCommand]:
         """Only some hear of a round before the coordinator dies, and one of those is cut off for a while."""
         self.half_told = False
-        sends = [c for c in commands if isinstance(c, coordinator.Send)]
+        sends = [c for c in commands if isinstance(c, job_io.Send)]
         told = sends[: self.random.randint(1, len(sends) - 1)]
         lonely = self.nodes[told[0].node]
         self.at(self.now + 0.25, self._coordinator_down, 0.1 + self.random.random())
@@ -508,6 +512,8 @@ class World:
         if end.report is not None:
             good = end.report.outcome is Outcome.SUCCEEDED
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
+        elif node.drained and end.code == 0:
+            right = True
         elif node.leaving:
             right = end.code == 128 + node.leaving
         elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
@@ -555,7 +561,7 @@ class World:
         connection = node.connection
         linked = connection and connection.life == self.life and self.sessions.get(node.id) is connection
         if linked and not self.is_frozen() and node.alive and node.group is group and group.state == "running":
-            self._feed_job(coordinator.Progressed(node.id, group.place.round))
+            self._feed_job(job_io.Progressed(node.id, group.place.round))
 
     def _stop(self, node: SimNode, round: int, grace: float) -> None:
         group = node.group
@@ -654,7 +660,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_up, (connection, message)))
             return
-        self._feed_job(coordinator.NodeMessage(name, message))
+        self._feed_job(job_io.NodeMessage(name, message))
 
     def _send_down(self, connection: Connection, message: FromCoordinator) -> None:
         node = connection.node
@@ -680,6 +686,8 @@ class World:
                 node.newest = max(node.newest, round)
             case Closing():
                 node.closing = True
+            case Drain():
+                node.drained = True
         self._feed(node, agent.CoordinatorMessage(message))
 
     def _send_gone(self, connection: Connection) -> None:
@@ -694,7 +702,7 @@ class World:
             self.backlog.append((self._arrive_gone, (connection,)))
             return
         del self.sessions[name]
-        self._feed_job(coordinator.NodeDisconnected(name))
+        self._feed_job(job_io.NodeDisconnected(name))
 
     def _send_close(self, connection: Connection) -> None:
         node = connection.node
@@ -759,7 +767,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_beat, (connection,)))
             return
-        self._feed_job(coordinator.NodeMessage(node.id, Heartbeat()))
+        self._feed_job(job_io.NodeMessage(node.id, Heartbeat()))
         if node.blocked_down <= self.now:
             connection.heard = self.now
 

@@ -48,7 +48,7 @@ from ripstop.agent.machine import (
 )
 from ripstop.agent.queries import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
-from ripstop.coordinator.job import FAREWELL
+from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
 from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
 from ripstop.diagnostics.stack_dump import SIGNAL, look
@@ -89,7 +89,7 @@ log = logging.getLogger("ripstop.agent")
 RETRY = 1.0  # seconds until a port is tried again
 QUESTIONS = 64  # of operators that are being answered
 LONGEST = 4096  # characters of a reason why there is no answer
-PARTING = FAREWELL - 1.0  # seconds for whoever follows a log of a job that is over; the coordinator waits for longer
+PARTING = FINAL_REPORT_TIMEOUT_S - 1.0  # seconds for whoever follows a log of a job that is over
 BRIEF = 1.0  # and when the job goes on without this node
 DRAIN = 30.0  # seconds a console may take for the last lines
 HASTY = 3.0  # and when a signal ends the agent

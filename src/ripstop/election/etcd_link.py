@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 
 from msgspec import Struct
 
-from ripstop.coordinator.job import FAREWELL
+from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
 from ripstop.election.election import (
@@ -160,7 +160,7 @@ class EtcdLink:
         if self._followed is not None:
             await self._followed.close()
         if self._office is not None and (self._told_the_end or self._office.coordinator.ended.done()):
-            await asyncio.wait([self._office.coordinator.ended], timeout=FAREWELL + 1)
+            await asyncio.wait([self._office.coordinator.ended], timeout=FINAL_REPORT_TIMEOUT_S + 1)
             await asyncio.sleep(0)  # for `_conclude` to have begun
             if self._conclusion is not None:
                 await asyncio.wait([self._conclusion])
