@@ -80,8 +80,8 @@ class Tapped(Coordinator):
         self._news.set()
         return session
 
-    def forget(self, session: Session, *, returning: bool) -> None:
-        super().forget(session, returning=returning)
+    def detach(self, session: Session, *, returning: bool) -> None:
+        super().detach(session, returning=returning)
         self.forgotten.append(session)
         if returning:
             self.returning.append(session)
@@ -100,8 +100,8 @@ class Harness:
     Recorder = Recorder
 
     @staticmethod
-    def stand_still(seconds: float) -> None:
-        """Nothing in this process happens for a while, as if it had been stopped."""
+    def block(seconds: float) -> None:
+        """Block this process, as if it had been stopped."""
         time.sleep(seconds)
 
     @staticmethod

@@ -189,7 +189,7 @@ def test_status_members_and_ranks_tell_the_same(harness: Any) -> None:
 def test_status_asks_the_one_node_that_knows_the_goodput_and_does_without_its_answer(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_collector, "HASTE", 0.05)
+    monkeypatch.setattr(metrics_collector, "STEP_TIMEOUT_S", 0.05)
 
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         assert (await caller.get("/status"))[1]["goodput"] is None
@@ -197,7 +197,7 @@ def test_status_asks_the_one_node_that_knows_the_goodput_and_does_without_its_an
         coordinator.journal.take(EventRecord(1, now, "b", FirstStep(1, 1, 10, 0.1)))
         coordinator.journal.take(EventRecord(1, now, "a", FirstStep(1, 0, 10, 0.1)))
         assert (await caller.get("/status"))[1]["goodput"] == 0.0  # no answer in time
-        monkeypatch.setattr(metrics_collector, "HASTE", DEADLINE)
+        monkeypatch.setattr(metrics_collector, "STEP_TIMEOUT_S", DEADLINE)
         asking = asyncio.create_task(caller.get("/status"))
         await agents[0].until(lambda agent: len(asks(agent)) == 2)
         ask = asks(agents[0])[-1]
@@ -242,7 +242,7 @@ def test_a_stream_of_events_goes_on_and_resumes_where_it_was_left(harness: Any) 
             while (event := await data(stream))["kind"] != "agent_message":
                 pass
             assert (event["text"], event["number"]) == ("later", coordinator.journal.count)
-            coordinator.steer(StopJob("enough"))
+            coordinator.apply_command(StopJob("enough"))
             while event["kind"] != "job_closing":
                 event = await data(stream)
 

@@ -142,7 +142,7 @@ def test_ranks_go_by_labels_and_a_wish_that_cannot_be_granted_is_said(job: Job, 
     assert [agent.wait() for agent in agents] == [0, 0, 0]
     ranks = dict(re.findall(r"label (\w+) rank (\d)", "".join(agent.out for agent in agents)))
     assert ranks == {"rack9": "0", "rack10": "1", "rack11": "2"}
-    assert re.search(r"round=1 node=\S+ has node rank 2, not the 0 it wished for: node \S+ wished for it", first.err)
+    assert re.search(r"round=1 node=\S+ has node rank 2, not the 0 it wished for: node \S+ requested it", first.err)
 
 
 def test_by_address_the_coordinators_node_has_one_among_the_others(job: Job) -> None:

@@ -411,7 +411,7 @@ def test_an_agent_that_was_itself_away_does_not_blame_the_coordinator(harness: A
     async def scenario(address: Address) -> None:
         async with harness.linking(address) as (_, agent):
             await agent.until(lambda a: a.count("linked") == 1)  # but has not joined: it has no lease to lose
-            harness.stand_still(1.5)  # more than two leases
+            harness.block(1.5)  # more than two leases
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 1.0)
 

@@ -137,7 +137,7 @@ def test_an_agent_of_another_job_is_told_both_names(harness: Any) -> None:
 def test_an_agent_of_the_next_job_may_try_again_when_this_one_is_over(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving() as (coordinator, address):
-            coordinator.steer(StopJob("enough"))
+            coordinator.apply_command(StopJob("enough"))
             await asyncio.wait_for(coordinator.ended, DEADLINE)
             async with connection(address) as ws:
                 _, answer = await shake(ws, run_id="job2")

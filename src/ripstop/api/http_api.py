@@ -288,7 +288,7 @@ class Api:
         if why_not:
             nobody = isinstance(wish, DrainNode) and not is_member(wish.node, status)
             raise RequestRefused(404 if nobody else 409, why_not)
-        job.steer(wish)
+        job.apply_command(wish)
         return status
 
 
