@@ -1,4 +1,4 @@
-"""The simulation can fail: each rule of the machines, broken on purpose, is noticed within a few thousand schedules."""
+"""The simulation can fail: each mutant of the machines violates a rule within a few thousand schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ MAX_SCHEDULES = 6_000
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
+def an_old_port_is_used_again(patch: pytest.MonkeyPatch) -> None:
     original = Membership.set_ready
 
     def set_ready(membership: Membership, node: str, ready: Any, now: float) -> None:
@@ -33,7 +33,7 @@ def an_old_offer_is_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "set_ready", set_ready)
 
 
-def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
+def an_offered_port_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
     original = Agent._unlink
 
     def unlink(agent: Agent, why: str) -> Any:
@@ -47,7 +47,7 @@ def an_offer_outlives_its_connection(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_unlink", unlink)
 
 
-def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
+def a_heartbeat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
     original = Job._on_message
 
     def on_message(job: Job, node: str, message: Any, now: float) -> Any:
@@ -60,18 +60,18 @@ def a_beat_renews_no_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_on_message", on_message)
 
 
-def a_first_round_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
+def the_first_round_waits_for_no_node(patch: pytest.MonkeyPatch) -> None:
     original = Membership.is_complete
     patch.setattr(
         Membership, "is_complete", lambda membership, target, *, first: original(membership, target, first=False)
     )
 
 
-def silence_is_never_a_loss(patch: pytest.MonkeyPatch) -> None:
+def a_silent_node_is_never_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_remove_expired", lambda job, now: [])
 
 
-def a_coordinator_that_was_away_blames_the_others(patch: pytest.MonkeyPatch) -> None:
+def a_suspended_coordinator_extends_no_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_extend_deadlines", lambda job, now, late: None)
 
 
@@ -87,11 +87,11 @@ def a_stale_success_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_on_succeeded", lambda job, node, round: original(job, node, job.round))
 
 
-def survivors_are_not_held(patch: pytest.MonkeyPatch) -> None:
+def survivors_are_not_stopped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_hold", lambda job, why: [])
 
 
-def who_rejoins_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
+def a_rejoining_node_is_not_synchronized(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_synchronize", lambda job, node, join, now: [])
 
 
@@ -99,26 +99,26 @@ def the_highest_round_does_not_win(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "adopt", lambda job, held, now: [])
 
 
-def rounds_of_the_same_number_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
+def rounds_with_the_same_number_are_treated_as_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "is_recovered", lambda job, held: held.round == job.round)
 
 
-def the_budget_is_endless(patch: pytest.MonkeyPatch) -> None:
+def the_budget_is_unlimited(patch: pytest.MonkeyPatch) -> None:
     def charge(
         restarts: RestartBudget, now: float, cause: Cause = Cause.APPLICATION, *, early: bool
     ) -> RestartDecision:
         restarts._charges[cause].append(now)
         restarts.used += 1
-        return RestartDecision(True, 0.0, "why not")
+        return RestartDecision(True, 0.0, "unlimited")
 
     patch.setattr(RestartBudget, "charge", charge)
 
 
-def progress_does_not_count(patch: pytest.MonkeyPatch) -> None:
+def progress_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job, "is_early_failure", lambda run_time, progressed: True)
 
 
-def an_inspection_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+def a_diagnosis_never_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(failure_policy, "DIAGNOSIS_TIMEOUT_S", 1e9)
 
 
@@ -127,7 +127,7 @@ def restarts_are_forgotten_with_the_coordinator(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Job, "_on_join", lambda job, node, join, now: original(job, node, replace(join, restarts=0), now))
 
 
-def a_lost_assignment_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
+def a_lost_assignment_is_not_sent_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "_assign_again", lambda job, node, join, now: [])
 
 
@@ -141,7 +141,7 @@ def an_agent_starts_any_round(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_assigned", assigned)
 
 
-def an_agent_ignores_holds(patch: pytest.MonkeyPatch) -> None:
+def an_agent_ignores_stand_by(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_hold", lambda agent, round, why: [])
 
 
@@ -161,7 +161,7 @@ def an_unhealthy_node_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DegradedNodes, "replaceable", lambda nodes, now: None)
 
 
-def an_unhealthy_node_is_given_a_place(patch: pytest.MonkeyPatch) -> None:
+def an_unhealthy_node_gets_a_place(patch: pytest.MonkeyPatch) -> None:
     original = Job._on_join
     patch.setattr(Job, "_on_join", lambda job, node, join, now: original(job, node, replace(join, problems=()), now))
 
@@ -170,7 +170,7 @@ def a_quarantine_has_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "release", lambda quarantine, now: [])
 
 
-def ranks_are_given_anew_in_every_round(patch: pytest.MonkeyPatch) -> None:
+def survivors_lose_their_ranks(patch: pytest.MonkeyPatch) -> None:
     original = ranks.order
     patch.setattr(ranks, "order", lambda candidates, by: original([(node, None) for node, _ in candidates], by))
 
@@ -206,35 +206,35 @@ MUTANTS: list[Patch] = [
     a_drain_is_not_sent,
     a_drained_node_stays,
     an_operators_scale_is_ignored,
-    progress_does_not_count,
-    an_old_offer_is_used_again,
-    an_offer_outlives_its_connection,
-    a_beat_renews_no_lease,
-    a_first_round_waits_for_nobody,
-    silence_is_never_a_loss,
-    a_coordinator_that_was_away_blames_the_others,
+    progress_is_ignored,
+    an_old_port_is_used_again,
+    an_offered_port_outlives_its_connection,
+    a_heartbeat_renews_no_lease,
+    the_first_round_waits_for_no_node,
+    a_silent_node_is_never_lost,
+    a_suspended_coordinator_extends_no_lease,
     a_stale_failure_counts,
     a_stale_success_counts,
-    survivors_are_not_held,
-    who_rejoins_is_told_nothing,
+    survivors_are_not_stopped,
+    a_rejoining_node_is_not_synchronized,
     the_highest_round_does_not_win,
-    rounds_of_the_same_number_are_mixed_up,
-    the_budget_is_endless,
-    an_inspection_waits_for_ever,
+    rounds_with_the_same_number_are_treated_as_one,
+    the_budget_is_unlimited,
+    a_diagnosis_never_ends,
     restarts_are_forgotten_with_the_coordinator,
-    a_lost_assignment_is_not_told_again,
+    a_lost_assignment_is_not_sent_again,
     an_agent_starts_any_round,
-    an_agent_ignores_holds,
+    an_agent_ignores_stand_by,
     an_agent_forgets_that_the_job_is_closing,
     an_unhealthy_node_keeps_its_place,
-    an_unhealthy_node_is_given_a_place,
+    an_unhealthy_node_gets_a_place,
     a_quarantine_has_no_end,
-    ranks_are_given_anew_in_every_round,
+    survivors_lose_their_ranks,
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
-def test_the_simulation_notices_when(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_is_violated_when(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Violation):
         for seed in range(MAX_SCHEDULES):
