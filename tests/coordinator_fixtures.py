@@ -1,4 +1,4 @@
-"""A coordinator to talk to, and a listener that remembers; both for tests that hold real sockets."""
+"""A coordinator behind a real socket, and a listener that records its calls."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
 from tests.certificates import Authority
 
-DEADLINE = 20.0  # for anything awaited: generous, these machines are slow at times
+DEADLINE = 20.0  # seconds for every wait: generous, test machines can be slow
 
 
 class Recorder:
-    """A listener that keeps what it was told, as ("linked",), ("message", m), ("unlinked", why), ("refused", why)."""
+    """A listener that records its calls, as ("linked",), ("message", m), ("unlinked", why), ("refused", why)."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -59,13 +59,13 @@ class Recorder:
                 await self._news.wait()
 
     async def heard(self, kind: type[Any]) -> Any:
-        """The first message of this kind, once it is there."""
+        """Wait for the first message of this type."""
         await self.until(lambda self: any(isinstance(message, kind) for message in self.messages))
         return next(message for message in self.messages if isinstance(message, kind))
 
 
 class Tapped(Coordinator):
-    """A coordinator whose sessions can be seen."""
+    """A coordinator that records its sessions."""
 
     def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
@@ -80,8 +80,8 @@ class Tapped(Coordinator):
         self._news.set()
         return session
 
-    def forget(self, session: Session, *, returning: bool) -> None:
-        super().forget(session, returning=returning)
+    def detach(self, session: Session, *, returning: bool) -> None:
+        super().detach(session, returning=returning)
         self.forgotten.append(session)
         if returning:
             self.returning.append(session)
@@ -95,13 +95,13 @@ class Tapped(Coordinator):
 
 
 class Harness:
-    """What the tests of the wire need."""
+    """Helpers for tests with real sockets."""
 
     Recorder = Recorder
 
     @staticmethod
-    def stand_still(seconds: float) -> None:
-        """Nothing in this process happens for a while, as if it had been stopped."""
+    def block(seconds: float) -> None:
+        """Block this process, as if it had been stopped."""
         time.sleep(seconds)
 
     @staticmethod
@@ -129,7 +129,7 @@ class Harness:
         run_id: str = "job",
         name: str = "",
     ) -> AsyncIterator[tuple[Tapped, Address]]:
-        """A coordinator at a port of its own."""
+        """A coordinator on its own port."""
         coordinator = Harness.coordinator(nodes, lease, least)
         bound = bind(Address("127.0.0.1", port), required=True)
         assert bound is not None
@@ -161,7 +161,7 @@ class Harness:
         lease: float = 3.0,
         tls: Tls | None = None,
     ) -> AsyncIterator[tuple[WebSocketLink, Recorder]]:
-        """An agent's link to it, open."""
+        """An open link of an agent to the coordinator."""
         link = WebSocketLink(
             address, run_id=run_id, node=node, token=token, lease=lease, tls=tls and client_context(tls)
         )
@@ -180,11 +180,11 @@ def harness() -> type[Harness]:
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs the nodes' certificates."""
+    """The CA of the nodes' certificates."""
     return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")
-def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs the certificates of others."""
-    return Authority(tmp_path_factory.mktemp("other-authority"))
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A CA that the job does not trust."""
+    return Authority(tmp_path_factory.mktemp("stranger"))

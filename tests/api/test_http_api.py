@@ -189,7 +189,7 @@ def test_status_members_and_ranks_agree(harness: Any) -> None:
 def test_status_queries_one_node_for_the_goodput_and_works_without_its_reply(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_collector, "HASTE", 0.05)
+    monkeypatch.setattr(metrics_collector, "STEP_TIMEOUT_S", 0.05)
 
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         assert (await caller.get("/status"))[1]["goodput"] is None

@@ -29,38 +29,38 @@ async def get(address: Address, **headers: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-class Answers:
-    """An agent's end that answers what it is asked."""
+class Replies:
+    """An agent that replies to every query."""
 
     def __init__(self, link: Any, agent: Any, body: str) -> None:
         self._link, self._agent, self._body = link, agent, body
-        self.asked = 0
+        self.count = 0
 
     async def run(self) -> None:
         while True:
-            await self._agent.until(lambda agent: sum(isinstance(m, Query) for m in agent.messages) > self.asked)
-            ask = [m for m in self._agent.messages if isinstance(m, Query)][self.asked]
-            self.asked += 1
-            self._link.send(Reply(ask.number, self._body))
+            await self._agent.until(lambda agent: sum(isinstance(m, Query) for m in agent.messages) > self.count)
+            query = [m for m in self._agent.messages if isinstance(m, Query)][self.count]
+            self.count += 1
+            self._link.send(Reply(query.number, self._body))
 
 
 @asynccontextmanager
 async def joined(harness: Any, address: Address, node: str, body: str | None) -> Any:
-    """A node that is part of the job; without a body it never answers."""
+    """A node that is part of the job; without a body it never replies."""
     async with harness.linking(address, node=node, token="") as (link, agent):
         await agent.until(lambda a: a.count("linked") == 1)
         link.send(harness.join(node, nodes=2))
-        answers = Answers(link, agent, body or "")
-        task = asyncio.create_task(answers.run()) if body else None
+        replies = Replies(link, agent, body or "")
+        task = asyncio.create_task(replies.run()) if body else None
         try:
-            yield answers
+            yield replies
         finally:
             if task:
                 task.cancel()
 
 
 async def members(coordinator: Any, count: int) -> None:
-    """Waits until the job has so many nodes."""
+    """Waits until the job has this many nodes."""
     news = asyncio.Event()
     end = coordinator.journal.subscribe(lambda _: news.set())
     while len(coordinator.status().nodes) < count:
@@ -77,7 +77,7 @@ def run(scenario: Any) -> None:
     asyncio.run(limited())
 
 
-def test_nodes_are_asked_and_one_that_is_silent_is_down(harness: Any) -> None:
+def test_a_node_that_does_not_reply_is_shown_as_down(harness: Any) -> None:
     async def scenario() -> None:
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
@@ -95,12 +95,12 @@ def test_nodes_are_asked_and_one_that_is_silent_is_down(harness: Any) -> None:
     run(scenario())
 
 
-def test_an_answer_that_is_no_sample_is_none(harness: Any) -> None:
+def test_a_node_with_an_invalid_reply_is_shown_as_down(harness: Any) -> None:
     async def scenario() -> None:
-        lies = to_builtins(SAMPLE) | {"ranks": [{"rank": "a lot"}]}
+        invalid = to_builtins(SAMPLE) | {"ranks": [{"rank": "a lot"}]}
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
-            joined(harness, address, "a", json.dumps(lies)),
+            joined(harness, address, "a", json.dumps(invalid)),
         ):
             await members(coordinator, 1)
             _, text = await get(address)
@@ -109,24 +109,24 @@ def test_an_answer_that_is_no_sample_is_none(harness: Any) -> None:
     run(scenario())
 
 
-def test_readers_that_come_together_or_soon_share_an_answer(harness: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(metrics_collector, "FRESH", 1000.0)
+def test_requests_at_the_same_time_or_soon_after_share_a_page(harness: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics_collector, "CACHE_S", 1000.0)
 
     async def scenario() -> None:
         async with (
             harness.serving(nodes=2, token="") as (coordinator, address),
-            joined(harness, address, "a", json.dumps(to_builtins(SAMPLE))) as answers,
+            joined(harness, address, "a", json.dumps(to_builtins(SAMPLE))) as replies,
         ):
             await members(coordinator, 1)
             pages = await asyncio.gather(*(get(address) for _ in range(5)))
             pages.append(await get(address))
             assert len(set(pages)) == 1
-            assert answers.asked == 1
+            assert replies.count == 1
 
     run(scenario())
 
 
-def test_a_job_with_a_secret_shows_its_numbers_to_those_who_know_it(harness: Any) -> None:
+def test_metrics_of_a_job_with_a_secret_need_the_api_token(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(token="s3cret") as (_, address):
             for wrong in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer s3cret"}):
@@ -138,7 +138,7 @@ def test_a_job_with_a_secret_shows_its_numbers_to_those_who_know_it(harness: Any
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:29400", "127.0.0.1.evil.example", "localhost.evil"])
-def test_a_page_that_has_rebound_its_name_reads_no_numbers(harness: Any, host: str) -> None:
+def test_a_request_with_a_foreign_host_name_is_rejected(harness: Any, host: str) -> None:
     async def scenario() -> None:
         async with harness.serving(token="") as (_, address):
             status, text = await get(address, Host=host)
@@ -152,7 +152,7 @@ NAMES = ["127.0.0.1:29400", "10.1.2.3", "[::1]:29400", "localhost", "LOCALHOST.:
 
 
 @pytest.mark.parametrize("host", [*NAMES, socket.gethostname(), socket.getfqdn()])
-def test_numbers_are_read_under_any_of_the_coordinators_names(harness: Any, host: str) -> None:
+def test_a_request_with_any_name_of_the_coordinator_is_accepted(harness: Any, host: str) -> None:
     async def scenario() -> None:
         async with harness.serving(token="", name="Head.example") as (_, address):
             assert (await get(address, Host=host))[0] == 200
@@ -160,7 +160,7 @@ def test_numbers_are_read_under_any_of_the_coordinators_names(harness: Any, host
     run(scenario())
 
 
-def test_who_shows_the_token_may_call_the_coordinator_what_they_like(harness: Any) -> None:
+def test_a_request_with_the_token_may_use_any_host_name(harness: Any) -> None:
     async def scenario() -> None:
         async with harness.serving(token="s3cret") as (_, address):
             token = secret.api_token("s3cret", "job")
@@ -169,7 +169,7 @@ def test_who_shows_the_token_may_call_the_coordinator_what_they_like(harness: An
     run(scenario())
 
 
-def test_a_coordinator_that_nobody_reads_loads_no_library_for_it() -> None:
+def test_prometheus_client_is_not_imported_before_the_first_request() -> None:
     code = "import sys, ripstop.transport.server; print(sorted({'prometheus_client'} & sys.modules.keys()))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

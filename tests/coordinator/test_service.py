@@ -28,7 +28,7 @@ from ripstop.transport.in_process import InProcessLink
 
 
 class Peer:
-    """A connection that keeps what it was sent."""
+    """A connection that records the messages sent to it."""
 
     def __init__(self) -> None:
         self.sent: list[FromCoordinator] = []
@@ -79,7 +79,7 @@ def test_a_local_link_never_calls_back_from_within_a_call(harness: Any) -> None:
 @pytest.mark.parametrize(
     "progress", [lambda round: FirstStep(round, 0, 7, 0.1), lambda round: CheckpointSaved(round, 0, 7, "")]
 )
-def test_a_round_that_reported_a_step_or_a_checkpoint_is_no_part_of_a_crash_loop(
+def test_a_round_with_a_step_or_a_checkpoint_is_not_part_of_a_crash_loop(
     harness: Any, progress: Callable[[int], Event]
 ) -> None:
     async def scenario() -> None:
@@ -102,7 +102,7 @@ def test_a_round_that_reported_a_step_or_a_checkpoint_is_no_part_of_a_crash_loop
     asyncio.run(scenario())
 
 
-def test_a_local_agent_that_does_not_fit_is_refused_once(harness: Any) -> None:
+def test_a_local_agent_with_other_settings_is_rejected_once(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator(nodes=2)
         link, agent = InProcessLink(coordinator, "a"), harness.Recorder()
@@ -116,7 +116,7 @@ def test_a_local_agent_that_does_not_fit_is_refused_once(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_closed_local_link_is_silent(harness: Any) -> None:
+def test_a_closed_local_link_reports_nothing(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         link, agent = InProcessLink(coordinator, "a"), harness.Recorder()
@@ -128,7 +128,7 @@ def test_a_closed_local_link_is_silent(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_second_connection_supersedes_the_first(harness: Any) -> None:
+def test_a_second_connection_replaces_the_first(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         first, second = Peer(), Peer()
@@ -138,7 +138,7 @@ def test_a_second_connection_supersedes_the_first(harness: Any) -> None:
         await first.end()
         place = first.sent[-1].place
         new.receive(harness.join("a", held=place, newest=place.round))
-        old.receive(Left("a late word"))
+        old.receive(Left("late"))
         old.detach()
         new.receive(Succeeded(place.round))
         assert isinstance(second.sent[-1], Closed)
@@ -150,7 +150,7 @@ def test_a_second_connection_supersedes_the_first(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_silent_node_is_dropped_after_its_lease(harness: Any) -> None:
+def test_a_silent_node_is_disconnected_after_its_lease(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator(nodes=2, lease=0.2)
         peer = Peer()
@@ -161,7 +161,7 @@ def test_a_silent_node_is_dropped_after_its_lease(harness: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_node_that_is_returning_is_not_gone(harness: Any) -> None:
+def test_a_node_that_announced_its_return_is_not_lost(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         first, second = Peer(), Peer()
@@ -185,7 +185,7 @@ async def turns(count: int) -> None:
 
 
 @pytest.mark.parametrize("away", [0.65, 0.8, 2.0])
-def test_a_coordinator_that_was_itself_away_first_listens(harness: Any, away: float) -> None:
+def test_a_coordinator_that_was_suspended_first_reads_pending_messages(harness: Any, away: float) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator(nodes=2, lease=0.6)
         peers = [Peer(), Peer()]
@@ -194,10 +194,10 @@ def test_a_coordinator_that_was_itself_away_first_listens(harness: Any, away: fl
         ]
         for session in sessions:
             session.receive(harness.join(session.node, nodes=2))
-        await turns(1)  # the alarm for their leases is set
-        harness.stand_still(away)
+        await turns(1)  # the timer of their leases is set
+        harness.block(away)
         for session in sessions:
-            await turns(2)  # what had arrived takes the loop some turns to read
+            await turns(2)  # the loop needs some turns to read what has arrived
             session.receive(Heartbeat())
         await turns(2)
         for session in sessions:
@@ -208,14 +208,14 @@ def test_a_coordinator_that_was_itself_away_first_listens(harness: Any, away: fl
     asyncio.run(scenario())
 
 
-def test_a_word_that_comes_soon_after_a_long_absence_counts(harness: Any) -> None:
+def test_a_message_soon_after_a_suspension_counts(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator(lease=0.6)
         peer = Peer()
         session = coordinator.attach("a", peer.sent.append, peer.closed.set)
         session.receive(harness.join("a"))
-        harness.stand_still(0.85)
-        await asyncio.sleep(0.05)  # the agent had given the link up, and is back a moment later
+        harness.block(0.85)
+        await asyncio.sleep(0.05)  # the agent had closed the link, and reconnects
         session.receive(Succeeded(1))
         assert isinstance(peer.sent[-1], Closed)
         coordinator.stop()
@@ -223,21 +223,21 @@ def test_a_word_that_comes_soon_after_a_long_absence_counts(harness: Any) -> Non
     asyncio.run(scenario())
 
 
-def test_a_rejected_node_hears_why_before_its_connection_ends(harness: Any) -> None:
+def test_a_rejected_node_receives_the_reason_before_its_connection_closes(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator(nodes=2)
         peer = Peer()
         coordinator.attach("a", peer.sent.append, peer.closed.set).receive(harness.join("a", nodes=3))
-        (said,) = peer.sent
-        assert isinstance(said, Rejected)
-        assert "--nnodes" in said.why
+        (sent,) = peer.sent
+        assert isinstance(sent, Rejected)
+        assert "--nnodes" in sent.why
         assert peer.closed.is_set()
         coordinator.stop()
 
     asyncio.run(scenario())
 
 
-def test_a_message_that_cannot_be_told_costs_its_node_the_connection_and_the_others_nothing(harness: Any) -> None:
+def test_a_message_that_cannot_be_sent_closes_only_that_nodes_connection(harness: Any) -> None:
     async def scenario() -> None:
         def refuse(message: FromCoordinator) -> None:
             raise ProtocolError("a message has at most 10 bytes")
@@ -256,8 +256,8 @@ def test_a_message_that_cannot_be_told_costs_its_node_the_connection_and_the_oth
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("end", ["superseded", "dropped", "stopped", "refused"])
-def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any, end: str) -> None:
+@pytest.mark.parametrize("end", ["replaced", "dropped", "stopped", "refused"])
+def test_a_query_fails_when_its_connection_closes(harness: Any, end: str) -> None:
     async def scenario() -> None:
         def refuse(message: FromCoordinator) -> None:
             if end == "refused":
@@ -265,10 +265,10 @@ def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any
 
         coordinator = harness.coordinator(nodes=2)
         session = coordinator.attach("a", refuse, lambda: None)
-        asked = asyncio.create_task(coordinator.ask("a", "what?", patience=60.0))
+        asked = asyncio.create_task(coordinator.ask("a", "what?", timeout_s=60.0))
         await turns(2)
         match end:
-            case "superseded":
+            case "replaced":
                 coordinator.attach("a", lambda _: None, lambda: None)
             case "dropped":
                 session.receive(harness.join("a", nodes=3))
@@ -276,13 +276,13 @@ def test_a_question_ends_with_the_connection_that_it_was_asked_over(harness: Any
                 coordinator.stop()
         with pytest.raises(QueryFailed):
             await asyncio.wait_for(asked, 20)
-        assert coordinator._questions == {}
+        assert coordinator._queries == {}
         coordinator.stop()
 
     asyncio.run(scenario())
 
 
-def test_an_operator_can_end_the_job(harness: Any) -> None:
+def test_an_operator_can_stop_the_job(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         coordinator.apply_command(StopJob("enough"))
@@ -295,11 +295,11 @@ def test_an_operator_can_end_the_job(harness: Any) -> None:
 
 def test_a_coordinator_within_one_process_needs_no_network_library() -> None:
     code = "import sys, ripstop.transport.in_process; print(sorted({'aiohttp', 'torch'} & sys.modules.keys()))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
 
 
-def test_of_what_a_node_tells_so_much_is_kept(harness: Any) -> None:
+def test_events_of_a_node_are_bounded(harness: Any) -> None:
     async def scenario() -> None:
         coordinator = harness.coordinator()
         session = coordinator.attach("a", send=lambda _: None, close=lambda: None)

@@ -1,15 +1,15 @@
-"""A whole job in one thread: agents' machines, the coordinator's machine, and a world that hurts them.
+"""A simulation of a whole job in one thread: the real state machines of agents and coordinator, under random faults.
 
-Deterministic: a seed is a schedule.  The world stands in for the drivers and the network and keeps their rules:
-commands are executed in order, starting and stopping workers takes time, timers come from `deadline()`, a connection
-delivers in order or breaks (a `Join` then says everything again), a partition delays what is sent until it heals,
-silence for a lease ends a connection on either side.  In disorder, messages after the `Join` also come twice and in any
-order.
+Deterministic: a seed is a schedule.  The world replaces the drivers and the network and keeps their rules: commands are
+executed in order, starting and stopping workers takes time, timers come from `deadline()`, a connection delivers in
+order or breaks (a `Join` then repeats the agent's state), a partition delays messages until it ends, and either side
+closes a connection that is silent for a lease.  In the mix with disorder, messages after the `Join` also arrive twice
+and in any order.  Operators restart, scale, drain and stop at random.
 
-Faults stop at some time.  From then on everything must come to rest, in bounded time: in one round that all nodes run
-which can, or in an end that everybody knows of.  What must hold at every step is in `rules.py`.
+Faults stop at some time.  From then on the job must come to rest within `REST_TIMEOUT_S`: in one round of all nodes
+that can run, or in an end that every node knows.  `rules.py` has the rules for every step.
 
-`python -m tests.simulation.world SEED` shows one schedule as a transcript.
+`python -m tests.simulation.world SEED` prints one schedule as a transcript.
 """
 
 import re
@@ -24,21 +24,21 @@ from typing import Any
 from ripstop.agent import machine as agent
 from ripstop.agent import machine_io as agent_io
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.coordinator import job as coordinator
+from ripstop.coordinator import job_io
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure, Hang
-from ripstop.model.operator_commands import ScaleJob, StopJob
+from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
-from ripstop.protocol.messages import Assign, Closing, FromAgent, FromCoordinator, Heartbeat, Join, StandBy
-from tests.simulation.rules import GLOO, LEASE, Rules, Violation, demand
+from ripstop.protocol.messages import Assign, Closing, Drain, FromAgent, FromCoordinator, Heartbeat, Join, StandBy
+from tests.simulation.rules import GLOO, LEASE_S, Rules, Violation, require
 
-BEAT = LEASE / 3
-RECHECK = 1.0
-PATIENCE = 120.0  # simulated seconds after the last fault in which everything must come to rest
-MOST_STEPS = 20_000  # of one schedule: more is a busy loop
-_NOISE = re.compile(  # in a transcript
+HEARTBEAT_INTERVAL_S = LEASE_S / 3
+RECHECK_S = 1.0
+REST_TIMEOUT_S = 120.0  # simulated, after the last fault
+MAX_STEPS = 20_000  # of one schedule: more is a busy loop
+_TRANSCRIPT_NOISE = re.compile(  # in a transcript
     r"\b(?:message|place|node|why|text|report)=|, (?:pid|exitcode|signal|oom|log_tail|error_file|logs|traceback)=[^,)]*"
     r"|, (?:failures=\(\)|closing=None|held=None|status=<Status.IDLE: 'idle'>|m(?:in|ax)_nodes=\d+)"
     r"|, (?:first_rank|world_size|slots|role_first_rank|role_size|restarts|role|local_rank|at)=[^,)]*"
@@ -49,47 +49,49 @@ AT_REST = object()
 
 @dataclass(frozen=True)
 class Mix:
-    """How often which fault comes, relative to the others."""
+    """The relative frequency of each fault."""
 
     name: str
     faults: dict[str, int]
-    most: int = 20
+    max_faults: int = 20
     disorder: bool = False
     restarts: tuple[int, ...] = (0, 1, 3, 100, 100)
 
 
-CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2, "scale": 1}
+CHURN = {"join": 6, "kill": 3, "vanish": 2, "signal": 2, "crash": 2}
+OPERATOR = {"scale": 2, "drain": 2, "restart": 2}
 NETWORK = {"reset": 4, "blink": 3, "cut": 3, "one_way": 3}
-MASTER = {"coordinator_dies": 3, "half_told": 2, "coordinator_freezes": 2}
+COORDINATOR = {"coordinator_dies": 3, "partial_assign": 2, "coordinator_freezes": 2}
 WORKERS = {"crash": 5, "victim": 3, "hang": 2, "succeed": 1}
-HEALTH = {"sicken": 5, "mend": 2}
+HEALTH = {"unhealthy": 5, "healthy": 2}
+EVERYTHING = CHURN | OPERATOR | NETWORK | COORDINATOR | WORKERS | HEALTH | {"close": 1}
 
 MIXES = (
-    Mix("quiet", {"join": 1}, most=2),
+    Mix("quiet", {"join": 1}, max_faults=2),
     Mix("workers fail", WORKERS),
-    Mix("nodes come and go", CHURN),
+    Mix("nodes come and go", CHURN | OPERATOR),
     Mix("the network is bad", NETWORK | {"crash": 2, "join": 2}),
-    Mix("the coordinator is restarted", MASTER | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
+    Mix("the coordinator is restarted", COORDINATOR | {"crash": 2, "kill": 1, "reset": 1, "join": 2}),
     Mix("nodes are bad", HEALTH | {"crash": 3, "join": 3, "reset": 1, "kill": 1}),
-    Mix("everything", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40),
-    Mix("everything, in disorder", CHURN | NETWORK | MASTER | WORKERS | HEALTH | {"close": 1}, most=40, disorder=True),
+    Mix("everything", EVERYTHING, max_faults=40),
+    Mix("everything, in disorder", EVERYTHING, max_faults=40, disorder=True),
 )
 
 
 class Connection:
-    """One connection of one node, from its two ends."""
+    """One connection of one node, seen from both ends."""
 
-    __slots__ = ("began", "down_last", "heard", "life", "linked", "local", "node", "open", "up_last")
+    __slots__ = ("began", "down_last", "last_received", "life", "linked", "local", "node", "open", "up_last")
 
     def __init__(self, node: "SimNode", life: int, now: float, local: bool) -> None:
         self.node = node
-        self.life = life  # of the coordinator it leads to
+        self.life = life  # of its coordinator: the number of restarts
         self.local = local
         self.began = now
         self.open = True  # at the node's end
-        self.linked = False  # the node knows of it
-        self.heard = now  # the node's last word from the coordinator
-        self.up_last = self.down_last = now  # nothing arrives before what was sent earlier
+        self.linked = False  # the node has seen it open
+        self.last_received = now  # when the node last received something
+        self.up_last = self.down_last = now  # messages arrive in order
 
 
 class Group:
@@ -104,11 +106,11 @@ class Group:
 
 
 class SimNode:
-    """One agent's process, as a driver would be."""
+    """One agent process; stands in for the driver."""
 
     __slots__ = (
-        "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "group", "id", "leaving", "machine",
-        "newest", "offered", "own", "restarts", "sick", "timer", "unlinked_since",
+        "alive", "blocked_down", "blocked_up", "closing", "code", "connection", "drained", "group", "id",
+        "is_unhealthy", "leaving", "machine", "newest", "offered", "own", "restarts", "timer", "unlinked_since",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: agent.Agent, own: bool, now: float) -> None:
@@ -116,15 +118,16 @@ class SimNode:
         self.machine = machine
         self.own = own  # in the coordinator's process
         self.alive = True
-        self.sick = False
-        self.leaving = 0
-        self.closing = False  # it was told that the job is to end
+        self.is_unhealthy = False
+        self.leaving = 0  # the signal
+        self.drained = False  # it received a `Drain`
+        self.closing = False  # it received a `Closing`
         self.code: int | None = None
         self.connection: Connection | None = None
         self.unlinked_since: float = now
         self.group: Group | None = None
         self.offered = 0
-        self.newest = 0  # the highest round that was put into its hands
+        self.newest = 0  # the highest round that it received
         self.restarts = 0
         self.timer: float | None = None
         self.blocked_up = self.blocked_down = 0.0
@@ -146,8 +149,8 @@ class World:
         window = random.choice((0.0, 0.0, 8.0))
         self.budget = Budget(random.choice(mix.restarts), window, 2.0, (0, 1, 100)[seed // 7 % 3], infra_window=20.0)
         last_call = (0.5, 0.5, 0.5, 4.0)[seed // 11 % 4]
-        self.timing = Timing(last_call=last_call, join=8.0, lease=LEASE, coordinator=10.0, shutdown=1.0)
-        self.fixed = random.random() < 0.1  # a static job: every node brings its rank
+        self.timing = Timing(last_call=last_call, join=8.0, lease=LEASE_S, coordinator=10.0, shutdown=1.0)
+        self.fixed = random.random() < 0.1  # a static job: every node requests a rank
         self.low, self.high = (high, high) if self.fixed else (low, high)
         self.rank_by = RankBy.JOIN if self.fixed else tuple(RankBy)[seed % len(RankBy)]
         self.has_own = random.random() < 0.3
@@ -157,15 +160,15 @@ class World:
         # the coordinator's process
         self.life = 0
         self.job: Job | None = None
-        self.over = False  # it has ended the job and gone
+        self.over = False  # the job has ended
         self.sessions: dict[str, Connection] = {}
         self.job_timer: float | None = None
-        self.half_told = False  # it dies when it has told half of the next round's nodes
+        self.partial_assign = False  # it dies after it has sent half of the next round's places
         self.frozen_until = 0.0
         self.backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        # what is known of all lives
+        # nodes and workers
         self.nodes: dict[str, SimNode] = {}
-        self.finished: dict[Address, set[str]] = {}  # by the store of their round: who exited 0
+        self.finished: dict[Address, set[str]] = {}  # by the store of their round: nodes whose workers exited 0
         self.port = 40_000
         self.rules = Rules(self)
         self.calm = self._plan()
@@ -180,22 +183,22 @@ class World:
         self.at(self.now + least + (most - least) * self.random.random(), do, *args)
 
     def run(self) -> None:
-        """Live through it; raises `Violation`."""
-        end = self.calm + PATIENCE
+        """Run the schedule; raises `Violation`."""
+        end = self.calm + REST_TIMEOUT_S
         while self.queue:
             when, _, do, args = heappop(self.queue)
             if when > end:
                 break
             self.now = when
             self.steps += 1
-            demand(self.steps < MOST_STEPS, "busy loop: too many steps")
+            require(self.steps < MAX_STEPS, "busy loop: too many steps")
             if do(*args) is AT_REST:
                 return
-        raise Violation(f"not at rest {PATIENCE:g} s after the last fault: {self.rules.unrest()}")
+        raise Violation(f"not at rest {REST_TIMEOUT_S:g} s after the last fault: {self.rules.reason_not_at_rest()}")
 
     def note(self, text: str) -> None:
         if self.trace:
-            self.trace(f"{self.now:9.3f}  {_NOISE.sub('', text)}")
+            self.trace(f"{self.now:9.3f}  {_TRANSCRIPT_NOISE.sub('', text)}")
 
     # the plan ---------------------------------------------------------------------------------------------------------
 
@@ -207,11 +210,11 @@ class World:
             self.at(random.random() * spread, self._node_up)
         kinds, weights = list(self.mix.faults), list(self.mix.faults.values())
         when = random.random() * 2.0
-        for kind in random.choices(kinds, weights, k=random.randint(0, self.mix.most)):
+        for kind in random.choices(kinds, weights, k=random.randint(0, self.mix.max_faults)):
             self.at(when, self._fault, kind)
             when += random.random() * random.choice((0.05, 0.3, 0.3, 1.0, 3.0))
         calm = when + 0.5
-        self.at(calm, self._calm_down)
+        self.at(calm, self._stop_faults)
         return calm
 
     def _fault(self, kind: str) -> None:
@@ -224,22 +227,26 @@ class World:
                     self._node_up()
             case "coordinator_dies":
                 self._coordinator_down(0.02 + self.random.random() * self.random.choice((0.2, 1.0, 4.0)))
-            case "half_told":
-                self.half_told = True
+            case "partial_assign":
+                self.partial_assign = True
             case "coordinator_freezes":
                 self._freeze(self.random.random() * self.random.choice((0.5, 2.0, 6.0)))
             case "scale":
                 self._feed_job(ScaleJob(self.random.randint(self.low, self.high)))
+            case "drain":
+                self._feed_job(DrainNode(self.random.choice(list(self.nodes) or ["n0"]), "an operator drains it"))
+            case "restart":
+                self._feed_job(RestartRound("an operator asked for it"))
             case "close":
-                self._feed_job(StopJob("an operator wants it"))
-            case "crash" | "victim" | "hang" | "succeed" | "signal" | "sicken" | "mend":
+                self._feed_job(StopJob("an operator asked for it"))
+            case "crash" | "victim" | "hang" | "succeed" | "signal" | "unhealthy" | "healthy":
                 if living:
-                    self._hurt(self.random.choice(living), kind)
+                    self._inject(self.random.choice(living), kind)
             case _:
                 if remote:
-                    self._hurt(self.random.choice(remote), kind)
+                    self._inject(self.random.choice(remote), kind)
 
-    def _hurt(self, node: SimNode, kind: str) -> None:
+    def _inject(self, node: SimNode, kind: str) -> None:
         self.note(f"*** … {node.id}")
         long = self.now + 0.2 + self.random.random() * self.random.choice((1.0, 6.0))
         match kind:
@@ -252,8 +259,8 @@ class World:
             case "succeed":
                 if node.group and node.group.state == "running" and node.group.began <= self.now:
                     self._workers_done(node, node.group)
-            case "sicken" | "mend":
-                self._check_up(node, sick=kind == "sicken")
+            case "unhealthy" | "healthy":
+                self._check_health(node, is_unhealthy=kind == "unhealthy")
             case "signal":
                 node.leaving = node.leaving or 15
                 self._feed(node, agent_io.SignalReceived(15))
@@ -273,16 +280,16 @@ class World:
                 else:
                     node.blocked_down = long
 
-    def _calm_down(self) -> None:
+    def _stop_faults(self) -> None:
         self.note("*** no more faults")
         for node in self.nodes.values():
             node.blocked_up = min(node.blocked_up, self.now)
             node.blocked_down = min(node.blocked_down, self.now)
-            if node.sick and self.random.random() < 0.7:
-                self._check_up(node, sick=False)
+            if node.is_unhealthy and self.random.random() < 0.7:
+                self._check_health(node, is_unhealthy=False)
             if node.group and self.finishing:
                 self.soon(0.1, 1.0, self._try_to_finish, node, node.group)
-        self.at(self.now + 0.4, self._look, 0)
+        self.at(self.now + 0.4, self._check_rest, 0)
 
     # the coordinator's process ----------------------------------------------------------------------------------------
 
@@ -306,10 +313,10 @@ class World:
         if self.job is None or self.over:
             return
         self.note("coordinator is down")
-        self._coordinator_gone()
+        self._remove_coordinator()
         self.at(self.now + pause, self._coordinator_up)
 
-    def _coordinator_gone(self) -> None:
+    def _remove_coordinator(self) -> None:
         self.job = None
         self.frozen_until = 0.0
         self.backlog = []
@@ -324,9 +331,9 @@ class World:
         if self.job is None or self.now < self.frozen_until:
             return
         self.frozen_until = self.now + pause
-        self.at(self.frozen_until, self._thaw, self.life)
+        self.at(self.frozen_until, self._unfreeze, self.life)
 
-    def _thaw(self, life: int) -> None:
+    def _unfreeze(self, life: int) -> None:
         if life != self.life or self.job is None:
             return
         self.note("coordinator goes on")
@@ -344,18 +351,18 @@ class World:
             return
         if not self.is_frozen():
             self.job_timer = None
-            self._feed_job(coordinator.Tick())
+            self._feed_job(job_io.Tick())
 
     def _arm_job(self) -> None:
         assert self.job is not None
         when = self.job.deadline()
-        demand(when is None or when > self.now, f"a deadline in the past: {when}")
+        require(when is None or when > self.now, f"a deadline in the past: {when}")
         if when != self.job_timer:
             self.job_timer = when
             if when is not None:
                 self.at(when, self._job_tick, self.life, when)
 
-    def _feed_job(self, event: coordinator.JobInput) -> None:
+    def _feed_job(self, event: job_io.JobInput) -> None:
         job = self.job
         if job is None:
             return
@@ -363,52 +370,52 @@ class World:
             self.backlog.append((self._feed_job, (event,)))
             return
         compare = self.rules.before(job, event)
-        beat = isinstance(event, coordinator.NodeMessage) and isinstance(event.message, Heartbeat)
+        beat = isinstance(event, job_io.NodeMessage) and isinstance(event.message, Heartbeat)
         if self.trace and not beat:
             self.note(f"job   ← {event}")
         commands = job.on(event, self.now)
         if compare:
-            compare()
+            compare(commands)
         self.rules.after(job, event, commands)
         if beat and not commands:
             return
         if (
-            self.half_told
-            and sum(isinstance(c, coordinator.Send) and isinstance(c.message, Assign) for c in commands) > 1
+            self.partial_assign
+            and sum(isinstance(c, job_io.Send) and isinstance(c.message, Assign) for c in commands) > 1
         ):
-            commands = self._tell_half(commands)
+            commands = self._send_half(commands)
         for command in commands:
             if self.trace:
                 self.note(f"job   → {command}")
             match command:
-                case coordinator.Send(name, message):
+                case job_io.Send(name, message):
                     if connection := self.sessions.get(name):
                         self._send_down(connection, message)
-                case coordinator.Disconnect(name):
+                case job_io.Disconnect(name):
                     if connection := self.sessions.pop(name, None):
                         self._send_close(connection)
-                case coordinator.JobEnded():
+                case job_io.JobEnded():
                     self._end()
                     return
         self._arm_job()
 
-    def _tell_half(self, commands: list[coordinator.JobCommand]) -> list[coordinator.JobCommand]:
-        """Only some hear of a round before the coordinator dies, and one of those is cut off for a while."""
-        self.half_told = False
-        sends = [c for c in commands if isinstance(c, coordinator.Send)]
-        told = sends[: self.random.randint(1, len(sends) - 1)]
-        lonely = self.nodes[told[0].node]
+    def _send_half(self, commands: list[job_io.JobCommand]) -> list[job_io.JobCommand]:
+        """Only some nodes receive their place before the coordinator dies, and one of them is cut off for a while."""
+        self.partial_assign = False
+        sends = [c for c in commands if isinstance(c, job_io.Send)]
+        sent = sends[: self.random.randint(1, len(sends) - 1)]
+        isolated = self.nodes[sent[0].node]
         self.at(self.now + 0.25, self._coordinator_down, 0.1 + self.random.random())
-        if not lonely.own:
-            self.at(self.now + 0.25, self._hurt, lonely, "cut")
-        return list(told)
+        if not isolated.own:
+            self.at(self.now + 0.25, self._inject, isolated, "cut")
+        return list(sent)
 
     def _end(self) -> None:
         self.note("coordinator has ended the job")
-        self.rules.check_farewell()
+        self.rules.check_report_received()
         self.over = True
-        self._coordinator_gone()
-        for node in self.nodes.values():  # a lonely collective times out some day
+        self._remove_coordinator()
+        for node in self.nodes.values():  # a collective without peers times out
             if node.alive and node.group:
                 self.soon(1.0, 3.0, self._workers_fail, node, node.group, "victim")
 
@@ -419,27 +426,27 @@ class World:
         if len(self.nodes) > 14 or (self.has_own and not own and self.job is None):
             return
         taken = {n.machine.node.requested_rank for n in self.nodes.values() if n.alive}
-        wish = next((rank for rank in range(self.high) if rank not in taken), None) if self.fixed else self._wish()
-        if self.fixed and wish is None:
+        rank = next((r for r in range(self.high) if r not in taken), None) if self.fixed else self._requested_rank()
+        if self.fixed and rank is None:
             return
         name = own or f"n{len(self.nodes)}"
         slots, role = random.choice((1, 1, 2, 8)), random.choice(("default", "other"))
-        number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth stands in for the first
-        who = Node(name, f"host-{name}", slots, role, wish, number, label=f"rack{len(self.nodes) % 3}")
-        settings = agent.AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK / 3)
+        number = len(self.nodes) % 4 if self.rank_by is RankBy.SLOT else None  # the fifth replaces the first
+        who = Node(name, f"host-{name}", slots, role, rank, number, label=f"rack{len(self.nodes) % 3}")
+        settings = agent.AgentSettings(who, self.low, self.high, self.timing, self.rank_by, RECHECK_S / 3)
         node = self.nodes[name] = SimNode(name, agent.Agent(settings, self.now), bool(own), self.now)
         self.note(f"{name} is up")
         self._arm(node)
         self.soon(0.0, random.choice((0.01, 0.5, 2.0)), self._feed, node, agent_io.WarmupDone())
         self.soon(0.0, 0.05, self._connect, node)
-        self.soon(0.0, 0.02, self._check_up, node, "sicken" in self.mix.faults and random.random() < 0.1)
+        self.soon(0.0, 0.02, self._check_health, node, "unhealthy" in self.mix.faults and random.random() < 0.1)
 
-    def _check_up(self, node: SimNode, sick: bool) -> None:
-        node.sick = sick
-        self._feed(node, agent_io.HealthChecked((HealthProblem("disk", "the disk is full"),) if sick else ()))
+    def _check_health(self, node: SimNode, is_unhealthy: bool) -> None:
+        node.is_unhealthy = is_unhealthy
+        self._feed(node, agent_io.HealthChecked((HealthProblem("disk", "the disk is full"),) if is_unhealthy else ()))
 
-    def _wish(self) -> int | None:
-        """In some schedules some nodes would like a rank, several of them the same."""
+    def _requested_rank(self) -> int | None:
+        """In some schedules some nodes request a rank, several of them the same one."""
         return (len(self.nodes) % 3 or None) if self.seed % 3 == 0 else None
 
     def _node_down(self, node: SimNode, *, silent: bool) -> None:
@@ -447,13 +454,13 @@ class World:
             return
         self.note(f"{node.id} is dead")
         node.alive = False
-        self._hurt_peers(node)
+        self._fail_peers(node)
         node.group = None
         connection, node.connection = node.connection, None
         if connection and connection.open:
             connection.open = False
             if not silent:
-                self._send_gone(connection)
+                self._send_disconnect(connection)
 
     def _arm(self, node: SimNode) -> None:
         when = node.machine.deadline()
@@ -466,7 +473,7 @@ class World:
         if node.timer == when and node.alive:
             node.timer = None
             self._feed(node, agent_io.Tick())
-            demand(node.timer is None or node.timer > self.now, f"{node.id}: a deadline in the past: {node.timer}")
+            require(node.timer is None or node.timer > self.now, f"{node.id}: a deadline in the past: {node.timer}")
 
     def _feed(self, node: SimNode, event: agent_io.AgentInput) -> None:
         if not node.alive:
@@ -479,7 +486,9 @@ class World:
             match command:
                 case agent_io.SendToCoordinator(message):
                     connection = node.connection
-                    demand(connection is not None and connection.open, f"{node.id} speaks without a link: {message}")
+                    require(
+                        connection is not None and connection.open, f"{node.id} sends while disconnected: {message}"
+                    )
                     assert connection is not None
                     self._send_up(connection, message)
                 case agent_io.OpenStorePort():
@@ -500,47 +509,49 @@ class World:
                 case agent_io.StopWorkers(round, _, grace):
                     self._stop(node, round, grace)
                 case agent_io.ExitAgent():
-                    self._quit(node, command)
+                    self._exit(node, command)
                     return
         self._arm(node)
 
-    def _quit(self, node: SimNode, end: agent_io.ExitAgent) -> None:
-        demand(node.group is None, f"{node.id} ends before its workers")
+    def _exit(self, node: SimNode, end: agent_io.ExitAgent) -> None:
+        require(node.group is None, f"{node.id} ends before its workers")
         if end.report is not None:
             good = end.report.outcome is Outcome.SUCCEEDED
             right = end.code == 0 if good else end.code == (128 + node.leaving if node.leaving else 1)
+        elif node.drained and end.code == 0:
+            right = True
         elif node.leaving:
             right = end.code == 128 + node.leaving
-        elif node.sick and end.code == 1 and end.why.startswith("unhealthy for"):
+        elif node.is_unhealthy and end.code == 1 and end.why.startswith("unhealthy for"):
             right = not node.machine.passed_health_check
         elif self.fixed and end.code == 2:
-            right = "is taken by node" in end.why  # by one that is dead and not yet known to be
+            right = "is taken by node" in end.why  # by a dead node that is not removed yet
         else:
             lost = self.now - node.unlinked_since + 1e-6
-            link = node.connection  # it may have come while the workers were being stopped
+            link = node.connection  # it may be new: stopping the workers takes time
             alone = link is None or not link.linked or self.now - link.began < self.timing.shutdown + 1.0
-            patience = min(self.timing.join, self.timing.coordinator)
+            timeout = min(self.timing.join, self.timing.coordinator)
             held = node.machine.place
             succeeded = held is not None and node.id in self.finished.get(held.store, ()) and not node.closing
             if node.closing or (held is not None and succeeded and held.group_size == 1):
-                patience = min(patience, agent.FINAL_REPORT_TIMEOUT_S)  # the end is known
-            right = (end.code == 1 or (end.code == 0 and succeeded)) and alone and lost >= patience
-        demand(right, f"{node.id} ends with a wrong exit code: {end}")
+                timeout = min(timeout, agent.FINAL_REPORT_TIMEOUT_S)  # the end is known
+            right = (end.code == 1 or (end.code == 0 and succeeded)) and alone and lost >= timeout
+        require(right, f"{node.id} ends with a wrong exit code: {end}")
         node.alive, node.code = False, end.code
         connection, node.connection = node.connection, None
         if connection and connection.open:
             connection.open = False
-            self._send_gone(connection)
+            self._send_disconnect(connection)
 
     # workers ----------------------------------------------------------------------------------------------------------
 
     def _start(self, node: SimNode, place: Place) -> None:
-        demand(node.group is None, f"{node.id} starts round {place.round} while it has workers")
-        demand(place.round >= node.newest, f"{node.id} starts round {place.round} after it has seen {node.newest}")
-        demand(place.restarts >= node.restarts, f"{node.id}: restarts are forgotten: {place}, had {node.restarts}")
+        require(node.group is None, f"{node.id} starts round {place.round} while it has workers")
+        require(place.round >= node.newest, f"{node.id} starts round {place.round} after it has seen {node.newest}")
+        require(place.restarts >= node.restarts, f"{node.id}: fewer restarts than {node.restarts}: {place}")
         node.restarts = place.restarts
         if place.group_rank == 0:
-            demand(place.store.port == node.offered, f"{node.id} has to serve {place.store}, offers {node.offered}")
+            require(place.store.port == node.offered, f"{node.id} has to serve {place.store}, offers {node.offered}")
             node.offered = 0
         began = self.now + self.random.random() * (0.5 if self.slow else 0.05)
         node.group = Group(place, began)
@@ -552,18 +563,18 @@ class World:
             self.at(began + 0.1 + self.random.random(), self._try_to_finish, node, node.group)
 
     def _workers_step(self, node: SimNode, group: Group) -> None:
-        """They report their first step, to the coordinator that is there now."""
+        """The workers report their first step to the current coordinator."""
         connection = node.connection
         linked = connection and connection.life == self.life and self.sessions.get(node.id) is connection
         if linked and not self.is_frozen() and node.alive and node.group is group and group.state == "running":
-            self._feed_job(coordinator.Progressed(node.id, group.place.round))
+            self._feed_job(job_io.Progressed(node.id, group.place.round))
 
     def _stop(self, node: SimNode, round: int, grace: float) -> None:
         group = node.group
-        demand(group and group.place.round == round, f"{node.id} stops round {round}, which it does not have")
+        require(group and group.place.round == round, f"{node.id} stops round {round}, which it does not have")
         assert group is not None
         if group.state != "stopping":
-            self._hurt_peers(node)
+            self._fail_peers(node)
             group.state = "stopping"
         need = self.random.choice((0.01, 0.1, 0.1, 1.0)) * self.random.random()
         self.at(max(self.now, group.began) + min(grace, need), self._stopped, node, group)
@@ -577,17 +588,15 @@ class World:
         if not node.alive or node.group is not group or group.state == "done":
             return
         if group.state == "running":
-            self._hurt_peers(node)
+            self._fail_peers(node)
             group.state = "failed"
-        words = GLOO if kind == "victim" else "ValueError: no"
+        text = GLOO if kind == "victim" else "ValueError: no"
         place = group.place
-        failure = Failure(
-            place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=words, traceback=words
-        )
+        failure = Failure(place.first_rank, 0, place.round, node.id, self.now, exitcode=1, message=text, traceback=text)
         self._feed(node, agent_io.WorkersFailed(place.round, (failure,)))
 
     def _workers_hang(self, node: SimNode, group: Group) -> None:
-        """And who waits for them hangs a moment later, unless somebody acts."""
+        """Peers that wait for these workers hang a moment later."""
         if not node.alive or node.group is not group or group.state != "running":
             return
         group.state = "failed"
@@ -600,8 +609,8 @@ class World:
         hang = Hang(1.0, "no heartbeat", "all_reduce", "train.py:41", self.random.random() < 0.5, "S")
         return Failure(group.place.first_rank, 0, group.place.round, node.id, self.now, hang=hang)
 
-    def _hurt_peers(self, node: SimNode) -> None:
-        """Its collectives' partners notice, some of them."""
+    def _fail_peers(self, node: SimNode) -> None:
+        """Some peers of its collectives fail."""
         group = node.group
         if group is None or group.state != "running":
             return
@@ -655,7 +664,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_up, (connection, message)))
             return
-        self._feed_job(coordinator.NodeMessage(name, message))
+        self._feed_job(job_io.NodeMessage(name, message))
 
     def _send_down(self, connection: Connection, message: FromCoordinator) -> None:
         node = connection.node
@@ -673,7 +682,7 @@ class World:
         node = connection.node
         if not connection.open or node.connection is not connection:
             return
-        connection.heard = self.now
+        connection.last_received = self.now
         match message:
             case Assign(place):
                 node.newest = max(node.newest, place.round)
@@ -681,21 +690,23 @@ class World:
                 node.newest = max(node.newest, round)
             case Closing():
                 node.closing = True
+            case Drain():
+                node.drained = True
         self._feed(node, agent_io.CoordinatorMessage(message))
 
-    def _send_gone(self, connection: Connection) -> None:
+    def _send_disconnect(self, connection: Connection) -> None:
         when = max(self.now + self._latency(), connection.node.blocked_up, connection.up_last)
-        self.at(when, self._arrive_gone, connection)
+        self.at(when, self._arrive_disconnect, connection)
 
-    def _arrive_gone(self, connection: Connection) -> None:
+    def _arrive_disconnect(self, connection: Connection) -> None:
         name = connection.node.id
         if connection.life != self.life or self.sessions.get(name) is not connection:
             return
         if self.is_frozen():
-            self.backlog.append((self._arrive_gone, (connection,)))
+            self.backlog.append((self._arrive_disconnect, (connection,)))
             return
         del self.sessions[name]
-        self._feed_job(coordinator.NodeDisconnected(name))
+        self._feed_job(job_io.NodeDisconnected(name))
 
     def _send_close(self, connection: Connection) -> None:
         node = connection.node
@@ -711,7 +722,7 @@ class World:
             return
         blocked = max(node.blocked_up, node.blocked_down) > self.now
         if self.job is None or self.is_frozen() or (blocked and not node.own):
-            self.soon(0.05, BEAT, self._connect, node)
+            self.soon(0.05, HEARTBEAT_INTERVAL_S, self._connect, node)
             return
         connection = node.connection = Connection(node, self.life, self.now, node.own)
         old = self.sessions.get(node.id)
@@ -726,7 +737,7 @@ class World:
             connection.linked = True
             self._feed(node, agent_io.CoordinatorConnected(f"host-{node.id}"))
             if not connection.local:
-                self.soon(0.0, BEAT, self._beat, connection)
+                self.soon(0.0, HEARTBEAT_INTERVAL_S, self._heartbeat, connection)
 
     def _unlink(self, node: SimNode, why: str) -> None:
         connection = node.connection
@@ -734,53 +745,53 @@ class World:
             return
         if connection.open:
             connection.open = False
-            self._send_gone(connection)
+            self._send_disconnect(connection)
         node.connection = None
         if connection.linked:
             node.unlinked_since = self.now
             self._feed(node, agent_io.CoordinatorLost(why))
         self.soon(0.01, self.random.choice((0.1, 0.1, 1.5)), self._connect, node)
 
-    def _beat(self, connection: Connection) -> None:
+    def _heartbeat(self, connection: Connection) -> None:
         node = connection.node
         if not connection.open or node.connection is not connection:
             return
         if node.blocked_up <= self.now:
-            self._arrive_beat(connection)
-        if self.now - connection.heard >= LEASE:
+            self._arrive_heartbeat(connection)
+        if self.now - connection.last_received >= LEASE_S:
             self._unlink(node, "the coordinator is silent")
         else:
-            self.at(self.now + BEAT, self._beat, connection)
+            self.at(self.now + HEARTBEAT_INTERVAL_S, self._heartbeat, connection)
 
-    def _arrive_beat(self, connection: Connection) -> None:
-        """A beat, and the answer to it."""
+    def _arrive_heartbeat(self, connection: Connection) -> None:
+        """A heartbeat and the reply to it."""
         node = connection.node
         if connection.life != self.life or self.sessions.get(node.id) is not connection:
             return
         if self.is_frozen():
-            self.backlog.append((self._arrive_beat, (connection,)))
+            self.backlog.append((self._arrive_heartbeat, (connection,)))
             return
-        self._feed_job(coordinator.NodeMessage(node.id, Heartbeat()))
+        self._feed_job(job_io.NodeMessage(node.id, Heartbeat()))
         if node.blocked_down <= self.now:
-            connection.heard = self.now
+            connection.last_received = self.now
 
     # at rest ----------------------------------------------------------------------------------------------------------
 
-    def _look(self, seen: int) -> object:
-        self.rules.check_held()
-        if self.rules.unrest():
+    def _check_rest(self, seen: int) -> object:
+        self.rules.check_stopped()
+        if self.rules.reason_not_at_rest():
             seen = 0
         elif seen:
             self.note("at rest")
             return AT_REST
         else:
             seen = 1
-        self.at(self.now + 0.5, self._look, seen)
+        self.at(self.now + 0.5, self._check_rest, seen)
         return None
 
 
 def check(seed: int) -> None:
-    """Run one schedule; a violation comes with the way to see it again."""
+    """Run one schedule; a violation has the transcript and the command to print all of it."""
     try:
         World(seed).run()
     except Exception as error:

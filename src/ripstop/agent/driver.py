@@ -36,7 +36,7 @@ from ripstop.agent.machine_io import (
 )
 from ripstop.agent.queries import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
-from ripstop.coordinator.job import FAREWELL
+from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
@@ -48,7 +48,7 @@ from ripstop.workers.spawner import Starter
 
 log = logging.getLogger("ripstop.agent")
 
-LOG_FOLLOWERS_TIMEOUT_S = FAREWELL - 1.0  # at the job's end; the coordinator waits longer
+LOG_FOLLOWERS_TIMEOUT_S = FINAL_REPORT_TIMEOUT_S - 1.0  # at the job's end; the coordinator waits longer
 LOG_FOLLOWERS_TIMEOUT_WHEN_LEAVING_S = 1.0  # while the job continues without this node
 CONSOLE_TIMEOUT_S = 30.0  # for the last lines
 CONSOLE_TIMEOUT_AFTER_SIGNAL_S = 3.0

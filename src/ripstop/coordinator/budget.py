@@ -1,11 +1,11 @@
-"""How many failures a job is allowed, and how long to wait before the next try.  Pure.
+"""How many failures a job may have, and how long it waits before a restart.  Pure.
 
-Rules: (1) only failures are charged; a node that comes, goes or is lost costs nothing; (2) at most `max_restarts`
-charges stand in any window (or in the whole run when there is none); (3) a restart is immediate, unless rounds die
-young again and again: from the third young death in a row there is a pause, one second, and it doubles with each
-further one, up to `backoff`; (4) a round that hangs is charged to the infrastructure's budget, which has a limit and a
-window of its own; (5) a round dies young if it fails within `YOUNG` seconds and no worker has reported a step or a
-checkpoint.  A crash loop that takes longer than that needs no pause: its own start-up is one.
+Rules: (1) only failures are charged; a node that joins, leaves or is lost costs nothing; (2) at most `max_restarts`
+charges count in any window, or in the whole run when there is no window; (3) a restart is immediate, except after
+repeated early failures: from the third early failure in a row the job waits one second, and twice as long after each
+further one, up to `backoff`; (4) a round that hangs is charged to the infrastructure budget, which has its own limit
+and window; (5) a failure is early if the round fails within `EARLY_FAILURE_S` seconds and no worker has reported a step
+or a checkpoint.  A slower crash loop needs no delay, because its start-up time is one.
 """
 
 from collections.abc import Iterable
@@ -16,48 +16,49 @@ from msgspec import Struct
 from ripstop.model.config import Budget
 from ripstop.model.failure import Failure
 
-YOUNG = 3.0  # seconds
-PATIENCE = 2  # young deaths in a row that are still healed at once
+EARLY_FAILURE_S = 3.0
+IMMEDIATE_RESTARTS = 2  # early failures in a row that are followed by an immediate restart
 
 
 class Cause(StrEnum):
-    """Whose budget pays for a restart."""
+    """Which budget a restart is charged to."""
 
     APPLICATION = "application"
     INFRASTRUCTURE = "infrastructure"
 
 
 def cause_of(failures: Iterable[Failure]) -> Cause:
-    """A round's failures are the infrastructure's if all that is known is that it hangs: nobody has died by itself."""
+    """A round in which every failure is a hang is charged to the infrastructure budget."""
     hangs = [failure.hang is not None for failure in failures]
     return Cause.INFRASTRUCTURE if hangs and all(hangs) else Cause.APPLICATION
 
 
 class RestartDecision(Struct, frozen=True):
-    """May the job restart, when, and why."""
+    """Whether the job may restart, after which delay, and why."""
 
     allowed: bool
     delay: float
     why: str
 
 
-def dies_young(lived: float, *, progressed: bool) -> bool:
-    """Whether a round that fails after so many seconds may be part of a crash loop (rule 5)."""
-    return not progressed and lived < YOUNG
+def is_early_failure(run_time: float, *, progressed: bool) -> bool:
+    """Whether a round that fails after `run_time` seconds may be part of a crash loop (rule 5)."""
+    return not progressed and run_time < EARLY_FAILURE_S
 
 
 class RestartBudget:
-    """The restarts of one job: what was spent, and what the next one costs."""
+    """The restarts of one job."""
 
     def __init__(self, budget: Budget, used: int = 0, now: float = 0.0) -> None:
         self._budget = budget
-        # of those that another coordinator granted neither time nor cause is known: as if it were now, for failures
+        # Restarts that another coordinator granted: their time and cause are unknown, so they are charged as
+        # application failures at this time.
         self._charges = {Cause.APPLICATION: [now] * min(used, budget.max_restarts), Cause.INFRASTRUCTURE: []}
-        self._young = 0
+        self._early_failures = 0  # in a row
         self.used = used
 
-    def charge(self, now: float, cause: Cause = Cause.APPLICATION, *, young: bool) -> RestartDecision:
-        """A round failed: spend one restart if there is one left."""
+    def charge(self, now: float, cause: Cause = Cause.APPLICATION, *, early: bool) -> RestartDecision:
+        """Charge a failed round, if the budget allows a restart."""
         limit, window = self.limit(cause), self._window(cause)
         if window:
             self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
@@ -68,19 +69,19 @@ class RestartBudget:
             return RestartDecision(False, 0.0, f"{spent} of {limit} {kind}restarts {scope} are spent")
         self._charges[cause].append(now)
         self.used += 1
-        self._young = self._young + 1 if young else 0
+        self._early_failures = self._early_failures + 1 if early else 0
         delay = self._delay()
-        pause = f", after a pause of {delay:g} s for {self._young} quick failures in a row" if delay else ""
+        pause = f", after a delay of {delay:g} s for {self._early_failures} early failures in a row" if delay else ""
         return RestartDecision(True, delay, f"{kind}restart {spent + 1} of {limit} {scope}{pause}")
 
     def refund(self) -> None:
-        """The last charge was a mistake: what failed was the victim of a node's loss.  `used` never goes back."""
+        """Take back the last charge, because a lost node explains the failure.  `used` does not decrease."""
         if charges := self._charges[Cause.APPLICATION]:
             charges.pop()
-            self._young = max(0, self._young - 1)
+            self._early_failures = max(0, self._early_failures - 1)
 
     def spent(self, cause: Cause, now: float) -> int:
-        """What stands charged."""
+        """How many charges count now."""
         window = self._window(cause)
         return sum(not window or at > now - window for at in self._charges[cause])
 
@@ -91,6 +92,6 @@ class RestartBudget:
         return self._budget.window if cause is Cause.APPLICATION else self._budget.infra_window
 
     def _delay(self) -> float:
-        if self._young <= PATIENCE or not self._budget.backoff:
+        if self._early_failures <= IMMEDIATE_RESTARTS or not self._budget.backoff:
             return 0.0
-        return min(2.0 ** min(self._young - PATIENCE - 1, 16), self._budget.backoff)
+        return min(2.0 ** min(self._early_failures - IMMEDIATE_RESTARTS - 1, 16), self._budget.backoff)

@@ -1,11 +1,10 @@
-"""Where a node stands: is it in the round, could it be, must it be?  Functions from what is known to the answer.  Pure.
+"""Which nodes the next round may contain, and which degraded nodes may stay in a round.  Pure.
 
-Rules: (1) a node stands in exactly one way (`Eligibility`); (2) who is unhealthy, or in quarantine (`quarantine.py`),
-is in
-the reserve: in a round only while the job has too few others; (3) an unhealthy node may lose its place when it stays so
-until everybody has looked at its health again, and does not share its trouble with most of the round: then the cause is
-likely none of theirs; one in quarantine may lose it at once; (4) an unhealthy node outside the round is given no place
-before it is healthy.
+Rules: (1) every node has exactly one `Eligibility`; (2) an unhealthy node, or one in quarantine (`quarantine.py`), is
+degraded: a round contains it only while the job has too few other nodes; (3) an unhealthy node loses its place when it
+is still unhealthy after every node has checked its health again, unless most nodes of the round are unhealthy (then the
+cause is probably external); a node in quarantine loses its place at once; (4) an unhealthy node outside the round gets
+no place before it is healthy.
 """
 
 from bisect import bisect_right
@@ -17,86 +16,82 @@ from msgspec import Struct
 
 from ripstop.model.round import Node, Place
 
-LOOK = 30.0  # seconds that a node's look at its health may take, if it looks no oftener
+MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may take
 
 
 class Member(Struct):
-    """A node the job knows."""
+    """A node of the job."""
 
     node: Node
     ready: bool = False
-    port: int = 0  # offered for a store; 0: none now
-    served: int = 0  # the last round whose store was put on a port of this connection
-    problems: tuple[str, ...] = ()  # why it is unhealthy
-    since: float = 0.0  # when it became so
-    health_interval: float = 0.0  # seconds between two looks
+    port: int = 0  # offered for a store; 0: none
+    served: int = 0  # the last round whose store used a port offered over this connection
+    problems: tuple[str, ...] = ()  # why the node is unhealthy
+    unhealthy_since: float = 0.0
+    health_interval: float = 0.0  # seconds between two health checks
 
-    def recheck(self) -> float:
-        """Within so many seconds it has begun a look at its health and come to its end, whenever the last one was."""
-        return 2 * self.health_interval + min(self.health_interval, LOOK)
+    def recheck_time(self) -> float:
+        """Seconds in which the node has started and finished a health check, whenever the last one was."""
+        return 2 * self.health_interval + min(self.health_interval, MAX_HEALTH_CHECK_S)
 
 
 class Eligibility(Enum):
-    """What a node is good for."""
+    """Whether the next round may contain a node."""
 
-    ABLE = auto()  # ready, here, not leaving and in no trouble: it could be in a round
-    RESERVE = auto()  # the same but in trouble: it is in a round only if it must be
-    UNREADY = auto()  # it may become one of these: it warms up, or its connection closed
-    OUT = auto()  # not to be counted on: it is leaving, or gone, or waits until it is healthy
+    ELIGIBLE = auto()  # ready, connected, not leaving, not degraded
+    DEGRADED = auto()  # like ELIGIBLE, but unhealthy or in quarantine
+    NOT_READY = auto()  # still warming up, or disconnected
+    INELIGIBLE = auto()  # leaving, lost, or unhealthy outside the round
 
 
 def eligibility_of(
-    member: Member | None, *, inside: bool, leaving: bool, absent: bool, quarantined: bool
+    member: Member | None, *, in_round: bool, leaving: bool, disconnected: bool, quarantined: bool
 ) -> Eligibility:
-    """Where a node stands, inside the round or not."""
-    if member is None or leaving or (member.problems and not inside):
-        return Eligibility.OUT
-    if absent or not member.ready:
-        return Eligibility.UNREADY
-    return Eligibility.RESERVE if member.problems or quarantined else Eligibility.ABLE
-
-
-# nodes in trouble -----------------------------------------------------------------------------------------------------
+    if member is None or leaving or (member.problems and not in_round):
+        return Eligibility.INELIGIBLE
+    if disconnected or not member.ready:
+        return Eligibility.NOT_READY
+    return Eligibility.DEGRADED if member.problems or quarantined else Eligibility.ELIGIBLE
 
 
 class DegradedNodes(Struct, frozen=True):
-    """What follows for the reserve from how everybody stands."""
+    """Which degraded nodes the job needs, and which it can replace."""
 
-    needed: dict[str, None]  # those that have a place all the same, by rank
-    needed_inside: int  # how many of these are in the round
-    shared: bool  # most of the round is unhealthy, which is likely nobody's own fault
-    dispensable: list[tuple[float, str]]  # the others in the round, and when they may lose their place; the first first
+    needed: dict[str, None]  # nodes that get a place in spite of their state, by rank
+    needed_in_round: int  # how many of them are in the round
+    is_common: bool  # most nodes of the round are unhealthy: the cause is probably external
+    removable: list[tuple[float, str]]  # the other nodes in the round, by the time from which they may be removed
 
     def replaceable(self, now: float) -> str | None:
-        """A node of the round without which the job is better off."""
-        return self.dispensable[0][1] if self.dispensable and now >= self.dispensable[0][0] else None
+        """A node that the round should lose now."""
+        return self.removable[0][1] if self.removable and now >= self.removable[0][0] else None
 
     def next_after(self, now: float) -> list[float]:
-        """When the next one may lose its place, if there is one."""
-        later = bisect_right(self.dispensable, now, key=itemgetter(0))
-        return [when for when, _ in self.dispensable[later : later + 1]]
+        """When the next node becomes replaceable, if there is one."""
+        later = bisect_right(self.removable, now, key=itemgetter(0))
+        return [when for when, _ in self.removable[later : later + 1]]
 
 
-NOBODY = DegradedNodes({}, 0, False, [])
+NO_DEGRADED_NODES = DegradedNodes({}, 0, False, [])
 
 
 def assess_degraded(
-    reserve: Iterable[str], able: int, least: int, members: Mapping[str, Member], places: Mapping[str, Place]
+    degraded: Iterable[str], eligible: int, min_nodes: int, members: Mapping[str, Member], places: Mapping[str, Place]
 ) -> DegradedNodes:
-    """Whom the job needs, or keeps, of its reserve; so many others are able, and at least so many are to be."""
-    inside = sorted((n for n in reserve if n in places), key=lambda n: places[n].group_rank)
-    benched = [n for n in reserve if n not in places]
+    """Which degraded nodes a job with this many eligible nodes needs."""
+    inside = sorted((n for n in degraded if n in places), key=lambda n: places[n].group_rank)
+    outside = [n for n in degraded if n not in places]
     unhealthy = sum(bool(members[n].problems) for n in inside)
-    shared = unhealthy > 1 and 2 * unhealthy > len(places)
-    short = max(0, least - able)
-    if shared:
+    is_common = unhealthy > 1 and 2 * unhealthy > len(places)
+    short = max(0, min_nodes - eligible)
+    if is_common:
         short = max(short, len(inside))
-    needed = dict.fromkeys([*inside, *benched][:short])
-    recheck = max((member.recheck() for n in places if (member := members.get(n))), default=0.0)
-    dispensable = sorted((_may_go(members[n], recheck), n) for n in inside if n not in needed)
-    return DegradedNodes(needed, min(short, len(inside)), shared, dispensable)
+    needed = dict.fromkeys([*inside, *outside][:short])
+    recheck_time = max((member.recheck_time() for n in places if (member := members.get(n))), default=0.0)
+    removable = sorted((_removable_from(members[n], recheck_time), n) for n in inside if n not in needed)
+    return DegradedNodes(needed, min(short, len(inside)), is_common, removable)
 
 
-def _may_go(member: Member, recheck: float) -> float:
-    """When a node in trouble may lose its place: at once if it is in quarantine."""
-    return member.since + recheck if member.problems else 0.0
+def _removable_from(member: Member, recheck_time: float) -> float:
+    """A node in quarantine is removable at once."""
+    return member.unhealthy_since + recheck_time if member.problems else 0.0

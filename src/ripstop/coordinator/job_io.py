@@ -1,8 +1,8 @@
-"""What the coordinator's machine is told, and what it wants done.  Pure data; `machine.py` decides between the two."""
+"""The input events and the output commands of the job's state machine (`job.py`).  Pure data."""
 
 from msgspec import Struct
 
-from ripstop.model import events as observe
+from ripstop.model.events import Event
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.protocol.messages import FromAgent, FromCoordinator
@@ -11,7 +11,7 @@ from ripstop.protocol.messages import FromAgent, FromCoordinator
 
 
 class NodeMessage(Struct, frozen=True):
-    """An authenticated node said something."""
+    """A message from an authenticated node."""
 
     node: str
     message: FromAgent
@@ -28,7 +28,7 @@ class Tick(Struct, frozen=True):
 
 
 class Progressed(Struct, frozen=True):
-    """A worker of this node has reported a step or a checkpoint of this round."""
+    """A worker of this node reported a step or a checkpoint in this round."""
 
     node: str
     round: int
@@ -41,26 +41,24 @@ JobInput = NodeMessage | NodeDisconnected | Tick | Progressed | OperatorCommand
 
 
 class Send(Struct, frozen=True):
-    """Tell a node."""
-
     node: str
     message: FromCoordinator
 
 
 class Disconnect(Struct, frozen=True):
-    """Close a node's connection, after what was sent to it."""
+    """Close a node's connection, after all messages to it are sent."""
 
     node: str
 
 
 class RecordEvent(Struct, frozen=True):
-    """What operators should know."""
+    """Add an event to the journal and the log."""
 
-    event: observe.Event
+    event: Event
 
 
 class JobEnded(Struct, frozen=True):
-    """The job is over and everybody who can know it does."""
+    """The job is over, and every reachable node has the report."""
 
     report: JobReport
 

@@ -1,85 +1,80 @@
-"""Who is in touch with the coordinator, and who is going: words and closed connections, each with its time.  Pure.
+"""Which nodes are connected, silent or leaving.  Pure.
 
-Rules: (1) silence for a lease is a loss; (2) a closed connection is a hint: it is a loss when the node is not back
-after `RECONNECT`; (3) a coordinator that was itself away (stopped, suspended) blames nobody for it: all waiting starts
-anew, but once only for a node that stays silent, lest a starved coordinator never lose anybody.
+Rules: (1) a node that sends nothing for a lease is lost; (2) a node whose connection closed is lost when it does not
+reconnect within `RECONNECT_TIMEOUT_S`; (3) when the coordinator itself was stopped or suspended, every lease and every
+reconnect timeout starts again, but only once for a node that stays silent: otherwise a coordinator with too little CPU
+time would never detect a loss.
 
-What a loss means is not decided here.  Both kinds of times are kept in their order, so that a beat costs the same in a
-job of thousands.
+This module does not decide what a loss means.  Both dictionaries are ordered by time, so the cost of a heartbeat does
+not depend on the number of nodes.
 """
 
 from collections.abc import Iterator
 from itertools import takewhile
 
-LATE = 0.1  # seconds: if a deadline is missed by so much, this process was stopped or starved
-RECONNECT = 0.5  # seconds a node may take to come back over a new connection
+LATE_TICK_S = 0.1  # a deadline missed by this much means that this process was stopped or starved
+RECONNECT_TIMEOUT_S = 0.5
 
 
 class Liveness:
-    """The contacts of one job.  `own` is the node in the coordinator's own process; it needs no lease."""
+    """The connections of one job.  `own` is the node in the coordinator's process; it needs no lease."""
 
     def __init__(self, lease: float, own: str) -> None:
-        self.absent: dict[str, float] = {}  # connections closed, and since when, the oldest first
-        self.leaving: set[str] = set()  # they said that they go
+        self.disconnected: dict[str, float] = {}  # since when, oldest first
+        self.leaving: set[str] = set()
         self._lease = lease
         self._own = own
-        self._heard: dict[str, float] = {}  # last word of each node with a lease, the oldest first
-        self._forgiven: set[str] = set()  # not heard since this coordinator was away
+        self._last_received: dict[str, float] = {}  # of every node with a lease, oldest first
+        self._extended: set[str] = set()  # silent since this coordinator was away
 
-    # what is noted ----------------------------------------------------------------------------------------------------
-
-    def came(self, node: str, now: float) -> None:
-        """It has joined, over a new connection."""
-        self.absent.pop(node, None)
+    def connect(self, node: str, now: float) -> None:
+        """The node joined over a new connection."""
+        self.disconnected.pop(node, None)
         self.leaving.discard(node)
-        self.spoke(node, now)
+        self.renew(node, now)
 
-    def spoke(self, node: str, now: float) -> None:
-        self._forgiven.discard(node)
+    def renew(self, node: str, now: float) -> None:
+        """The node sent something."""
+        self._extended.discard(node)
         if node != self._own:
-            self._heard.pop(node, None)
-            self._heard[node] = now  # to the end: the dictionary stays in the order of time
+            self._last_received.pop(node, None)
+            self._last_received[node] = now  # at the end: the dictionary stays in the order of time
 
-    def broke_off(self, node: str, now: float) -> None:
-        """Its connection closed."""
-        self._heard.pop(node, None)
-        self.absent.setdefault(node, now)
+    def disconnect(self, node: str, now: float) -> None:
+        self._last_received.pop(node, None)
+        self.disconnected.setdefault(node, now)
 
-    def leaves(self, node: str) -> None:
-        """It said that it goes."""
+    def mark_leaving(self, node: str) -> None:
         self.leaving.add(node)
 
-    def forget(self, node: str) -> None:
-        """It is part of the job no more."""
-        self._heard.pop(node, None)
-        self.absent.pop(node, None)
+    def remove(self, node: str) -> None:
+        self._last_received.pop(node, None)
+        self.disconnected.pop(node, None)
         self.leaving.discard(node)
 
-    def forgive(self, now: float) -> None:
-        """This coordinator was away, and nobody could be heard meanwhile (3)."""
-        again = {n: heard for n, heard in self._heard.items() if n in self._forgiven}
-        self._forgiven = set(self._heard)
-        self._heard = again | {n: now for n in self._heard if n not in again}
-        self.absent = dict.fromkeys(self.absent, now)
+    def extend(self, now: float) -> None:
+        """This coordinator was away and could receive nothing (rule 3)."""
+        silent_again = {n: last for n, last in self._last_received.items() if n in self._extended}
+        self._extended = set(self._last_received)
+        self._last_received = silent_again | {n: now for n in self._last_received if n not in silent_again}
+        self.disconnected = dict.fromkeys(self.disconnected, now)
 
-    # what follows -----------------------------------------------------------------------------------------------------
+    def expired(self, now: float) -> list[tuple[str, float]]:
+        """Nodes that are lost by rule 1, and when each last sent something."""
+        return list(takewhile(lambda entry: now >= entry[1] + self._lease + LATE_TICK_S, self._last_received.items()))
 
-    def silent(self, now: float) -> list[tuple[str, float]]:
-        """Who is lost by (1), and when it was heard last."""
-        return list(takewhile(lambda word: now >= word[1] + self._lease + LATE, self._heard.items()))
+    def not_reconnected(self, now: float) -> list[tuple[str, float]]:
+        """Nodes that are lost by rule 2, and since when each is disconnected."""
+        return list(takewhile(lambda entry: now >= entry[1] + RECONNECT_TIMEOUT_S, self.disconnected.items()))
 
-    def not_returned(self, now: float) -> list[tuple[str, float]]:
-        """Who is lost by (2), and since when it is absent."""
-        return list(takewhile(lambda close: now >= close[1] + RECONNECT, self.absent.items()))
-
-    def is_going(self, node: str) -> bool:
-        return node in self.absent or node in self.leaving
+    def is_departing(self, node: str) -> bool:
+        return node in self.disconnected or node in self.leaving
 
     def deadlines(self) -> Iterator[float]:
-        """When somebody may be lost."""
-        if self._heard:
-            silent = next(iter(self._heard.values())) + self._lease
-            yield silent  # wake up first: if that is late, words may lie unread
-            yield silent + LATE
-        if self.absent:
-            yield next(iter(self.absent.values())) + RECONNECT
+        """When the next node may be lost."""
+        if self._last_received:
+            lease_end = next(iter(self._last_received.values())) + self._lease
+            yield lease_end  # wake up first: after a late tick, messages may still be unread
+            yield lease_end + LATE_TICK_S
+        if self.disconnected:
+            yield next(iter(self.disconnected.values())) + RECONNECT_TIMEOUT_S

@@ -1,9 +1,9 @@
-"""A job's numbers: for `/metrics`, asks every node what it is doing, and makes a page of that and of what the
-coordinator knows; for the goodput in a job's status, asks the one node whose word counts how far it has come.
+"""A job's metrics page and its goodput, from queries to the nodes and from the coordinator's own totals.
 
-Nothing is asked unless somebody wants to know.  Rules: (1) nodes are asked at once, so many at a time, and a node that
-does not answer in `PATIENCE` is missing from the page; (2) readers that come while one is being served, or within
-`FRESH` seconds, get the same page; (3) the page of a large job is made in a thread, in turns with the event loop.
+Nodes are queried only for a request.  Rules: (1) nodes are queried concurrently, and a node that does not reply in
+`NODE_TIMEOUT_S` is missing from the page; (2) requests during a collection, or within `CACHE_S` seconds after it, get
+the same page; (3) the page is rendered in a thread, so that a large job does not block the event loop; (4) goodput
+needs a query to one node only, the one whose steps count.
 """
 
 import asyncio
@@ -21,39 +21,37 @@ from ripstop.model.usage import NodeSample, StepSample
 from ripstop.protocol.codec import decode_record
 from ripstop.telemetry.metrics import Totals
 
-HASTE = 0.5  # seconds for the node that tells the goodput: a status is wanted, whatever it is
-PATIENCE = 1.0  # seconds for one node
-WHOLE = 3.0  # and for all of them
-FRESH = 1.0  # seconds
+STEP_TIMEOUT_S = 0.5  # for the node whose steps count: a status must not wait longer
+NODE_TIMEOUT_S = 1.0
+ALL_NODES_TIMEOUT_S = 3.0
+CACHE_S = 1.0
 
 
 class MetricsCollector:
-    """Makes the page of one coordinator, and knows its goodput."""
-
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._making: asyncio.Task[bytes] | None = None
-        self._made = 0.0
+        self._collection: asyncio.Task[bytes] | None = None
+        self._collected_at = 0.0
 
     async def page(self) -> bytes:
-        """The metrics as they are, or were a moment ago."""
+        """The current metrics, at most `CACHE_S` seconds old."""
         now = asyncio.get_running_loop().time()
-        if self._making is None or (self._making.done() and now - self._made >= FRESH):
-            self._making = asyncio.create_task(self._make(), name="ripstop-metrics")
-        return await asyncio.shield(self._making)  # a reader that leaves takes nothing from the others
+        if self._collection is None or (self._collection.done() and now - self._collected_at >= CACHE_S):
+            self._collection = asyncio.create_task(self._collect(), name="ripstop-metrics")
+        return await asyncio.shield(self._collection)  # a client that disconnects cancels nothing
 
     async def goodput(self) -> float:
-        """By now, or as far as the job was last seen."""
-        found = self._coordinator.totals.goodput
-        if (teller := found.teller) is not None:
-            node, rank = teller
+        """The goodput now, or of the last known step if the node does not reply."""
+        goodput = self._coordinator.totals.goodput
+        if goodput.teller is not None:
+            node, rank = goodput.teller
             with suppress(QueryFailed, ProtocolError):
-                asked = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), patience=HASTE)
-                seen = decode_record(await asked, StepSample)
-                found.progress(seen.round, node, rank, seen.step, seen.at)
-        return found.spent(time.time()).ratio
+                reply = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), STEP_TIMEOUT_S)
+                sample = decode_record(await reply, StepSample)
+                goodput.progress(sample.round, node, rank, sample.step, sample.at)
+        return goodput.spent(time.time()).ratio
 
-    async def _make(self) -> bytes:
+    async def _collect(self) -> bytes:
         try:
             status = self._coordinator.status()
             samples = await self._samples([node.name for node in status.nodes])
@@ -64,23 +62,23 @@ class MetricsCollector:
                         totals.goodput.progress(node.round, name, rank.rank, rank.step, node.at - rank.age)
             return await asyncio.to_thread(_page, copy.deepcopy(totals), status, samples, time.time())
         finally:
-            self._made = asyncio.get_running_loop().time()
+            self._collected_at = asyncio.get_running_loop().time()
 
     async def _samples(self, nodes: list[str]) -> dict[str, NodeSample]:
-        """Of those that answer; the others are missing, and the page says so."""
+        """The samples of the nodes that reply; the page reports the others as missing."""
 
         async def ask(node: str) -> NodeSample:
-            text = await self._coordinator.ask(node, "sample", patience=PATIENCE)
+            text = await self._coordinator.ask(node, "sample", timeout_s=NODE_TIMEOUT_S)
             try:
-                return decode_record(text, NodeSample)  # as it comes: all of a large job at once would take long
+                return decode_record(text, NodeSample)  # one at a time: all replies of a large job at once would block
             except ProtocolError as error:
-                raise QueryFailed(f"node {node} cannot be understood: {error}") from error
+                raise QueryFailed(f"the reply of node {node} cannot be read: {error}") from error
 
-        answers = await ask_all(nodes, ask, WHOLE)
-        return {node: answer for node, answer in answers.items() if isinstance(answer, NodeSample)}
+        replies = await ask_all(nodes, ask, ALL_NODES_TIMEOUT_S)
+        return {node: reply for node, reply in replies.items() if isinstance(reply, NodeSample)}
 
 
 def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], now: float) -> bytes:
-    from ripstop.telemetry.prometheus import page  # prometheus_client: where somebody asks, and in the thread
+    from ripstop.telemetry.prometheus import page  # imports prometheus_client: only when needed
 
     return page(totals, status, samples, now)

@@ -1,7 +1,6 @@
-"""Every move of a job from one phase to another, and what makes it.  Pure data.
+"""The phases of a job: every transition, and what triggers it.  Pure data.
 
-The machine makes no other (`Job._enter`), every one of them is made in its tests, and the diagram on the page about
-rendezvous is drawn from here.
+`Job._enter` makes no other transition.  The state diagram in `docs/rendezvous.md` is drawn from this table.
 """
 
 from ripstop.model.status import Phase
@@ -9,20 +8,20 @@ from ripstop.model.status import Phase
 TRANSITIONS = {
     Phase.GATHERING: {
         Phase.RUNNING: "enough nodes are ready",
-        Phase.RECOVERING: "a new coordinator hears of a round",
-        Phase.GATHERING: "a node comes from a newer round",
-        Phase.CLOSING: "too few nodes for join_timeout, an end is asked for, or a node was told of one",
+        Phase.RECOVERING: "a node reports a round to a new coordinator",
+        Phase.GATHERING: "a node reports a newer round",
+        Phase.CLOSING: "too few nodes for join_timeout, an operator stops the job, or a node reports its end",
     },
     Phase.RECOVERING: {
-        Phase.RUNNING: "all its nodes are back",
-        Phase.GATHERING: "some are not back within a lease",
-        Phase.RECOVERING: "a node comes from a newer round",
-        Phase.CLOSING: "an end is asked for, or a node was told of one",
+        Phase.RUNNING: "all nodes of the round returned",
+        Phase.GATHERING: "some nodes did not return within a lease",
+        Phase.RECOVERING: "a node reports a newer round",
+        Phase.CLOSING: "an operator stops the job, or a node reports its end",
     },
     Phase.RUNNING: {
-        Phase.GATHERING: "a failure is healed, nodes come or go, one is from a newer round, or a restart is asked for",
-        Phase.CLOSING: "all workers exited 0, the budget is spent, an end is asked for, or a node was told of one",
+        Phase.GATHERING: "a failure, a node that joins or leaves, a node with a newer round, or an operator's restart",
+        Phase.CLOSING: "all workers exited 0, the budget is spent, an operator's stop, or a node reports its end",
     },
-    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, everybody's evidence is in, or the time for it is over"},
+    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, or every node's failures arrived, or the timeout expired"},
     Phase.CLOSED: {},
 }

@@ -1,10 +1,9 @@
-"""Which nodes were at fault too often, and until when others take their place.  Pure.
+"""Which nodes are in quarantine after repeated faults, and until when.  Pure.
 
-Rules: (1) a fault is the failure of a node's workers that started the trouble and was charged, or its turning unhealthy
-in the midst of a round; (2) `failures` faults within `window` seconds, and the node is in quarantine for `cooldown`,
-after which it begins anew; (3) a node is known by its id; an agent that was started again on its host has a new one,
-and takes over what is held against the one before, unless several agents share that host; (4) whether the job can do
-without the node is not decided here.
+Rules: (1) a fault is a charged failure that the node's workers caused, or a change to unhealthy during a round; (2) a
+node with `failures` faults within `window` seconds is in quarantine for `cooldown` seconds, then its record is deleted;
+(3) a record belongs to a node id; an agent that is restarted on the same host has a new id and takes over the record of
+the old one, unless several agents share the host; (4) other modules decide whether the job can run without the node.
 """
 
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from ripstop.model.round import Node
 
 
 class FaultRecord(Struct):
-    """What is held against one node."""
+    """The faults of one node."""
 
     host: str
     faults: list[float] = field(default_factory=list)
@@ -25,18 +24,18 @@ class FaultRecord(Struct):
 
 
 class Quarantine:
-    """The records of one job; a coordinator that is started again knows none of them."""
+    """The fault records of one job.  They are lost when the coordinator restarts."""
 
     def __init__(self, limits: config.QuarantineLimits) -> None:
         self._limits = limits
         self._records: dict[str, FaultRecord] = {}
-        self._soonest: float | None = None  # when the next one is to be released
+        self.next_release: float | None = None  # the time of the next release
 
-    def fault(self, node: Node, what: str, now: float) -> str:
-        """The node was at fault; the result says why it is in quarantine now, and is empty when it is not."""
+    def record_fault(self, node: Node, what: str, now: float) -> str:
+        """Record a fault; the result is the reason for a new quarantine, or empty."""
         if not self._limits.failures:
             return ""
-        self._forget(now)
+        self._drop_old_faults(now)
         record = self._records.setdefault(node.id, FaultRecord(node.host))
         if record.until is not None:
             return ""
@@ -44,7 +43,7 @@ class Quarantine:
         if len(record.faults) < self._limits.failures:
             return ""
         record.until = now + self._limits.cooldown
-        self._soonest = record.until if self._soonest is None else min(self._soonest, record.until)
+        self.next_release = record.until if self.next_release is None else min(self.next_release, record.until)
         times = "once" if len(record.faults) == 1 else f"{len(record.faults)} times"
         record.why = f"at fault {times} in {now - record.faults[0]:.0f} s, last: {what}"
         return record.why
@@ -54,37 +53,33 @@ class Quarantine:
         record = self._records.get(node)
         return record.why if record is not None and record.until is not None else ""
 
-    def welcome(self, node: Node, present: Iterable[Node], now: float) -> bool:
-        """A new node, beside those that are here: whether it takes over what is held against another."""
-        self._forget(now)
+    def inherit_record(self, node: Node, members: Iterable[Node], now: float) -> bool:
+        """Give a new node the record of the former node on its host (rule 3); whether there was one."""
+        self._drop_old_faults(now)
         if not self._records:
             return False
-        here = {other.id: other.host for other in present if other.id != node.id}
-        if node.host in here.values():
+        hosts = {other.id: other.host for other in members if other.id != node.id}
+        if node.host in hosts.values():
             return False
-        former = [name for name, record in self._records.items() if record.host == node.host and name not in here]
+        former = [name for name, record in self._records.items() if record.host == node.host and name not in hosts]
         if not former or node.id in former:
             return False
         self._records[node.id] = self._records.pop(former[-1])
         return True
 
     def release(self, now: float) -> list[str]:
-        """Those whose time is over."""
-        if self._soonest is None or now < self._soonest:
+        """Release the nodes whose quarantine is over."""
+        if self.next_release is None or now < self.next_release:
             return []
         over = [name for name, record in self._records.items() if record.until is not None and record.until <= now]
         for name in over:
             del self._records[name]
-        self._soonest = min(
+        self.next_release = min(
             (record.until for record in self._records.values() if record.until is not None), default=None
         )
         return over
 
-    def deadline(self) -> float | None:
-        """When the next one is to be released."""
-        return self._soonest
-
-    def _forget(self, now: float) -> None:
+    def _drop_old_faults(self, now: float) -> None:
         for name, record in list(self._records.items()):
             record.faults = [at for at in record.faults if at > now - self._limits.window]
             if not record.faults and record.until is None:

@@ -1,14 +1,14 @@
-"""Who gets which rank.  Pure.
+"""Assigns ranks to nodes.  Pure.
 
 Rules: (1) group ranks are exactly 0 … n-1, and so are global ranks and the ranks within a role; (2) a survivor keeps
-its group rank where the new size allows it, and who stands in for a lost node (the same number, `RankBy.SLOT`) counts
-as that survivor; (3) who wishes for a rank that is free then gets it; (4) what is still vacant goes first to survivors
-whose rank no longer exists, then to newcomers, sorted by what the job's ranks go by (`RankBy`), those that are alike in
-the order given; (5) nodes whose numbers are exactly 0 … n-1 have them for ranks (`RankBy.SLOT`), so that a job that did
-without one for a while has its old ranks again when that is replaced.
+its group rank if the new size allows it; a replacement for a lost node (the same number, `RankBy.SLOT`) counts as that
+survivor; (3) a node that requests a rank then gets it if it is free; (4) the remaining ranks go first to survivors
+whose rank no longer exists, then to new nodes, sorted by the job's `RankBy`, equal ones in the order given; (5) nodes
+whose numbers are exactly 0 … n-1 get them as ranks (`RankBy.SLOT`), so that a job that ran without a node for a while
+has its old ranks again after the replacement.
 
-So `RankBy` decides for everybody in a first round, and later, but for (5), for newcomers only: a rank that was given is
-worth more to a running job than a tidy order.
+So `RankBy` sorts all nodes in the first round, and except for rule 5 only new nodes later: a running job needs stable
+ranks more than sorted ones.
 """
 
 import re
@@ -19,48 +19,48 @@ from typing import Any
 
 from ripstop.model.round import Address, Node, Place, RankBy
 
-Candidate = tuple[Node, int | None]  # a node, and its group rank of before; None: a newcomer
+Candidate = tuple[Node, int | None]  # a node and its last group rank; None: a new node
 
 
 def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Node]:
     """The nodes in the order of their new group ranks."""
-    if by is RankBy.SLOT and (numbered := _numbered([node for node, _ in candidates])):
+    if by is RankBy.SLOT and (numbered := _by_own_numbers([node for node, _ in candidates])):
         return numbered
-    seats: list[Node | None] = [None] * len(candidates)
-    survivors: list[tuple[int, Node]] = []  # whose rank is gone
-    newcomers: list[Node] = []
+    assigned: list[Node | None] = [None] * len(candidates)  # by rank
+    displaced: list[tuple[int, Node]] = []  # survivors whose rank no longer exists
+    new_nodes: list[Node] = []
     for node, before in candidates:
         if before is None:
-            newcomers.append(node)
-        elif before < len(seats) and seats[before] is None:
-            seats[before] = node
+            new_nodes.append(node)
+        elif before < len(assigned) and assigned[before] is None:
+            assigned[before] = node
         else:
-            survivors.append((before, node))
-    homeless = [node for _, node in sorted(survivors, key=lambda survivor: survivor[0])]
-    waiting: list[Node] = []
-    for node in [*homeless, *sorted(newcomers, key=_KEYS[by])]:
+            displaced.append((before, node))
+    survivors = [node for _, node in sorted(displaced, key=lambda entry: entry[0])]
+    without_rank: list[Node] = []
+    for node in [*survivors, *sorted(new_nodes, key=_KEYS[by])]:
         if (
             node.requested_rank is not None
-            and 0 <= node.requested_rank < len(seats)
-            and seats[node.requested_rank] is None
+            and 0 <= node.requested_rank < len(assigned)
+            and assigned[node.requested_rank] is None
         ):
-            seats[node.requested_rank] = node
+            assigned[node.requested_rank] = node
         else:
-            waiting.append(node)
-    rest = iter(waiting)
-    return [seat if seat is not None else next(rest) for seat in seats]
+            without_rank.append(node)
+    rest = iter(without_rank)
+    return [node if node is not None else next(rest) for node in assigned]
 
 
-def _numbered(nodes: Sequence[Node]) -> list[Node] | None:
-    """The nodes by their numbers, if those are ranks; see (5)."""
+def _by_own_numbers(nodes: Sequence[Node]) -> list[Node] | None:
+    """The nodes by their numbers, if those are exactly 0 … n-1 (rule 5)."""
     found = sorted(nodes, key=_by_number)
     return found if [node.number for node in found] == list(range(len(found))) else None
 
 
 def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int, str]]:
-    """Whose wish was not granted: its id, the rank it wished for, the rank it has instead, and why.
+    """The denied rank requests: node id, requested rank, actual rank, and why.
 
-    Once for a rank: who keeps the one that it has was told before.
+    A node that keeps its rank is left out: its request was denied in an earlier round.
     """
     before = {node.id: rank for node, rank in candidates}
     for rank, node in enumerate(nodes):
@@ -69,13 +69,13 @@ def denied(candidates: Sequence[Candidate], nodes: Sequence[Node]) -> Iterator[t
         if not 0 <= node.requested_rank < len(nodes):
             why = f"the ranks of {len(nodes)} nodes are 0 to {len(nodes) - 1}"
         elif before[(holder := nodes[node.requested_rank]).id] == node.requested_rank:
-            why = f"node {holder.id} has that and keeps it"
+            why = f"node {holder.id} has that rank and keeps it"
         else:
-            why = f"node {holder.id} wished for it too, and comes first"
+            why = f"node {holder.id} requested it too and comes first"
         yield node.id, node.requested_rank, rank, why
 
 
-# what newcomers are sorted by -----------------------------------------------------------------------------------------
+# sort keys of new nodes -----------------------------------------------------------------------------------------------
 
 
 def _by_address(node: Node) -> tuple[int, int, Any]:
@@ -92,7 +92,7 @@ def _by_number(node: Node) -> tuple[bool, int]:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """So that rack9 comes before rack10: digits count as the number they are, without making one of a long text."""
+    """Sorts rack9 before rack10: digits compare as numbers, without the conversion of a long text to an int."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(len(part.lstrip("0")), part.lstrip("0")) if part[0] in "0123456789" else (-1, part) for part in parts]
 

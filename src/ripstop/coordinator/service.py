@@ -1,10 +1,10 @@
-"""The driver of the rendezvous machine: clock, timer and connections for a pure `Job`.
+"""The driver of the job's state machine: clock, timer and connections for a pure `Job`.
 
-Decides nothing and knows no transport: a connection is two callables, given to `attach`.  A node has one connection; a
-second one supersedes the first, whose late messages and late end mean nothing then.
+The driver decides nothing and does not depend on a transport: a connection is two callables, given to `attach`.  A node
+has one connection; a second one replaces the first, and later messages of the first are ignored.
 
-Nobody is blamed for silence while words of theirs may be waiting to be read: the job's clock stands still before each
-deadline until what has arrived was heard.
+No node is lost while one of its messages may still be unread: the job's clock stops just before each deadline until
+the event loop has read what has arrived.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from ripstop.coordinator.job_io import (
     Tick,
 )
 from ripstop.coordinator.settings import JobSettings
-from ripstop.model import events as observe
+from ripstop.model import events
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.event_text import log_line
 from ripstop.model.events import Sink
@@ -44,8 +44,8 @@ from ripstop.telemetry.metrics import Totals
 if TYPE_CHECKING:
     from ripstop.coordinator.metrics_collector import MetricsCollector
 
-TURN = 0.01  # seconds in which the event loop reads what has arrived
-PATIENCE = 10.0  # seconds for an agent's answer
+READ_TIME_S = 0.01  # in which the event loop reads what has arrived
+QUERY_TIMEOUT_S = 10.0  # for an agent's reply
 
 log = logging.getLogger("ripstop.coordinator")
 
@@ -68,19 +68,18 @@ class Session:
         self._coordinator = coordinator
 
     def receive(self, message: FromAgent) -> None:
-        """The node said something."""
-        self._coordinator.hear(self, message)
+        self._coordinator.receive(self, message)
 
     def detach(self, *, returning: bool = False) -> None:
-        """The connection ended.  A node that said it is returning is not reported as gone: its lease covers it."""
-        self._coordinator.forget(self, returning=returning)
+        """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
+        self._coordinator.detach(self, returning=returning)
 
 
 class Coordinator:
-    """Runs one job; to be made inside a running event loop.  `ended` holds the report once everybody knows it.
+    """Runs one job; must be created inside a running event loop.  `ended` holds the report after the nodes received it.
 
-    `may_decide` is asked before every decision: a coordinator whose office has run out does nothing more.  What happens
-    in the job goes to its journal, and from there to `totals` and `sinks`.
+    `may_decide` is checked before every decision: a coordinator that has lost its leadership does nothing.  Events go
+    to the job's journal, and from there to `totals` and `sinks`.
     """
 
     def __init__(
@@ -90,59 +89,58 @@ class Coordinator:
         sinks: Iterable[Sink] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()  # the last event, by the job's clock
-        self._job = Job(settings, self._last)
+        self._last_event_time = self._loop.time()  # by the job's clock
+        self._job = Job(settings, self._last_event_time)
         self._may_decide = may_decide
         self._sessions: dict[str, Session] = {}
-        self._questions: dict[int, tuple[str, asyncio.Future[str]]] = {}  # whom, and what becomes of it
-        self._asked = 0
-        self._scraper: MetricsCollector | None = None
+        self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
+        self._last_query = 0
+        self._metrics_collector: MetricsCollector | None = None
         self.totals = Totals()
-        self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of linked nodes: of which round, by local rank
-        self.journal = Journal([self.totals.on, self._note_pids, *sinks])
-        self._deadline: float | None = None  # the job's clock does not pass it before its tick
+        self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of connected nodes: the round, pids by local rank
+        self.journal = Journal([self.totals.on, self._store_pids, *sinks])
+        self._deadline: float | None = None  # the job's clock does not pass it before the tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
         self._arm()
 
     def attach(self, node: str, send: Callable[[FromCoordinator], None], close: Callable[[], None]) -> Session:
-        """A node has connected.  `send` and `close` must not call back at once; `close` comes after what was sent."""
+        """A node has connected.  `send` and `close` must not call back at once; `close` first sends what is queued."""
         old = self._sessions.get(node)
         session = self._sessions[node] = Session(self, node, send, close)
         if old is not None:
-            self._give_up_on(node)
+            self._fail_queries(node)
             old.close()
         return session
 
-    def hear(self, session: Session, message: FromAgent) -> None:
-        """A session's message; see `Session.receive`."""
+    def receive(self, session: Session, message: FromAgent) -> None:
+        """See `Session.receive`."""
         if self._sessions.get(session.node) is not session:
             return
         match message:
             case Events(lines):
-                self._take(session.node, lines)
+                self._add_events(session.node, lines)
             case Reply():
-                self._answered(session.node, message)
+                self._on_reply(session.node, message)
             case _:
                 self._feed(NodeMessage(session.node, message))
 
-    def forget(self, session: Session, *, returning: bool) -> None:
-        """A session's end; see `Session.detach`."""
+    def detach(self, session: Session, *, returning: bool) -> None:
+        """See `Session.detach`."""
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
-            self._give_up_on(session.node)
+            self._fail_queries(session.node)
             if not returning:
                 self._feed(NodeDisconnected(session.node))
 
-    # for operators ----------------------------------------------------------------------------------------------------
+    # operators --------------------------------------------------------------------------------------------------------
 
     @property
     def decides(self) -> bool:
-        """Whether this is the coordinator to ask: one whose office has run out does nothing of what it is told."""
+        """Whether this coordinator leads the job; another one ignores all commands."""
         return self._may_decide()
 
     def status(self) -> JobStatus:
-        """The job as it is."""
         status = self._job.status(self._now())
         return replace(status, nodes=tuple(self._with_pids(node, status.round) for node in status.nodes))
 
@@ -151,67 +149,66 @@ class Coordinator:
         runs = node.first_rank >= 0 and node.state is not NodeState.DONE and of == round
         return replace(node, pids=pids) if runs else node
 
-    def _note_pids(self, entry: observe.EventRecord) -> None:
-        match entry.event:
-            case observe.WorkersStarted(round=round, pids=pids) if round >= self._pids.get(entry.node, (-1,))[0]:
-                self._pids[entry.node] = round, pids
+    def _store_pids(self, record: events.EventRecord) -> None:
+        match record.event:
+            case events.WorkersStarted(round=round, pids=pids) if round >= self._pids.get(record.node, (-1,))[0]:
+                self._pids[record.node] = round, pids
 
-    def record(self, event: observe.Event) -> None:
-        """Have something noted in the job's journal, and said in the log."""
+    def record(self, event: events.Event) -> None:
+        """Add an event to the job's journal and to the log."""
         self.journal.record(event, time.time())
         if text := log_line(event):
             log.info("%s", text)
 
-    async def ask(self, node: str, question: str, argument: str = "", patience: float = PATIENCE) -> str:
-        """Have a node answer; `QueryFailed` says why there is no answer."""
+    async def ask(self, node: str, query: str, argument: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
+        """Send a query to a node and return its reply; raises `QueryFailed`."""
         session = self._sessions.get(node)
         if session is None:
-            raise QueryFailed(f"no node {node} is linked to the coordinator; `status` lists them")
-        self._asked += 1
-        number = self._asked
-        answer: asyncio.Future[str] = self._loop.create_future()
-        self._questions[number] = (node, answer)
+            raise QueryFailed(f"no node {node} is connected to the coordinator; `status` lists the nodes")
+        self._last_query = number = self._last_query + 1
+        reply: asyncio.Future[str] = self._loop.create_future()
+        self._queries[number] = (node, reply)
         try:
-            session.send(Query(number, question, argument))
-            async with asyncio.timeout(patience):
-                return await answer
+            session.send(Query(number, query, argument))
+            async with asyncio.timeout(timeout_s):
+                return await reply
         except TimeoutError:
-            raise QueryFailed(f"node {node} did not answer {question!r} in {patience:g} s") from None
+            raise QueryFailed(f"node {node} did not reply to {query!r} in {timeout_s:g} s") from None
         except ProtocolError as error:
-            raise QueryFailed(f"node {node} cannot be asked {question!r}: {error}") from error
+            raise QueryFailed(f"the query {query!r} cannot be sent to node {node}: {error}") from error
         finally:
-            del self._questions[number]
+            del self._queries[number]
 
     async def metrics(self) -> bytes:
-        """The page for Prometheus."""
-        return await self._scrape().page()
+        """The metrics page, in Prometheus' text format."""
+        return await self._collector().page()
 
     async def goodput(self) -> float | None:
-        """The share of the job's time that was spent in steps that were kept; None while nobody has reported one."""
-        return await self._scrape().goodput() if self.totals.goodput.known else None
+        """The share of the job's time spent in steps that were kept; None before the first reported step."""
+        return await self._collector().goodput() if self.totals.goodput.known else None
 
-    def apply_command(self, wish: OperatorCommand) -> None:
-        """An operator wants something; it is had where nothing speaks against it (`model/operator_commands.py`)."""
-        self._feed(wish)
+    def apply_command(self, command: OperatorCommand) -> None:
+        """Apply an operator's command if it is allowed now (`model/operator_commands.py`)."""
+        self._feed(command)
 
     def stop(self) -> None:
-        """Let go of the timer and of all connections; nothing is decided any more."""
+        """Cancel the timer and close all connections; the coordinator decides nothing afterwards."""
         self._may_decide = lambda: False
         self._disarm()
         for node, session in self._sessions.items():
-            self._give_up_on(node)
+            self._fail_queries(node)
             session.close()
         self._sessions.clear()
 
-    def _scrape(self) -> "MetricsCollector":
-        if self._scraper is None:
-            from ripstop.coordinator.metrics_collector import MetricsCollector  # where somebody asks
+    def _collector(self) -> "MetricsCollector":
+        if self._metrics_collector is None:
+            from ripstop.coordinator.metrics_collector import MetricsCollector  # only when it is needed
 
-            self._scraper = MetricsCollector(self)
-        return self._scraper
+            self._metrics_collector = MetricsCollector(self)
+        return self._metrics_collector
 
     def _feed(self, event: JobInput) -> None:
-        """A machine that breaks ends the coordinator: nobody may wait for one that decides nothing any more."""
+        """An exception in the machine ends the coordinator: no agent may wait for one that decides nothing."""
         if not self._may_decide():
             return
         try:
@@ -230,15 +227,15 @@ class Coordinator:
                         self._send(session, message)
                 case Disconnect(node):
                     if session := self._sessions.pop(node, None):
-                        self._give_up_on(node)
+                        self._fail_queries(node)
                         session.close()
-                case RecordEvent(noted):
-                    self.record(noted)
+                case RecordEvent(recorded):
+                    self.record(recorded)
                 case JobEnded(report):
                     if not self.ended.done():
                         self.ended.set_result(report)
-        # A beat by itself can only move the deadline further away: the alarm then comes early and is set again, once in
-        # a lease instead of once a beat.
+        # A heartbeat only moves the deadline further away.  The timer then fires early and is set again, once a lease
+        # instead of once a heartbeat.
         if (
             commands
             or self._timer is None
@@ -247,49 +244,49 @@ class Coordinator:
             self._arm()
 
     def _send(self, session: Session, message: FromCoordinator) -> None:
-        """A message that cannot be told costs its node the connection, and nobody else anything."""
+        """A message that cannot be encoded closes only this node's connection."""
         try:
             session.send(message)
         except ProtocolError as error:
-            log.error("node=%s is dropped, it cannot be told: %s", session.node, error)
+            log.error("node=%s is disconnected, a message to it cannot be sent: %s", session.node, error)
             session.close()
             self._loop.call_soon(session.detach)
 
-    def _take(self, node: str, lines: tuple[str, ...]) -> None:
+    def _add_events(self, node: str, lines: tuple[str, ...]) -> None:
         for line in lines:
-            entry = observe.from_json(line)
-            if entry is not None and entry.node == node:  # it speaks for itself only
-                self.journal.take(bounded_record(entry))
-                self._note_progress(node, entry.event)
+            record = events.from_json(line)
+            if record is not None and record.node == node:  # a node reports its own events only
+                self.journal.take(bounded_record(record))
+                self._report_progress(node, record.event)
 
-    def _note_progress(self, node: str, event: observe.Event) -> None:
+    def _report_progress(self, node: str, event: events.Event) -> None:
         match event:
-            case observe.FirstStep(round=round) | observe.CheckpointSaved(round=round):
+            case events.FirstStep(round=round) | events.CheckpointSaved(round=round):
                 if round == self._job.round and not self._job.progressed:
                     self._feed(Progressed(node, round))
 
-    def _answered(self, node: str, answer: Reply) -> None:
-        whom, waiting = self._questions.get(answer.number, (None, None))
-        if waiting is None or whom != node or waiting.done():
+    def _on_reply(self, node: str, reply: Reply) -> None:
+        asked, waiting = self._queries.get(reply.number, (None, None))
+        if waiting is None or asked != node or waiting.done():
             return
-        if answer.error:
-            waiting.set_exception(QueryFailed(answer.error))
+        if reply.error:
+            waiting.set_exception(QueryFailed(reply.error))
         else:
-            waiting.set_result(answer.body)
+            waiting.set_result(reply.body)
 
-    def _give_up_on(self, node: str) -> None:
-        """Its connection has ended."""
-        self._pids.pop(node, None)  # it tells them again over the next one
-        for whom, waiting in self._questions.values():
-            if whom == node and not waiting.done():
-                waiting.set_exception(QueryFailed(f"the connection of node {node} closed before it answered"))
+    def _fail_queries(self, node: str) -> None:
+        """The node's connection has closed."""
+        self._pids.pop(node, None)  # the node reports them again over its next connection
+        for asked, waiting in self._queries.values():
+            if asked == node and not waiting.done():
+                waiting.set_exception(QueryFailed(f"the connection of node {node} closed before it replied"))
 
     def _now(self) -> float:
         now = self._loop.time()
         if self._deadline is not None:
             now = min(now, math.nextafter(self._deadline, -math.inf))
-        self._last = max(self._last, now)
-        return self._last
+        self._last_event_time = max(self._last_event_time, now)
+        return self._last_event_time
 
     def _arm(self) -> None:
         deadline = self._job.deadline()
@@ -297,10 +294,10 @@ class Coordinator:
             self._disarm()
             self._deadline = deadline
             if deadline is not None:
-                self._timer = self._loop.call_at(deadline, self._alarm)
+                self._timer = self._loop.call_at(deadline, self._on_timer)
 
-    def _alarm(self) -> None:
-        self._timer = self._loop.call_later(TURN, self._tick)
+    def _on_timer(self) -> None:
+        self._timer = self._loop.call_later(READ_TIME_S, self._tick)
 
     def _tick(self) -> None:
         self._disarm()

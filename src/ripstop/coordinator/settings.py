@@ -1,4 +1,4 @@
-"""What a job was started with, as far as its coordinator decides by it.  Pure data."""
+"""The settings of a job that its coordinator needs.  Pure data."""
 
 from msgspec import Struct, field
 
@@ -7,10 +7,9 @@ from ripstop.model.round import RankBy
 
 
 class JobSettings(Struct, frozen=True):
-    """What the job was started with.
+    """`own` is the node in the coordinator's process; it needs no lease.
 
-    `own` is the node in the coordinator's own process; it needs no lease.  `target` is how many nodes the job is to
-    have until an operator says otherwise; None: as many as it can.
+    `target` is the number of nodes that the job uses until an operator scales it; None: as many as possible.
     """
 
     run_id: str

@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 
-from ripstop.coordinator.job import FAREWELL
+from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
 from ripstop.election.election import (
@@ -144,7 +144,7 @@ class EtcdLink:
         if self._leadership is not None:
             ended = self._leadership.coordinator.ended
             if self._received_outcome or ended.done():
-                await asyncio.wait([ended], timeout=FAREWELL + 1)
+                await asyncio.wait([ended], timeout=FINAL_REPORT_TIMEOUT_S + 1)
                 await asyncio.sleep(0)  # lets `_on_job_ended` start the task
                 if self._publishing is not None:
                     await asyncio.wait([self._publishing])

@@ -31,7 +31,7 @@ from msgspec import Struct
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
-from ripstop.coordinator.budget import RestartBudget, dies_young
+from ripstop.coordinator.budget import RestartBudget, is_early_failure
 from ripstop.diagnostics.failure_report import how, order, root_cause, trim
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobReport
@@ -233,7 +233,7 @@ class HandlerLink:
                     case Failed(round, failures) if round == met.place.round:
                         self._failures += failures
                         verdict = self._restarts.charge(
-                            loop.time(), young=dies_young(loop.time() - began, progressed=False)
+                            loop.time(), early=is_early_failure(loop.time() - began, progressed=False)
                         )
                         if not verdict.allowed:
                             return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")

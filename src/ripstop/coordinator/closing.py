@@ -1,0 +1,68 @@
+"""How a job ends: it collects the nodes' failures, sends the report, and waits until the nodes have left.  Pure.
+
+Rules: (1) a job closes once; (2) after a failure or a stop, the report waits for the failures of every node, for the
+shutdown timeout and `FINAL_REPORT_TIMEOUT_S` at most; (3) the coordinator then stays until every node has left, for
+`FINAL_REPORT_TIMEOUT_S` at most.
+"""
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from ripstop.coordinator.job_io import JobCommand, JobEnded, Send
+from ripstop.model.events import JobClosed, JobClosing
+from ripstop.model.failure import JobReport
+from ripstop.model.round import Outcome
+from ripstop.model.status import Phase
+from ripstop.protocol.limits import truncate_reason
+from ripstop.protocol.messages import Closed, Closing
+
+if TYPE_CHECKING:
+    from ripstop.coordinator.job import Job
+
+FINAL_REPORT_TIMEOUT_S = 5.0  # how long nodes have to receive the report and leave
+
+
+def close(job: "Job", outcome: Outcome, why: str, now: float) -> list[JobCommand]:
+    if job.phase in (Phase.CLOSING, Phase.CLOSED):
+        return []
+    job.why = why = truncate_reason(why)
+    job.failure_policy.reset()
+    job.report = JobReport(job.settings.run_id, outcome, why, job.round, job.restarts.used)
+    job.enter(Phase.CLOSING, now)
+    if outcome is Outcome.SUCCEEDED:
+        return finish(job, now)
+    job.awaiting_stop = set(job.members)
+    job.events.append(JobClosing(outcome, why))
+    out: list[JobCommand] = [Send(n, Closing(why, outcome)) for n in job.members]
+    return out + finish(job, now)
+
+
+def finish(job: "Job", now: float) -> list[JobCommand]:
+    """Send the report once the failures of all nodes have arrived, or their time is over."""
+    assert job.report is not None
+    if job.awaiting_stop and now < report_deadline(job):
+        return []
+    failures = () if job.report.outcome is Outcome.SUCCEEDED else job.failure_policy.failures()
+    job.report = report = replace(job.report, rounds=job.round, restarts=job.restarts.used, failures=failures)
+    job.enter(Phase.CLOSED, now)
+    job.events.append(JobClosed(report.outcome, report.why, report.rounds, report.restarts))
+    out: list[JobCommand] = [Send(n, Closed(report)) for n in job.members]
+    return out + end(job, now)
+
+
+def end(job: "Job", now: float) -> list[JobCommand]:
+    """End the coordinator's work once all nodes have left, or their time is over."""
+    assert job.report is not None
+    if job.is_ended or (job.members and now < end_deadline(job)):
+        return []
+    job.is_ended = True
+    return [JobEnded(job.report)]
+
+
+def report_deadline(job: "Job") -> float:
+    return job.phase_since + job.settings.timing.shutdown + FINAL_REPORT_TIMEOUT_S
+
+
+def end_deadline(job: "Job") -> float:
+    return job.phase_since + FINAL_REPORT_TIMEOUT_S
