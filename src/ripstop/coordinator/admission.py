@@ -33,23 +33,8 @@ def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iter
 
 def _rank_rejection_reason(node: Node, nodes: int, staying: Iterable[Node]) -> str:
     """In a static job every node requests a different rank."""
-    if node.requested_rank is None or not 0 <= node.requested_rank < nodes:
-        return f"a static job needs --node-rank from 0 to {nodes -
-        1}
-        on
-        every
-        node,
-        node
-        {node.id}
-        has
-       
-       
-       
-       
-        {node.requested_rank}"
-    taken = next(
-        (other.id for other in staying if other.requested_rank == node.requested_rank and other.id != node.id), None
-    )
-    return (
-        f"--node-rank={node.requested_rank} is taken by node {taken}; use each rank once" if taken is not None else ""
-    )
+    rank = node.requested_rank
+    if rank is None or not 0 <= rank < nodes:
+        return f"a static job needs --node-rank from 0 to {nodes - 1} on every node, node {node.id} has {rank}"
+    taken = next((other.id for other in staying if other.requested_rank == rank and other.id != node.id), None)
+    return f"--node-rank={rank} is taken by node {taken}; use each rank once" if taken is not None else ""
