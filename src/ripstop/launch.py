@@ -304,11 +304,11 @@ def _spans(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list
     """What sends the job's traces, where somebody wants them."""
     if config.tracing is None:
         return []
-    from ripstop.transport.span_sender import SpanSender
+    from ripstop.telemetry.trace_exporter import TraceExporter
 
-    sender = SpanSender(config.tracing, config.run_id)
-    parts.push_async_callback(sender.close)
-    return [sender.add]
+    exporter = TraceExporter(config.tracing, config.run_id)
+    parts.push_async_callback(exporter.close)
+    return [exporter.add]
 
 
 def _way_in(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:

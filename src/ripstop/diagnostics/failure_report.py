@@ -101,7 +101,7 @@ def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     return (*kept[:_IN_FULL], *short)
 
 
-# for a program ------------------------------------------------------------------------------------------------------
+# for a program --------------------------------------------------------------------------------------------------------
 
 
 def to_json(report: JobReport) -> str:
@@ -113,7 +113,7 @@ def to_json(report: JobReport) -> str:
     return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 
-# for a person -------------------------------------------------------------------------------------------------------
+# for a person ---------------------------------------------------------------------------------------------------------
 
 
 def render(report: JobReport, width: int = 100) -> str:

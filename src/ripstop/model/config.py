@@ -151,16 +151,13 @@ class Tls(Struct, frozen=True):
     ca: Path | None = None
 
 
-class Tracing(Redacted, frozen=True):
-    """Where the job's spans are sent to (OTLP over HTTP, as JSON), and what they say that they are of.
+class Tracing(Struct, frozen=True):
+    """The collector of the job's spans, for log lines; OpenTelemetry's SDK reads its own variables.
 
-    `parent` is the trace, and in it the span, that the job is a part of: ids in hexadecimal digits.
+    `parent` has the ids of the trace and of the span that contain the job, in hexadecimal digits.
     """
 
-    url: str
-    headers: tuple[tuple[str, str], ...] = ()
-    resource: tuple[tuple[str, str], ...] = ()
-    ca: Path | None = None  # signs the collector's certificate; None: the system's authorities do
+    endpoint: str
     parent: tuple[str, str] | None = None
 
 
