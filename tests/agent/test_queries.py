@@ -76,7 +76,7 @@ def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_t
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
-    path.write_bytes(b"x" * follow.PIECE + b"the end \xe2")
+    path.write_bytes(b"x" * follow.MAX_CHUNK_BYTES + b"the end \xe2")
 
     async def scenario() -> None:
         stopped = asyncio.get_running_loop().create_future()
@@ -88,8 +88,8 @@ def test_a_log_of_workers_that_are_gone_is_read_to_its_end_and_nothing_else_is_t
             details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
             return json.loads(await reply("log", json.dumps(details), node))
 
-        assert [(await log(at))["end"] for at in (0, follow.PIECE)] == [False, False]
-        waiting = asyncio.create_task(log(follow.PIECE + 8, wait=8.0))
+        assert [(await log(at))["end"] for at in (0, follow.MAX_CHUNK_BYTES)] == [False, False]
+        waiting = asyncio.create_task(log(follow.MAX_CHUNK_BYTES + 8, wait=8.0))
         parting = asyncio.create_task(node.readers.part(60.0))
         done, _ = await asyncio.wait([waiting, parting], timeout=0.05)
         assert not done

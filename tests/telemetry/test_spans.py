@@ -206,7 +206,7 @@ def test_a_failed_recovery_is_an_error_and_the_next_one_links_to_it() -> None:
     job.record(10.0, formed(2, "a", "b"))
     recover(job, 11.0, 2, "a")
     first = only(job.record(12.0, RoundEnded(2, "node_lost", "node b lost", 0.0)), "recovery")
-    assert first.error == "round 2 was over before 1 of its 2 nodes ran: node b lost"
+    assert first.error == "round 2 ended before 1 of its 2 nodes ran: node b lost"
     assert first.end == 12.0
     job.record(12.0, formed(3, "a"))
     second = only(recover(job, 13.0, 3, "a"), "recovery")
@@ -245,11 +245,11 @@ def test_the_span_of_a_job_has_its_goodput_if_workers_report_steps() -> None:
     job.runs(0.0, 1, "a")
     job.record(5.0, FirstStep(1, 0, 0, 4.9), node="a")
     job.record(10.0, JobClosed("succeeded", "all workers exited 0", 1, 0))
-    job.record(10.1, StepsDone(1, 0, 0, 50, 5.0), node="a")  # told when its workers are stopped
+    job.record(10.1, StepsDone(1, 0, 0, 50, 5.0), node="a")  # recorded when its workers stop
     assert job.end().attributes["ripstop.goodput"] == approx(0.5)
     silent = Job()
     silent.runs(0.0, 1, "a")
-    silent.tell(10.0, JobClosed("succeeded", "all workers exited 0", 1, 0))
+    silent.record(10.0, JobClosed("succeeded", "all workers exited 0", 1, 0))
     assert "ripstop.goodput" not in silent.end().attributes
 
 
