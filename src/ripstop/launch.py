@@ -47,7 +47,7 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text import clean, one_line
 from ripstop.protocol import secret
-from ripstop.telemetry.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.in_process import InProcessLink
@@ -131,7 +131,7 @@ async def take_part(
     node = _this_node(config, bound)
     config = _with_secret(config, bound)
     async with AsyncExitStack() as parts:
-        heard = [_event_file(parts, directory, OF_NODE), *sinks]
+        heard = [_event_file(parts, directory, NODE_EVENTS), *sinks]
         if link is not None:
             meeting = _Meeting(link)
         elif config.backend is Backend.ETCD:
@@ -164,7 +164,7 @@ async def _meet(
     if config.backend is not Backend.LOCAL and bound is None:
         _way_in(parts, config, node.id).follow(str(config.endpoint))
         return _Meeting(_remote(config, node.id))
-    sinks = [_event_file(parts, directory, OF_JOB), *_spans(parts, config)]
+    sinks = [_event_file(parts, directory, JOB_EVENTS), *_spans(parts, config)]
     coordinator = Coordinator(_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
@@ -195,7 +195,7 @@ def _meet_by_etcd(parts: AsyncExitStack, config: RunConfig, node: Node, director
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_event_file(parts, directory, OF_JOB), *_spans(parts, config)],
+        sinks=[_event_file(parts, directory, JOB_EVENTS), *_spans(parts, config)],
         seated=seated,
     )
     return _Meeting(link, link.broken)
@@ -207,7 +207,7 @@ async def _coordinate(config: CoordinatorConfig, bound: Bound, directory: LogDir
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.put_nowait, signum)
     async with AsyncExitStack() as parts:
-        sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
+        sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
         coordinator = Coordinator(_settings(config), sinks=[*sinks, *_spans(parts, config)])
         await _serve(parts, coordinator, bound, config)
         _way_in(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
@@ -359,7 +359,7 @@ def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> S
     )
 
     def sink(entry: Logged) -> None:
-        for text in events.of(entry):
+        for text in events.convert(entry):
             put(text)
 
     return sink

@@ -1,4 +1,4 @@
-"""What an agent saw, as torch's handlers know it."""
+"""Event records of an agent, in the format of torch's handlers."""
 
 import json
 from typing import Any
@@ -24,7 +24,9 @@ STARTED = WorkersStarted(1, 4, 8, 2, (70, 71), 0.1, 0.0, "first round")
 def told(*events: Event) -> list[dict[str, Any]]:
     """One second apart, from second 100."""
     agent = TorchEvents(run_id="job", role="trainer", backend="c10d", host="h", program="train.py")
-    texts = [text for n, event in enumerate(events) for text in agent.of(EventRecord(n + 1, 100.0 + n, "node", event))]
+    texts = [
+        text for n, event in enumerate(events) for text in agent.convert(EventRecord(n + 1, 100.0 + n, "node", event))
+    ]
     return [json.loads(text) for text in texts]
 
 
@@ -54,20 +56,20 @@ def test_workers_start_fail_and_are_stopped_and_the_agent_ends() -> None:
     assert events[-1]["metadata"]["raw_error"] == "spent"
 
 
-def test_workers_that_succeeded_are_not_told_to_have_been_stopped() -> None:
+def test_workers_that_succeeded_are_not_reported_as_stopped() -> None:
     events = told(STARTED, WorkersSucceeded(1), WorkersStopped(1, 0.0), AgentEnded(0, "all workers exited 0"))
     assert [name for _, name, _ in in_short(events)] == ["START", "START", "SUCCEEDED", "SUCCEEDED", "SUCCEEDED"]
     assert events[-1]["source"] == "AGENT" and events[-1]["metadata"]["raw_error"] is None
 
 
-def test_a_missed_timer_is_told() -> None:
+def test_an_expired_timer_is_reported() -> None:
     (*_, missed) = told(STARTED, TimersMissed(1, 5, 71, "timer expired: 'x' (1.0 s); ripstop sent SIGKILL"))
     assert (missed["name"], missed["source"]) == ("timer expired", "AGENT")
     assert json.loads(missed["metadata"]["metadata"])["worker_pid"] == "71"
     assert "'x'" in missed["metadata"]["raw_error"]
 
 
-def test_what_torch_has_no_word_for_is_not_told() -> None:
+def test_events_without_a_counterpart_in_torch_are_left_out() -> None:
     assert told(WarmedUp("zygote", (), 0.1, ""), WorkerFailed(1, 0, 0, "could not be started")) == []
 
 

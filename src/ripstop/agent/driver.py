@@ -50,8 +50,8 @@ from ripstop.agent.queries import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.coordinator.job import FAREWELL
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
-from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
-from ripstop.diagnostics.stack_dump import SIGNAL, look
+from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
+from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
@@ -229,7 +229,7 @@ class Driver:
         if running is None or running.group is None or (running.watch is None and not running.stopped.done()):
             return None
         group, ended = running.group, frozenset(running.ended)
-        paces = running.watch.paces() if running.watch is not None else {}
+        paces = running.watch.worker_progress() if running.watch is not None else {}
         return Workers(running.place, group.pids, running.logs, paces, ended, running.recorder_sockets, running.stopped)
 
     def _reported(self, pid: int, report: JobReport) -> None:
@@ -238,7 +238,7 @@ class Driver:
             return
         rank = running.group.rank_of(pid)
         if rank is not None:
-            running.watch.report(rank, report)
+            running.watch.on_report(rank, report)
 
     def on_unlinked(self, why: str) -> None:
         self._feed(CoordinatorLost(why))
@@ -405,7 +405,7 @@ class Driver:
 
     def _watch_over(self, running: Running, group: Group) -> None:
         place = running.place
-        subject = Subject(place, self._machine.node.host, group.pids, running.logs, running.recorder_sockets)
+        subject = MonitoredWorkers(place, self._machine.node.host, group.pids, running.logs, running.recorder_sockets)
 
         def hung(failures: tuple[Failure, ...], seconds: float) -> None:
             now = self._loop.time()
@@ -414,7 +414,7 @@ class Driver:
 
         running.watch = HangMonitor(subject, self._config.hang_timeout, self._diary.record, hung, self._reports.audible)
         for local_rank in running.ended:  # sooner than we came to it
-            running.watch.gone(local_rank)
+            running.watch.on_worker_ended(local_rank)
 
     async def _inspect(self, round: int) -> None:
         running, failures = self._running, tuple[Failure, ...]()
@@ -451,7 +451,7 @@ class Driver:
         env |= logs.environment(local_rank)
         binding = self._config.bindings[local_rank] if self._config.bindings else None
         looked_at = self._config.hang_timeout or self._config.timer_pipe
-        stacks = (SIGNAL, logs.stack_file(local_rank)) if looked_at else None
+        stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if looked_at else None
         recorder = running.recorder_sockets[local_rank] if running.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
         return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder)
@@ -460,7 +460,7 @@ class Driver:
         round = running.place.round
         running.ended.add(exit.local_rank)
         if running.watch is not None:
-            running.watch.gone(exit.local_rank)
+            running.watch.on_worker_ended(exit.local_rank)
         if exit.exitcode == 0:
             running.left -= 1
             if not running.left:
@@ -483,7 +483,7 @@ class Driver:
             error_file=running.logs.error_file(exit.local_rank),
             stderr=running.logs.stderr(exit.local_rank),
             before=running.memory,
-            condemned=running.condemned.get(exit.local_rank),
+            timer_kill=running.condemned.get(exit.local_rank),
         )
         self._diary.record(
             WorkerFailed(round, failure.rank, exit.pid, failure.message.split("\n")[0]), level=logging.WARNING
@@ -521,7 +521,7 @@ class Driver:
     async def _condemn(self, running: Running, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
         """The signal, and before it the evidence: where the worker is."""
         if pid in group.pids:
-            found = await look(pid, running.logs.stack_file(rank))
+            found = await dump_stack(pid, running.logs.stack_file(rank))
             running.condemned[rank] = TimerKill(why, found.stack)
         if not running.sent:
             group.send(pid, signum)
@@ -532,7 +532,7 @@ class Driver:
         began = self._loop.time()
         running.sent |= {signum, signal.SIGKILL}
         if running.watch is not None and grace > 0:
-            await running.watch.settle()
+            await running.watch.finish_inspection()
         if running.group is not None:
             await running.group.stop(grace, signum)
         if not running.stopped.done():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, to_builtins
 
 from ripstop.diagnostics.progress import WorkerProgress
-from ripstop.diagnostics.stack_dump import gone, look_at
+from ripstop.diagnostics.stack_dump import dump_stacks, ended_process
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
@@ -27,7 +27,7 @@ from ripstop.system.blocking_calls import run_in_daemon_thread
 if TYPE_CHECKING:
     from ripstop.agent.gpu_usage import GpuUsageReader
     from ripstop.agent.log_followers import LogFollowers
-    from ripstop.diagnostics.flight_dump import Flight
+    from ripstop.diagnostics.flight_dump import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -88,7 +88,7 @@ def _plain(record: Struct) -> dict[str, Any]:
 
 async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers are: of one `rank`, or of all of this node's."""
-    from ripstop.diagnostics.flight_dump import HEALTHY, ask_ranks  # nobody may ever ask
+    from ripstop.diagnostics.flight_dump import HEALTHY, query_ranks  # nobody may ever ask
 
     workers = node.running()
     rank = details.get("rank")
@@ -97,10 +97,12 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     there = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
-        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in there),
-        ask_ranks(workers.recorder_sockets, there, HEALTHY),
+        dump_stacks((workers.pids[local], workers.logs.stack_file(local)) for local in there),
+        query_ranks(workers.recorder_sockets, there, HEALTHY),
     )
-    looks = dict(zip(there, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    looks = dict(zip(there, found, strict=True)) | {
+        local: ended_process(workers.pids[local]) for local in workers.ended
+    }
     told = {local: _told(flight) for local, flight in zip(there, flights, strict=True) if flight}
     room = LARGEST // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
@@ -120,7 +122,7 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _told(flight: "Flight") -> dict[str, Any]:
+def _told(flight: "FlightDump") -> dict[str, Any]:
     """What torch's flight recorder has of a worker, or why nothing is known."""
     if not flight.standings:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; of NCCL, only where a worker hangs'}"}

@@ -48,12 +48,12 @@ class MetricsCollector:
     async def goodput(self) -> float:
         """By now, or as far as the job was last seen."""
         found = self._coordinator.totals.goodput
-        if (teller := found.teller) is not None:
-            node, rank = teller
+        if (reporter := found.reporter) is not None:
+            node, rank = reporter
             with suppress(QueryFailed, ProtocolError):
                 asked = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), patience=HASTE)
                 seen = _read_step(await asked)
-                found.progress(seen.round, node, rank, seen.step, seen.at)
+                found.on_step(seen.round, node, rank, seen.step, seen.at)
         return found.spent(time.time()).ratio
 
     async def _make(self) -> bytes:
@@ -64,7 +64,7 @@ class MetricsCollector:
             for name, node in samples.items():
                 for rank in node.ranks:
                     if rank.step is not None and rank.age is not None:
-                        totals.goodput.progress(node.round, name, rank.rank, rank.step, node.at - rank.age)
+                        totals.goodput.on_step(node.round, name, rank.rank, rank.step, node.at - rank.age)
             return await asyncio.to_thread(_page, copy.deepcopy(totals), status, samples, time.time())
         finally:
             self._made = asyncio.get_running_loop().time()

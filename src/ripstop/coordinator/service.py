@@ -187,7 +187,7 @@ class Coordinator:
 
     async def goodput(self) -> float | None:
         """The share of the job's time that was spent in steps that were kept; None while nobody has reported one."""
-        return await self._scrape().goodput() if self.totals.goodput.known else None
+        return await self._scrape().goodput() if self.totals.goodput.has_steps else None
 
     def steer(self, wish: OperatorCommand) -> None:
         """An operator wants something; it is had where nothing speaks against it (`model/operator_commands.py`)."""

@@ -29,7 +29,7 @@ from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
 from ripstop.system.linux import FULL, reserve_range
 from ripstop.system.own_directory import make_own_directory, no_follow
-from ripstop.telemetry.event_file import OF_JOB, OF_NODE
+from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
 
@@ -64,7 +64,10 @@ class LogDirectory:
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # another process uses the directory
             files = [
-                Path(directory, name) for directory, _, names in tree for name in names if name not in (OF_NODE, OF_JOB)
+                Path(directory, name)
+                for directory, _, names in tree
+                for name in names
+                if name not in (NODE_EVENTS, JOB_EVENTS)
             ]
             if any(file.lstat().st_size for file in files):
                 return

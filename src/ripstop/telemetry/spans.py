@@ -162,7 +162,7 @@ class Spans:
             "ripstop.rounds": closed.rounds,
             "ripstop.restarts_used": closed.restarts,
         }
-        if self._goodput.known:
+        if self._goodput.has_steps:
             about["ripstop.goodput"] = self._goodput.spent(at).ratio
         parent = self._parent.span if self._parent else ""
         return [Span(self._job, parent, "job", self._start, at, self._common | about, error=_error(closed))]
