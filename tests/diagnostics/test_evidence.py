@@ -159,8 +159,8 @@ def test_an_error_file_that_torch_copied_from_a_child_is_parsed(tmp_path: Path) 
 
 def parsed(data: Any) -> tuple[str, str, float | None]:
     text = json.dumps(data).encode()
-    said = parse_error_file(text, len(text))
-    return said.message, said.traceback, said.at
+    parsed = parse_error_file(text, len(text))
+    return parsed.message, parsed.traceback, parsed.at
 
 
 def test_a_message_may_be_a_string() -> None:
@@ -182,9 +182,9 @@ def test_an_invalid_timestamp_is_ignored(timestamp: Any) -> None:
     [b"[1]", b"7", b"{}", b'{"message": {"message": "ValueError: cut he', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 9999],
 )
 def test_a_broken_error_file_is_reported_as_broken(data: bytes) -> None:
-    said = parse_error_file(data, len(data))
-    assert said.message.startswith("the error file ")
-    assert len(said.message.encode()) <= 2048
+    parsed = parse_error_file(data, len(data))
+    assert parsed.message.startswith("the error file ")
+    assert len(parsed.message.encode()) <= 2048
 
 
 def test_the_beginning_of_a_truncated_error_file_is_shown() -> None:
@@ -228,9 +228,9 @@ def test_an_error_file_that_is_a_pipe_or_a_directory_does_not_block(tmp_path: Pa
     os.mkfifo(tmp_path / "error.json")
     assert evidence(tmp_path, 1).message.endswith("is not a file")
     (tmp_path / "d").mkdir()
-    said = read_error_file(tmp_path / "d")
-    assert said is not None
-    assert said.message.endswith("is not a file")
+    parsed = read_error_file(tmp_path / "d")
+    assert parsed is not None
+    assert parsed.message.endswith("is not a file")
 
 
 def test_with_an_empty_error_file_the_exit_status_is_reported(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_binary_and_coloured_stderr_becomes_plain_text(tmp_path: Path) -> None:
 
 
 def test_a_missing_stderr_file_is_no_error(tmp_path: Path) -> None:
-    assert evidence(tmp_path / "gone", 3).log_tail == ()
+    assert evidence(tmp_path / "missing", 3).log_tail == ()
 
 
 def test_an_exception_is_found_after_torchs_rank_prefix() -> None:
@@ -391,8 +391,8 @@ def small_cgroup() -> Iterator[Path]:
 
 def test_a_real_oom_kill_is_recognised(small_cgroup: Path) -> None:
     agent = [sys.executable, "-c", AGENT, str(small_cgroup)]
-    said = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
+    output = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert output.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
 
 
 def test_a_worker_that_was_not_started_has_neither_code_nor_signal(tmp_path: Path) -> None:

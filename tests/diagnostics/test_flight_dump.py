@@ -83,7 +83,7 @@ def with_workers(
 async def until(sockets: list[str], fits: Callable[[list[FlightDump]], bool]) -> list[FlightDump]:
     """The dumps, once the workers have reached their collectives."""
     while not fits(found := await query(sockets)):
-        pass  # each time it waits for an answer
+        pass  # each query waits for a reply
     return found
 
 
@@ -141,20 +141,18 @@ def test_the_recorder_of_nccl_is_not_read_from_a_healthy_worker(monkeypatch: pyt
     assert recorded(hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
-# answers that are none ------------------------------------------------------------------------------------------------
+# invalid replies ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("reply", "why"),
     [
         (b"nonsense", "the worker's reply is not a dump of torch's flight recorder"),
         (b"", "the worker's reply is not a dump of torch's flight recorder"),
         (b" " * 3000, "the dump has more than 0 MiB; set a smaller TORCH_FR_BUFFER_SIZE"),
     ],
 )
-def test_an_invalid_reply_has_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
-) -> None:
+def test_an_invalid_reply_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, why: str) -> None:
     monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 2000)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
@@ -164,7 +162,7 @@ def test_an_invalid_reply_has_a_reason(
             asking, _ = server.accept()
             with asking:
                 asking.recv(1)
-                asking.sendall(answer)
+                asking.sendall(reply)
 
         serving = threading.Thread(target=serve)
         serving.start()

@@ -145,7 +145,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
 
 
 @pytest.mark.parametrize(
-    ("ranks", "odd", "words"),
+    ("ranks", "odd", "text"),
     [
         (
             [[inside(42)], [done(41, "broadcast")], [inside(42)]],
@@ -157,7 +157,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
             {1},
             "rank 0 is in all_reduce #1, not entered by rank 1 (last: none)",
         ),
-        (  # who is ahead of the others waits, too
+        (  # a rank ahead of the others waits, too
             [[inside(42)], [done(41)], [inside(43)]],
             {1},
             "rank 0 is in all_reduce #42, not entered by rank 1 (last: all_reduce #41)",
@@ -207,20 +207,20 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
     ],
 )
 def test_the_odd_ranks_have_not_entered_the_collective(
-    ranks: list[list[CollectiveProgress]], odd: set[int], words: str
+    ranks: list[list[CollectiveProgress]], odd: set[int], text: str
 ) -> None:
     recorded = dict(enumerate(ranks))
     assert odd_ones(recorded) == odd
-    assert in_words(recorded) == words
+    assert in_words(recorded) == text
 
 
 def test_groups_with_an_odd_rank_come_first_and_the_rest_are_counted() -> None:
     ranks = {n: [inside(3, group=f"g{n // 2}")] for n in range(20)} | {21: [done(2, group="g7")]}
-    words = in_words(ranks)
-    assert words.startswith(
+    text = in_words(ranks)
+    assert text.startswith(
         "ranks 14,15 are in all_reduce #3 of group g7, not entered by rank 21 (last: all_reduce #2); "
     )
-    assert words.endswith("; 7 more groups")
+    assert text.endswith("; 7 more groups")
     assert in_words({n: [inside(3, f"op{n}")] for n in range(9)}).endswith(", 6 more kinds")
 
 
@@ -250,8 +250,8 @@ def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
             {2},
         ),  # 1 waits for what no one records
         ([hang([inside(5)], True), hang([inside(5)], True), hang([done(4)], False, state="T")], {2}),
-        ([hang([inside(5)], True), hang(None, False)], {1}),  # it did not answer
-        ([hang([inside(5)], True), hang([inside(5)], False)], {1}),  # the recorder does not tell, and stacks do
+        ([hang([inside(5)], True), hang(None, False)], {1}),  # it did not reply
+        ([hang([inside(5)], True), hang([inside(5)], False)], {1}),  # only the stacks differ
         ([hang(None, True), hang(None, False)], {1}),
     ],
 )

@@ -82,9 +82,9 @@ def test_a_hang_in_words_has_the_location_of_every_rank() -> None:
 
 def test_many_ranks_are_shown_as_ranges_and_many_locations_are_counted() -> None:
     hangs = dict(enumerate([waiting()] * 1000 + [busy(where=f"data.py:{line}") for line in range(9)]))
-    words = in_words(hangs)
-    assert words.startswith("ranks 0-999 wait in all_reduce (train.py:41); rank 1006 is in load_batch (data.py:6); ")
-    assert words.endswith("; 6 more elsewhere")
+    text = in_words(hangs)
+    assert text.startswith("ranks 0-999 wait in all_reduce (train.py:41); rank 1006 is in load_batch (data.py:6); ")
+    assert text.endswith("; 6 more elsewhere")
 
 
 def test_a_stopped_process_is_reported_as_stopped() -> None:

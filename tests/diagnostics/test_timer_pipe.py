@@ -14,7 +14,7 @@ from ripstop.diagnostics import timer_pipe
 from ripstop.diagnostics.timer_pipe import ExpiredTimer, Pipe, Watchdog, in_use, reason
 from ripstop.model.errors import UsageError
 
-PATIENCE = 20.0
+DEADLINE_S = 20.0
 
 Events = asyncio.Queue[tuple[int, str, int]]
 
@@ -24,7 +24,7 @@ def watched(path: Path, play: Callable[[Events], Awaitable[None]]) -> None:
         reported: Events = asyncio.Queue()
         watchdog = Watchdog(path, lambda *missed: reported.put_nowait(missed))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(DEADLINE_S):
                 await play(reported)
         finally:
             watchdog.close()
@@ -36,8 +36,8 @@ def watched(path: Path, play: Callable[[Events], Awaitable[None]]) -> None:
 def ask(path: Path, scope: str, after: float, *, pid: int = 77, signum: int = 9) -> None:
     """A negative time clears."""
     expires = time.time() + after if after >= 0 else -1
-    said = json.dumps({"pid": pid, "scope_id": scope, "expiration_time": expires, "signal": signum})
-    write(path, f"{said}\n".encode())
+    line = json.dumps({"pid": pid, "scope_id": scope, "expiration_time": expires, "signal": signum})
+    write(path, f"{line}\n".encode())
 
 
 def write(path: Path, data: bytes) -> None:
@@ -57,7 +57,7 @@ def test_an_expired_timer_is_reported_once_with_its_scope_and_signal(tmp_path: P
         assert re.fullmatch(r"timer expired: 'load data' \(0\.\d s\); ripstop sent SIGKILL", why)
         ask(pipe, "next", 0.0, pid=78, signum=0)
         assert (await reported.get())[2] == 0
-        assert reported.empty(), "the timers of 77 are forgotten with what was reported of it"
+        assert reported.empty(), "the timers of 77 are discarded with the report"
 
     watched(pipe, play)
 
@@ -88,7 +88,7 @@ def test_timers_of_an_earlier_round_are_discarded(tmp_path: Path) -> None:
         ask(pipe, "old", 0.0)
         watchdog.new_round()
         ask(pipe, "new", 0.0, pid=78)
-        assert (await asyncio.wait_for(reported.get(), PATIENCE))[0] == 78
+        assert (await asyncio.wait_for(reported.get(), DEADLINE_S))[0] == 78
         assert reported.empty()
         watchdog.close()
 

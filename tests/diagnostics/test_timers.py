@@ -53,8 +53,8 @@ def test_the_table_behaves_as_a_simple_model(steps: list[tuple]) -> None:
 
 
 def line(**changed: object) -> bytes:
-    said = {"version": 1, "pid": 77, "scope_id": "s", "expiration_time": 5.5, "signal": 9} | changed
-    return json.dumps({name: value for name, value in said.items() if value is not None}).encode()
+    fields = {"version": 1, "pid": 77, "scope_id": "s", "expiration_time": 5.5, "signal": 9} | changed
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
 @pytest.mark.parametrize(

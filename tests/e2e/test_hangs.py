@@ -44,10 +44,10 @@ def test_the_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_rec
     env = {"HANG": "sleep:1", "GLOO": "1", "BEAT": "1"}
     agents = [job.node("--hang-timeout=3", TORCH, nnodes="2", script=HANG, env=env) for _ in range(2)]
     assert_recovered(job, *agents)
-    words = r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch \(hang.py:\d+\)"
+    stacks = r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch \(hang.py:\d+\)"
     recorded = r"flight recorder: rank 0 is in all_reduce #4, not entered by rank 1 \(last: all_reduce #3\)"
     for agent in agents:
-        assert logged(agent, f"stopping: {words}; {recorded}; infrastructure restart 1 of 3 in 3600 s")
+        assert logged(agent, f"stopping: {stacks}; {recorded}; infrastructure restart 1 of 3 in 3600 s")
     if spied():  # native frames
         assert "time_sleep" in hang_file(job, 1) and "c10d::" in hang_file(job, 0)
     else:
@@ -74,7 +74,7 @@ def test_a_stopped_worker_is_the_odd_rank(job: Job) -> None:
     stopped = job.wait_for(event="steps", rank=1)["pid"]
     os.kill(stopped, signal.SIGSTOP)
     assert_recovered(job, agent)
-    where = r"is in [^;]*" if spied() else "does not show where"  # it cannot tell itself
+    where = r"is in [^;]*" if spied() else "does not show where"  # a stopped process cannot dump its stack
     assert logged(agent, f"rank 1 {where}, stopped by a signal; infrastructure restart 1 of 3")
     assert "state: T (stopped)" in hang_file(job, 1) and ("<module>" in hang_file(job, 1)) == spied()
 

@@ -134,8 +134,8 @@ def test_prometheus_reads_the_usage_of_every_rank(read: Prometheus) -> None:
 def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
     read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
     assert read.until("ripstop_checkpoint_step") == {(): 40.0}
-    heard = 15  # steps may pass between two heartbeats that are sent
-    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=heard)
+    unreported = 15  # steps between two heartbeats
+    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=unreported)
     assert 0 < read.until("ripstop_goodput_ratio")[()] < 1
     assert read.until('ripstop_recovery_seconds_count{phase="first_step"} > 0')
     assert all(0 < rate < 60 for rate in read.until("ripstop_worker_steps_per_second > 0").values())
@@ -143,9 +143,9 @@ def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
 
 def test_prometheus_accepts_every_query_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
-    answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
+    results = {query: read.query(query) for query in map(filled_in, queries(DASHBOARD["panels"]))}
     (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "RestartBudget")
-    assert answers[filled_in(*queries(restarts))] == {(): 1.0}
+    assert results[filled_in(*queries(restarts))] == {(): 1.0}
 
 
 def filled_in(question: str) -> str:
@@ -156,10 +156,10 @@ def filled_in(question: str) -> str:
 def test_a_separate_coordinator_writes_an_event_file(job: Job) -> None:
     file = job.folder / "coordinator" / "e2e" / "job-events.jsonl"
 
-    def story() -> bool | None:
+    def events_written() -> bool | None:
         with file.open() as lines:
             kinds = {record["kind"] for line in lines if (record := parse(line))}
         return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
 
     wait_until(lambda: file.exists() or None)
-    wait_until(story)
+    wait_until(events_written)

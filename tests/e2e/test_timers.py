@@ -19,4 +19,4 @@ def test_a_worker_whose_timer_expires_is_restarted_and_the_report_names_the_scop
     assert (cause["rank"], cause["signal"]) == (1, "SIGKILL")
     assert re.fullmatch(r"timer expired: 'the part that hangs' \(0\.\d s\); ripstop sent SIGKILL", cause["message"])
     assert "timers.py" in cause["traceback"], "where it was just before the kill"
-    assert not list(tmp_path.glob("watchdog_timer_*")), "the pipe is gone with the job"
+    assert not list(tmp_path.glob("watchdog_timer_*")), "the pipe is removed at the end of the job"

@@ -115,8 +115,8 @@ def test_an_empty_temporary_directory_is_removed_after_a_success(
 def test_a_temporary_directory_that_cannot_be_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
-    with pytest.raises(UsageError, match=r"gone cannot be used \(No such file or directory\)"):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match=r"missing cannot be used \(No such file or directory\)"):
         LogDirectory(Logs(), "job7")
 
 
@@ -432,9 +432,9 @@ def test_drain_waits_for_files_that_are_being_finished(tmp_path: Path, console: 
             console.follow(path, terminal.into)
             append(path, b"x" * 300_000)
         asyncio.create_task(console.finish(paths[:1])).cancel()
-        gone = asyncio.create_task(console.finish(paths[1:]))
+        cancelled = asyncio.create_task(console.finish(paths[1:]))
         await asyncio.sleep(0)
-        gone.cancel()
+        cancelled.cancel()
         reader = terminal.reader()
         async with asyncio.timeout(20):
             await console.drain()

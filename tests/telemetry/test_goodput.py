@@ -148,5 +148,5 @@ def test_the_totals_of_old_rounds_are_final() -> None:
     for number in range(1, goodput.MAX_OPEN_ROUNDS + 101):
         first = 10 * number
         measured.on(EventRecord(2 * number, float(first), "a", StepsDone(number, 0, first, first + 9, 9.0)))
-    measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # told again, much too late
+    measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # repeated, much too late
     assert measured.spent(1e6).kept == 9.0 * (goodput.MAX_OPEN_ROUNDS + 100)

@@ -28,7 +28,7 @@ from ripstop.model.usage import GpuSample, NodeSample, RankSample
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.prometheus import METRICS, page
 
-STORY: list[tuple[str, Event]] = [
+EVENTS: list[tuple[str, Event]] = [
     ("", NodeJoined("a", "h", 1)),
     ("", NodeJoined("b", "h", 1)),
     ("", NodeRejected("c", "no")),
@@ -51,15 +51,15 @@ STORY: list[tuple[str, Event]] = [
 ]
 
 
-def told() -> Totals:
+def counted_totals() -> Totals:
     totals = Totals()
-    for i, (node, event) in enumerate(STORY):
+    for i, (node, event) in enumerate(EVENTS):
         totals.on(EventRecord(i, 100.0 + i, node, event))
     return totals
 
 
 def test_the_events_of_a_job_are_counted() -> None:
-    totals = told()
+    totals = counted_totals()
     assert (totals.rounds, totals.charged, totals.refunded, totals.worker_failures) == (2, 1, 1, 1)
     assert (totals.nodes_joined, totals.nodes_lost, totals.nodes_left, totals.nodes_rejected) == (2, 1, 1, 1)
     assert {cause: n for cause, n in totals.restarts.items() if n} == {
@@ -79,7 +79,7 @@ def test_a_charge_that_is_not_allowed_is_not_counted() -> None:
 
 
 def test_a_phase_without_duration_is_not_observed() -> None:
-    counted = {phase: (sum(h.counts), round(h.sum, 6)) for phase, h in told().recovery.items()}
+    counted = {phase: (sum(h.counts), round(h.sum, 6)) for phase, h in counted_totals().recovery.items()}
     assert counted == {
         "detect": (1, 0.004),
         "decide": (1, 0.002),
@@ -102,7 +102,7 @@ def full_page() -> str:
     status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes)
     rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40)
     sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0),))
-    return page(told(), status, {"a": sample}, 120.0).decode()
+    return page(counted_totals(), status, {"a": sample}, 120.0).decode()
 
 
 def test_every_metric_is_on_the_page_with_its_type_help_and_labels() -> None:
@@ -145,11 +145,11 @@ def test_unknown_values_are_left_out() -> None:
     status = JobStatus("job7", Phase.GATHERING, "", 5.0, 0, 0, 0, 3, 1, 4, 4, ())
     empty = page(Totals(), status, {"a": NodeSample(1.0, 1, 0.5, 1, (RankSample(0, 1.0, 1, 1, 1, 0),))}, 120.0).decode()
     absent = ("goodput", "gpu", "checkpoint_step", "worker_step", "heartbeat", "lost_steps")
-    assert [word for word in absent if f"ripstop_{word}" in empty or f"worker_{word}" in empty] == []
+    assert [name for name in absent if f"ripstop_{name}" in empty or f"worker_{name}" in empty] == []
 
 
 def test_hostile_records_and_names_do_not_break_the_page() -> None:
-    totals = told()
+    totals = counted_totals()
     most = 2**63 - 1
     for seq, event in enumerate(
         (

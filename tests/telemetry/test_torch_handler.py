@@ -10,7 +10,7 @@ import pytest
 from ripstop.telemetry import torch_handler
 from ripstop.telemetry.torch_handler import EventHandler
 
-PATIENCE = 30.0
+DEADLINE_S = 30.0
 
 Start = Callable[[str], EventHandler]
 
@@ -40,7 +40,7 @@ def handler(emit: str) -> str:
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -189,7 +189,7 @@ def _load_sdk(report: Callable[[str], None]) -> Callable[[list[Span]], bool]:
         if response.is_redirect:  # rule 4
             raise requests.RequestException(f"HTTP status {response.status_code}: the collector sent a redirect")
         if response.ok:
-            with suppress(Exception):  # not every collector answers with this message
+            with suppress(Exception):  # not every collector sends this message
                 rejected = ExportTraceServiceResponse.FromString(response.content).partial_success
                 if rejected.rejected_spans:
                     report(f"{rejected.rejected_spans} spans rejected: {rejected.error_message}")
