@@ -28,6 +28,10 @@ _MAX_TAIL_LINE_CHARS = 400
 _MAX_EXCEPTION_LINES = 10  # of an exception's message in the traceback
 _MAX_ERROR_FILE_BYTES = 1 << 20
 _MAX_STDERR_BYTES = 1 << 16
+_CGROUP_FILES = {  # by version: mount point, OOM counter, limit, peak
+    1: ("/sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    2: ("/sys/fs/cgroup", "memory.events", "memory.max", "memory.peak"),
+}
 # compiled at first use: most agents never need them
 _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
 _TRACEBACK_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
@@ -263,21 +267,12 @@ def last_exception(text: str) -> tuple[str, str]:
 def read_memory() -> Memory:
     """Memory data of this process's cgroup, which contains its workers, or else of the machine."""
     version, group = memory_cgroup(_text("/proc/self/cgroup"))
-    match version:
-        case 2:
-            roots, counter, limit, peak = "/sys/fs/cgroup", "memory.events", "memory.max", "memory.peak"
-        case 1:
-            roots, counter = "/sys/fs/cgroup/memory", "memory.oom_control"
-            limit, peak = "memory.limit_in_bytes", "memory.max_usage_in_bytes"
-        case _:
-            return Memory(kills=counted(_text("/proc/vmstat"), "oom_kill"), machine=True)
-    for root in (
-        f"{roots}{group}",
-        roots,
-    ):  # in a container, the path may be the host's while the mount is the container's
-        kills = counted(_text(f"{root}/{counter}"), "oom_kill")
-        if kills is not None:
-            return Memory(kills, _number(_text(f"{root}/{limit}")), _number(_text(f"{root}/{peak}")))
+    if version:
+        mount, counter, limit, peak = _CGROUP_FILES[version]
+        for root in (f"{mount}{group}", mount):  # in a container, the group may be the host's path
+            kills = counted(_text(f"{root}/{counter}"), "oom_kill")
+            if kills is not None:
+                return Memory(kills, _number(_text(f"{root}/{limit}")), _number(_text(f"{root}/{peak}")))
     return Memory(kills=counted(_text("/proc/vmstat"), "oom_kill"), machine=True)
 
 

@@ -196,9 +196,8 @@ def how(failure: Failure) -> str:
 
 
 def _in_short(failure: Failure) -> str:
-    message = re.sub(
-        r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", failure.message.split("\n", 1)[0]
-    )  # paths of torch's build machine
+    first_line = failure.message.split("\n", 1)[0]
+    message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", first_line)  # shorten paths of torch's build machine
     return how(failure) if message in ("", how(failure)) else f"{how(failure)}: {message}"
 
 

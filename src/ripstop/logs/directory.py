@@ -63,13 +63,8 @@ class LogDirectory:
             return
         tree = list(os.walk(self._top, topdown=False))
         with suppress(OSError):  # another process uses the directory
-            files = [
-                Path(directory, name)
-                for directory, _, names in tree
-                for name in names
-                if name not in (NODE_EVENTS, JOB_EVENTS)
-            ]
-            if any(file.lstat().st_size for file in files):
+            files = [Path(directory, name) for directory, _, names in tree for name in names]
+            if any(file.lstat().st_size for file in files if file.name not in (NODE_EVENTS, JOB_EVENTS)):
                 return
             for directory, _, names in tree:
                 for name in names:

@@ -35,12 +35,8 @@ class LogsPlugin:
         self._socket, theirs = socket.socketpair()
         with theirs:
             theirs.set_inheritable(True)
-            argv = [
-                sys.executable,
-                "-P",
-                str(PROGRAM),
-                str(theirs.fileno()),
-            ]  # -P: the plugin must not import modules of this directory
+            # -P: the plugin must not import modules of our directory
+            argv = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())]
             try:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:

@@ -55,9 +55,7 @@ class EventFile:
     def _log_problem(self, error: OSError) -> None:
         if not self._problem_logged:
             self._problem_logged = True
-            log.warning(
-                "events cannot be written to %s: %s; the job continues without them", self._path, error.strerror
-            )
+            log.warning("events cannot be written to %s: %s; the job continues", self._path, error.strerror)
 
 
 def _ends_incomplete(fd: int) -> bool:
