@@ -144,7 +144,7 @@ def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
 def test_prometheus_accepts_every_query_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
     results = {query: read.query(query) for query in map(filled_in, queries(DASHBOARD["panels"]))}
-    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "RestartBudget")
+    (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
     assert results[filled_in(*queries(restarts))] == {(): 1.0}
 
 
