@@ -1,7 +1,6 @@
-"""A collector of traces: a real HTTP server, which reads what it gets with OpenTelemetry's own definitions."""
+"""A collector of traces: a real HTTP server that decodes requests with OpenTelemetry's own definitions."""
 
-import base64
-import json
+import gzip
 import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,17 +8,14 @@ from typing import Any, Self
 
 import pytest
 
-pytest.importorskip("opentelemetry.proto", reason="no opentelemetry-proto here: pip install -r requirements/test.txt")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install -r requirements/test.txt")
 
-from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-IDS = ("traceId", "spanId", "parentSpanId")
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A span, and what it is of."""
+    """A span and the attributes of its resource."""
 
     trace: str
     id: str
@@ -36,9 +32,8 @@ class Received:
 
 
 def decode(body: bytes) -> list[Received]:
-    """The spans of a request; an error for whatever is not as OpenTelemetry defines it."""
-    request = ExportTraceServiceRequest()
-    json_format.ParseDict(_with_bytes(json.loads(body)), request)
+    """The spans of a request; raises an error if OpenTelemetry's definitions do not allow it."""
+    request = ExportTraceServiceRequest.FromString(body)
     return [
         Received(
             trace=span.trace_id.hex(),
@@ -60,19 +55,6 @@ def decode(body: bytes) -> list[Received]:
     ]
 
 
-def _with_bytes(value: Any) -> Any:
-    """The JSON that Protobuf itself would write: there, ids are base64 as other bytes are."""
-    match value:
-        case dict():
-            return {
-                key: base64.b64encode(bytes.fromhex(inner)).decode() if key in IDS else _with_bytes(inner)
-                for key, inner in value.items()
-            }
-        case list():
-            return [_with_bytes(inner) for inner in value]
-    return value
-
-
 def _attributes(attributes: Any) -> dict[str, Any]:
     return {one.key: _value(one.value) for one in attributes}
 
@@ -83,19 +65,19 @@ def _value(value: Any) -> Any:
 
 
 class Collector:
-    """Listens while it is a context; `answers` are what the next requests get: a status, headers and a body."""
+    """Listens while it is a context; `replies` are for the next requests: a status, headers and a body."""
 
-    def __init__(self, *answers: tuple[int, dict[str, str], bytes]) -> None:
-        self.answers = list(answers)
+    def __init__(self, *replies: tuple[int, dict[str, str], bytes]) -> None:
+        self.replies = list(replies)
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.spans: list[Received] = []
-        self.mistakes: list[str] = []
+        self.errors: list[str] = []
         self._changed = threading.Condition()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                collector.take(self)
+                collector.handle(self)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -116,33 +98,33 @@ class Collector:
         self._server.server_close()
         self._thread.join()
 
-    def take(self, request: BaseHTTPRequestHandler) -> None:
+    def handle(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers["Content-Length"]))
-        status, headers, said = self.answers.pop(0) if self.answers else (200, {}, b"{}")
+        if request.headers["Content-Encoding"] == "gzip":
+            body = gzip.decompress(body)
+        status, headers, reply = self.replies.pop(0) if self.replies else (200, {}, b"")
         with self._changed:
             self.requests.append((request.path, {k.lower(): v for k, v in request.headers.items()}))
             if status == 200:
                 try:
                     self.spans += decode(body)
                 except Exception as error:
-                    self.mistakes.append(f"{type(error).__name__}: {error}")
+                    self.errors.append(f"{type(error).__name__}: {error}")
             self._changed.notify_all()
         request.send_response(status)
-        for name, value in {"Content-Length": str(len(said)), **headers}.items():
+        for name, value in {"Content-Length": str(len(reply)), **headers}.items():
             request.send_header(name, value)
         request.end_headers()
-        request.wfile.write(said)
+        request.wfile.write(reply)
 
     def named(self, name: str) -> list[Received]:
         return [span for span in self.spans if span.name == name]
 
-    def until(self, name: str, patience: float = 60.0) -> Received:
-        """Waits for a span of this name."""
+    def wait_for_span(self, name: str, timeout: float = 60.0) -> Received:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.named(name), patience), f"no {name}: {self.mistakes}"
+            assert self._changed.wait_for(lambda: self.named(name), timeout), f"no {name}: {self.errors}"
             return self.named(name)[0]
 
-    def requested(self, times: int, patience: float = 60.0) -> None:
-        """Waits for so many requests."""
+    def wait_for_requests(self, count: int, timeout: float = 60.0) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.requests) >= times, patience), f"only {self.requests}"
+            assert self._changed.wait_for(lambda: len(self.requests) >= count, timeout), f"only {self.requests}"

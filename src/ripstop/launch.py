@@ -46,7 +46,7 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text import clean, one_line
 from ripstop.protocol import secret
-from ripstop.telemetry.event_file import OF_JOB, OF_NODE, EventFile
+from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.in_process import InProcessLink
@@ -117,7 +117,7 @@ async def run_agent(
     node = _this_node(config, bound)
     config = _with_secret(config, bound)
     async with AsyncExitStack() as parts:
-        node_sinks = [_event_file(parts, directory, OF_NODE), *sinks]
+        node_sinks = [_event_file(parts, directory, NODE_EVENTS), *sinks]
         if link is not None:
             access = _CoordinatorAccess(link)
         elif config.backend is Backend.ETCD:
@@ -154,7 +154,7 @@ async def _host_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """The coordinator runs in this process; `bound` is None if it serves this node alone."""
-    sinks = [_event_file(parts, directory, OF_JOB), *_span_sinks(parts, config)]
+    sinks = [_event_file(parts, directory, JOB_EVENTS), *_span_sinks(parts, config)]
     coordinator = Coordinator(_job_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
@@ -204,7 +204,7 @@ def _elect_coordinator(
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_event_file(parts, directory, OF_JOB), *_span_sinks(parts, config)],
+        sinks=[_event_file(parts, directory, JOB_EVENTS), *_span_sinks(parts, config)],
         on_leader=on_elected,
     )
     return _CoordinatorAccess(link, link.failed)
@@ -233,7 +233,7 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
     async with AsyncExitStack() as parts:
-        sinks = [_event_file(parts, directory, OF_JOB)] if directory else []
+        sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
         coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
         await _serve(parts, coordinator, bound, config)
         _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
@@ -362,11 +362,11 @@ def _span_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) ->
     """The sender of the job's traces, if tracing is on."""
     if config.tracing is None:
         return []
-    from ripstop.transport.span_sender import SpanSender
+    from ripstop.telemetry.trace_exporter import TraceExporter
 
-    sender = SpanSender(config.tracing, config.run_id)
-    parts.push_async_callback(sender.close)
-    return [sender.add]
+    exporter = TraceExporter(config.tracing, config.run_id)
+    parts.push_async_callback(exporter.close)
+    return [exporter.add]
 
 
 @contextmanager
@@ -397,7 +397,7 @@ def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> S
     )
 
     def sink(record: EventRecord) -> None:
-        for text in events.of(record):
+        for text in events.convert(record):
             put(text)
 
     return sink

@@ -76,7 +76,7 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
-    path.write_bytes(b"x" * follow.PIECE + b"the end \xe2")
+    path.write_bytes(b"x" * follow.MAX_CHUNK_BYTES + b"the end \xe2")
 
     async def scenario() -> None:
         stopped = asyncio.get_running_loop().create_future()

@@ -416,12 +416,12 @@ def test_a_missing_script_is_named_with_its_directory(
         (
             TIMERS | {"TORCHELASTIC_TIMER_FILE": "file"},
             "train.py",
-            "TORCHELASTIC_TIMER_FILE=file: is there and no pipe, and is not replaced by one; name another place",
+            "TORCHELASTIC_TIMER_FILE=file: exists and is not a pipe; choose another path",
         ),
         (
             TIMERS | {"TORCHELASTIC_TIMER_FILE": "/nowhere/pipe"},
             "train.py",
-            "TORCHELASTIC_TIMER_FILE=/nowhere/pipe: /nowhere is no directory; make it, or name another place",
+            "TORCHELASTIC_TIMER_FILE=/nowhere/pipe: /nowhere is not a directory; create it, or choose another path",
         ),
     ],
 )

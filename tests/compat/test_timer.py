@@ -166,7 +166,7 @@ def test_without_a_server_a_client_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_of_the_users_is_never_made_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("precious")
-    with pytest.raises(OSError, match="is there and no pipe"):
+    with pytest.raises(OSError, match="exists and is not a pipe"):
         timer.FileTimerServer(str(tmp_path / "data"), "run")
     assert (tmp_path / "data").read_text() == "precious"
 

@@ -1,4 +1,4 @@
-"""Evidence: whatever a dying worker leaves behind becomes a small, readable failure."""
+"""Whatever a worker leaves behind when it dies becomes a small, readable failure."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ripstop.diagnostics.evidence import (
     Memory,
     counted,
-    ending,
+    exit_reason,
     gather,
     last_exception,
     last_lines,
@@ -70,7 +70,7 @@ def run(script: str, directory: Path) -> int:
 # real ends
 
 
-def test_an_exit_code_is_told_as_it_is(tmp_path: Path) -> None:
+def test_an_exit_code_is_reported(tmp_path: Path) -> None:
     failure = evidence(tmp_path, run("raise SystemExit(3)", tmp_path))
     assert failure == Failure(
         rank=5,
@@ -93,7 +93,7 @@ def test_an_exception_is_found_without_record(tmp_path: Path) -> None:
     assert failure.error_file == ""
 
 
-def test_an_exception_that_was_caught_is_not_the_reason_of_a_crash(tmp_path: Path) -> None:
+def test_an_exception_that_was_handled_is_not_the_reason_of_a_crash(tmp_path: Path) -> None:
     script = "import os, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nos.abort()"
     failure = evidence(tmp_path, run(script, tmp_path))
     assert (failure.signal, failure.exitcode) == ("SIGABRT", None)
@@ -106,16 +106,16 @@ def test_a_segmentation_fault_has_its_name(tmp_path: Path) -> None:
     assert (failure.signal, failure.message) == ("SIGSEGV", "died of SIGSEGV (segmentation fault)")
 
 
-def test_a_kill_from_outside_is_said_not_to_be_ours() -> None:
-    assert ending(-signal.SIGKILL) == "killed by SIGKILL, which was not sent by ripstop"
+def test_a_kill_from_outside_is_reported_as_not_sent_by_ripstop() -> None:
+    assert exit_reason(-signal.SIGKILL) == "killed by SIGKILL, which was not sent by ripstop"
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:
-    assert ending(-40).startswith("died of SIG40")
+    assert exit_reason(-40).startswith("died of SIG40")
 
 
 @with_torch
-def test_what_torchs_record_writes_is_read(tmp_path: Path) -> None:
+def test_an_error_file_of_torchs_record_is_parsed(tmp_path: Path) -> None:
     script = (
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\n"
@@ -135,7 +135,7 @@ def test_what_torchs_record_writes_is_read(tmp_path: Path) -> None:
 
 
 @with_torch
-def test_an_error_file_that_torch_passed_on_from_a_child_is_read(tmp_path: Path) -> None:
+def test_an_error_file_that_torch_copied_from_a_child_is_parsed(tmp_path: Path) -> None:
     child = {
         "message": {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Trace\n", "timestamp": "1700000000"}}
     }
@@ -159,11 +159,11 @@ def test_an_error_file_that_torch_passed_on_from_a_child_is_read(tmp_path: Path)
 
 def parsed(data: Any) -> tuple[str, str, float | None]:
     text = json.dumps(data).encode()
-    said = parse_error_file(text, len(text))
-    return said.message, said.traceback, said.at
+    parsed = parse_error_file(text, len(text))
+    return parsed.message, parsed.traceback, parsed.at
 
 
-def test_a_message_may_be_a_text() -> None:
+def test_a_message_may_be_a_string() -> None:
     assert parsed({"message": "it broke", "timestamp": 1700000000}) == ("it broke", "", 1_700_000_000.0)
 
 
@@ -173,7 +173,7 @@ def test_a_message_may_be_nested() -> None:
 
 
 @pytest.mark.parametrize("timestamp", ["nan", "soon", -1, 0, None, [], 1e300, "1" * 400])
-def test_a_timestamp_that_cannot_be_one_is_ignored(timestamp: Any) -> None:
+def test_an_invalid_timestamp_is_ignored(timestamp: Any) -> None:
     assert parsed({"message": "x", "timestamp": timestamp})[2] is None
 
 
@@ -181,13 +181,13 @@ def test_a_timestamp_that_cannot_be_one_is_ignored(timestamp: Any) -> None:
     "data",
     [b"[1]", b"7", b"{}", b'{"message": {"message": "ValueError: cut he', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 9999],
 )
-def test_a_broken_error_file_is_said_to_be_broken(data: bytes) -> None:
-    said = parse_error_file(data, len(data))
-    assert said.message.startswith("the error file ")
-    assert len(said.message.encode()) <= 2048
+def test_a_broken_error_file_is_reported_as_broken(data: bytes) -> None:
+    parsed = parse_error_file(data, len(data))
+    assert parsed.message.startswith("the error file ")
+    assert len(parsed.message.encode()) <= 2048
 
 
-def test_the_beginning_of_a_cut_error_file_is_shown() -> None:
+def test_the_beginning_of_a_truncated_error_file_is_shown() -> None:
     data = b'{"message": {"message": "ValueError: cut he'
     assert "ValueError: cut he" in parse_error_file(data, len(data)).message
 
@@ -195,7 +195,7 @@ def test_the_beginning_of_a_cut_error_file_is_shown() -> None:
 @given(
     st.binary(max_size=300) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
 )
-def test_no_error_file_whatsoever_raises(data: bytes) -> None:
+def test_no_content_of_an_error_file_raises(data: bytes) -> None:
     parse_error_file(data, len(data)).message.encode()
 
 
@@ -210,12 +210,12 @@ def test_no_error_file_whatsoever_raises(data: bytes) -> None:
         ),
     )
 )
-def test_no_error_file_of_torchs_words_raises(data: Any) -> None:
+def test_no_json_with_torchs_keys_raises(data: Any) -> None:
     text = json.dumps(data).encode()
     parse_error_file(text, len(text)).traceback.encode()
 
 
-def test_a_gigantic_error_file_is_read_only_in_part(tmp_path: Path) -> None:
+def test_only_a_part_of_a_huge_error_file_is_read(tmp_path: Path) -> None:
     with (tmp_path / "error.json").open("wb") as file:
         file.write(b'{"message": "' + b"x" * 3000)
         file.truncate(GIB)  # a hole: it takes no room on the disk
@@ -224,21 +224,21 @@ def test_a_gigantic_error_file_is_read_only_in_part(tmp_path: Path) -> None:
     assert len(failure.message.encode()) <= 2048
 
 
-def test_an_error_file_that_is_a_pipe_or_a_directory_does_not_keep_us_waiting(tmp_path: Path) -> None:
+def test_an_error_file_that_is_a_pipe_or_a_directory_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "error.json")
     assert evidence(tmp_path, 1).message.endswith("is not a file")
     (tmp_path / "d").mkdir()
-    said = read_error_file(tmp_path / "d")
-    assert said is not None
-    assert said.message.endswith("is not a file")
+    parsed = read_error_file(tmp_path / "d")
+    assert parsed is not None
+    assert parsed.message.endswith("is not a file")
 
 
-def test_an_empty_error_file_leaves_the_end_to_speak(tmp_path: Path) -> None:
+def test_with_an_empty_error_file_the_exit_status_is_reported(tmp_path: Path) -> None:
     (tmp_path / "error.json").touch()
     assert evidence(tmp_path, 3).message == "exited with code 3"
 
 
-def test_the_time_of_the_exception_is_finer_than_torchs_whole_seconds(tmp_path: Path) -> None:
+def test_the_time_of_the_exception_is_more_precise_than_torchs_seconds(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "x", "timestamp": 1700000000}))
     os.utime(path, (1700000000.75, 1700000000.75))
@@ -247,7 +247,7 @@ def test_the_time_of_the_exception_is_finer_than_torchs_whole_seconds(tmp_path: 
     assert evidence(tmp_path, 1).at == 1700000000.0
 
 
-def test_long_messages_and_tracebacks_are_cut() -> None:
+def test_long_messages_and_tracebacks_are_truncated() -> None:
     message, traceback, _ = parsed({"message": {"message": "é" * 9000, "extraInfo": {"py_callstack": "ä\n" * 9000}}})
     assert len(message.encode()) <= 2048
     assert message.endswith("…")
@@ -273,11 +273,11 @@ def test_binary_and_coloured_stderr_becomes_plain_text(tmp_path: Path) -> None:
     assert evidence(tmp_path, 3).log_tail == ("red ��", " 10%", " 20%", "done")
 
 
-def test_no_stderr_file_is_no_obstacle(tmp_path: Path) -> None:
-    assert evidence(tmp_path / "gone", 3).log_tail == ()
+def test_a_missing_stderr_file_is_no_error(tmp_path: Path) -> None:
+    assert evidence(tmp_path / "missing", 3).log_tail == ()
 
 
-def test_an_exception_is_found_behind_torchs_rank_prefix() -> None:
+def test_an_exception_is_found_after_torchs_rank_prefix() -> None:
     text = (
         "some warning\n"
         "[rank0]: Traceback (most recent call last):\n"
@@ -302,7 +302,7 @@ def test_of_several_exceptions_the_last_is_taken() -> None:
 @pytest.mark.parametrize(
     "text", ["", "Traceback (most recent call last):", "Traceback (most recent call last):\n  F\n"]
 )
-def test_half_a_traceback_is_none(text: str) -> None:
+def test_an_incomplete_traceback_is_ignored(text: str) -> None:
     assert last_exception(text) == ("", "")
 
 
@@ -332,7 +332,7 @@ def test_oom_kills_are_counted_in_both_versions() -> None:
     assert counted("oom_kill_disable 0\nunder_oom 0\n", "oom_kill") is None
 
 
-def test_a_kill_with_a_risen_count_is_the_oom_killers() -> None:
+def test_a_kill_with_a_higher_oom_count_is_attributed_to_the_oom_killer() -> None:
     before, after = Memory(kills=1, limit=4 * GIB, peak=GIB), Memory(kills=2, limit=4 * GIB, peak=int(3.9 * GIB))
     assert oom_verdict(before, after) == "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
     assert oom_verdict(Memory(0), Memory(1, limit=1 << 63)) == "killed by the kernel's OOM killer"
@@ -343,11 +343,11 @@ def test_a_kill_with_a_risen_count_is_the_oom_killers() -> None:
     ("before", "after"),
     [(Memory(1), Memory(1)), (Memory(), Memory(1)), (Memory(1), Memory()), (Memory(0), Memory(1, machine=True))],
 )
-def test_a_kill_without_a_risen_count_is_not(before: Memory, after: Memory) -> None:
+def test_a_kill_without_a_higher_oom_count_is_not(before: Memory, after: Memory) -> None:
     assert oom_verdict(before, after) == ""
 
 
-def test_only_a_kill_is_put_down_to_memory(tmp_path: Path) -> None:
+def test_only_sigkill_is_attributed_to_memory(tmp_path: Path) -> None:
     now = read_memory()
     if now.kills is None:
         pytest.skip("this kernel does not count OOM kills")
@@ -389,13 +389,13 @@ def small_cgroup() -> Iterator[Path]:
         group.rmdir()
 
 
-def test_a_worker_that_the_kernel_really_kills_for_memory_is_known(small_cgroup: Path) -> None:
+def test_a_real_oom_kill_is_recognised(small_cgroup: Path) -> None:
     agent = [sys.executable, "-c", AGENT, str(small_cgroup)]
-    said = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
+    output = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert output.startswith("killed by the kernel's OOM killer (cgroup limit 64.0 MiB, peak ")
 
 
-def test_a_worker_that_never_ran_has_neither_code_nor_signal(tmp_path: Path) -> None:
+def test_a_worker_that_was_not_started_has_neither_code_nor_signal(tmp_path: Path) -> None:
     failure = not_started(PLACE, 2, host="node1", at=NOW, why="no such program: tarin", logs=tmp_path)
     assert (failure.rank, failure.exitcode, failure.signal, failure.pid) == (6, None, None, None)
     assert failure.message == "could not be started: no such program: tarin"

@@ -1,4 +1,4 @@
-"""The report names the culprit, and a person can read it."""
+"""The report names the root cause, for people and as JSON."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_a_victim_is_not_blamed_even_if_its_clock_is_behind(message: str, culpri
     assert order([victim(message), culprit]) == (culprit, victim(message))
 
 
-def test_of_two_with_faults_of_their_own_the_earlier_is_blamed() -> None:
+def test_of_two_independent_faults_the_earlier_is_blamed() -> None:
     later = replace(OWN, rank=0, at=100.5)
     assert root_cause([later, OWN]) == OWN
 
@@ -66,12 +66,12 @@ def test_of_victims_only_the_earliest_is_blamed() -> None:
     assert root_cause([second, first]) == first
 
 
-def test_a_lost_connection_is_likelier_a_cause_than_a_lost_peer() -> None:
+def test_a_lost_connection_is_blamed_before_a_lost_peer() -> None:
     database = victim("ConnectionResetError: [Errno 104] Connection reset by peer", at=5.0)
     assert root_cause([victim(VICTIMS[0], at=4.0), database]) == database
 
 
-def test_a_victim_that_wraps_the_collectives_error_in_its_own_is_still_a_victim() -> None:
+def test_a_victim_that_wraps_the_error_of_a_collective_is_still_a_victim() -> None:
     wrapped = replace(
         victim("TrainingStopped: step 7"),
         traceback=f"Traceback (most recent call last):\n  File …\nRuntimeError: {GLOO}\n\nThe above exception was the "
@@ -94,17 +94,17 @@ def test_the_nccl_watchdogs_abort_is_not_a_crash() -> None:
     assert root_cause([aborted, OWN]) == OWN
 
 
-def test_an_abort_of_its_own_is_blamed_before_its_victims() -> None:
+def test_an_abort_is_blamed_before_its_victims() -> None:
     aborted = replace(CRASH, signal="SIGABRT", log_tail=("train: engine.cc:12: Assertion `n > 0' failed.",))
     assert root_cause([victim(VICTIMS[0]), aborted]) == aborted
 
 
-def test_an_exit_without_a_word_is_blamed_before_victims_and_after_crashes() -> None:
+def test_an_exit_without_a_message_is_blamed_before_victims_and_after_crashes() -> None:
     silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
     assert order([victim(VICTIMS[0]), silent, CRASH]) == (CRASH, silent, victim(VICTIMS[0]))
 
 
-def test_a_victim_without_record_is_known_by_its_last_words() -> None:
+def test_a_victim_without_record_is_recognised_by_its_stderr() -> None:
     silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, log_tail=(f"what(): {GLOO}",))
     assert root_cause([silent, OWN]) == OWN
 
@@ -116,7 +116,7 @@ def test_a_victim_without_record_is_known_by_its_last_words() -> None:
         "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE",
     ],
 )
-def test_a_fault_of_its_own_in_a_collectives_words_is_blamed(message: str) -> None:
+def test_a_local_fault_that_a_collective_reports_is_blamed(message: str) -> None:
     own = victim(message, at=100.0)
     assert root_cause([victim(VICTIMS[0]), own]) == own
 
@@ -132,23 +132,23 @@ def test_a_worker_out_of_memory_is_blamed_before_its_victims() -> None:
     assert root_cause([victim(VICTIMS[3]), oom]) == oom
 
 
-def test_the_last_rounds_failures_come_first() -> None:
+def test_failures_of_the_last_round_come_first() -> None:
     earlier = replace(CRASH, round=1, at=1.0)
     assert root_cause([earlier, victim(VICTIMS[0])]) == victim(VICTIMS[0])
 
 
-def test_without_a_failure_nobody_is_blamed() -> None:
+def test_without_failures_there_is_no_root_cause() -> None:
     assert root_cause([]) is None
 
 
-def test_the_culprit_travels_in_full_even_behind_many_victims() -> None:
+def test_the_root_cause_is_sent_in_full_even_with_many_victims() -> None:
     kept = trim([*(replace(victim(VICTIMS[0]), rank=rank) for rank in range(2, 200)), OWN])
     assert kept[0] == OWN
     assert len(kept) == 64
     assert not kept[-1].traceback
 
 
-def test_a_person_reads_who_where_when_how_and_why() -> None:
+def test_the_text_has_rank_host_time_exit_status_and_message() -> None:
     text = render(report(victim(VICTIMS[0]), replace(OWN, log_tail=("step 41", "step 42"))))
     assert text == (
         "job job7 failed (2 rounds, 1 restart): rank 1 on b failed\n"
@@ -180,13 +180,13 @@ def test_a_traceback_is_not_shown_a_second_time_as_the_end_of_stderr() -> None:
     assert "    too late\n" in render(report(replace(OWN, log_tail=(*again, "too late"))))
 
 
-def test_what_is_said_once_is_not_said_again() -> None:
+def test_no_text_is_repeated() -> None:
     silent = Failure(rank=3, local_rank=0, round=2, host="d", at=99.5, exitcode=3, message="exited with code 3")
     assert render(report(silent, why="over")).count("exited with code 3") == 1
     assert "rank 3 on d exited with code 3\n" in render(report(CRASH, silent))
 
 
-def test_out_of_memory_is_said_plainly() -> None:
+def test_out_of_memory_is_reported() -> None:
     verdict = "killed by the kernel's OOM killer (cgroup limit 4.0 GiB, peak 3.9 GiB)"
     text = render(report(replace(CRASH, signal="SIGKILL", oom=verdict, message=verdict)))
     assert "  how      died of SIGKILL, out of memory\n" in text
@@ -205,11 +205,11 @@ def test_long_texts_are_wrapped_to_the_width() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_time_of_no_world_does_not_spoil_the_report() -> None:
+def test_an_invalid_time_does_not_break_the_report() -> None:
     assert "died of SIGSEGV" in render(report(replace(CRASH, at=1e300)))
 
 
-def test_a_worker_that_never_ran_is_reported_without_pid_and_code() -> None:
+def test_a_worker_that_was_not_started_is_reported_without_pid_and_code() -> None:
     never = Failure(rank=1, local_rank=1, round=1, host="b", at=1.0, message="could not be started: no memory")
     assert "root cause: rank 1 on b (local rank 1)\n" in render(report(never))
     assert "  how      was not started\n" in render(report(never))
@@ -220,7 +220,7 @@ def test_a_success_is_one_line() -> None:
     assert text == "job job7 succeeded (2 rounds, 1 restart): all workers exited with 0\n"
 
 
-def test_a_program_reads_the_same_as_json() -> None:
+def test_the_json_has_the_same_content() -> None:
     data = json.loads(to_json(report(victim(VICTIMS[0]), OWN)))
     assert data["outcome"] == "failed"
     assert data["root_cause"] == data["failures"][0]

@@ -1,4 +1,4 @@
-"""torch's flight recorder, asked of real workers, also of some that do not answer."""
+"""Queries of torch's flight recorder in real workers, including workers that do not reply."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ripstop.diagnostics import flight_dump
-from ripstop.diagnostics.flight_dump import Flight, ask
+from ripstop.diagnostics.flight_dump import FlightDump, query
 from ripstop.diagnostics.flight_recorder import in_words, odd_ones
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
@@ -49,7 +49,7 @@ def with_workers(
     code: str = WORKER,
     start: StartMethod = StartMethod.ZYGOTE,
 ) -> None:
-    """Two workers at work, and their sockets; they are gone when the script is over."""
+    """Two workers and their sockets; the workers end with the script."""
     sockets = [str(stage.directory / f"s{rank}") for rank in range(2)]
     outs = [stage.directory / f"{rank}.out" for rank in range(2)]
 
@@ -80,18 +80,18 @@ def with_workers(
     assert all("threads 1 ready" in out.read_text() for out in outs if code == WORKER)  # ours is not counted
 
 
-async def until(sockets: list[str], fits: Callable[[list[Flight]], bool]) -> list[Flight]:
-    """What is recorded once the workers are where they are going."""
-    while not fits(found := await ask(sockets)):
-        pass  # each time it waits for an answer
+async def until(sockets: list[str], fits: Callable[[list[FlightDump]], bool]) -> list[FlightDump]:
+    """The dumps, once the workers have reached their collectives."""
+    while not fits(found := await query(sockets)):
+        pass  # each query waits for a reply
     return found
 
 
-def standing(found: list[Flight]) -> dict[int, Any]:
+def standing(found: list[FlightDump]) -> dict[int, Any]:
     return {rank: one.standings for rank, one in enumerate(found) if one.standings is not None}
 
 
-def test_a_rank_that_waits_in_a_collective_tells_so_and_who_is_late_is_known(stage) -> None:
+def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
     async def script(sockets: list[str]) -> None:
         found = await until(sockets, lambda found: "#2" in found[0].text)
         assert odd_ones(standing(found)) == {1}
@@ -100,29 +100,29 @@ def test_a_rank_that_waits_in_a_collective_tells_so_and_who_is_late_is_known(sta
             "all_reduce #1, 12 Float: completed",
             "all_reduce #2, 12 Float: scheduled",
         ]
-        for _ in range(20):  # who asks and goes hurts nobody, although a broken pipe would
+        for _ in range(20):  # a client that disconnects must not break the worker
             with socket.socket(socket.AF_UNIX) as hasty:
                 hasty.connect(sockets[0])
-        assert (await ask(sockets))[0].standings == found[0].standings
+        assert (await query(sockets))[0].standings == found[0].standings
 
     with_workers(stage, script, "sleep")
 
 
-def test_a_rank_that_holds_pythons_lock_is_not_waited_for(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_holds_pythons_lock_is_left_out_after_the_timeout(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(sockets: list[str]) -> None:
         (first,) = await until(sockets[:1], lambda found: "#2" in found[0].text)
-        monkeypatch.setattr(flight_dump, "TIMEOUT_S", 0.3)
+        monkeypatch.setattr(flight_dump, "REPLY_TIMEOUT_S", 0.3)
         found = await until(sockets, lambda found: found[1].standings is None)
-        assert found[1] == Flight(why="the worker did not answer within 0.3 s")
+        assert found[1] == FlightDump(why="the worker did not reply within 0.3 s")
         assert found[0] == first
 
     with_workers(stage, script, "lock")
 
 
 @pytest.mark.parametrize("start", [StartMethod.ZYGOTE, StartMethod.EXEC])
-def test_a_worker_without_torch_has_nothing_of_ours_and_is_said_to_have_no_recorder(stage, start: StartMethod) -> None:
+def test_a_worker_without_torch_has_no_recorder_thread(stage, start: StartMethod) -> None:
     async def script(sockets: list[str]) -> None:
-        assert {one.why for one in await ask(sockets)} == {
+        assert {one.why for one in await query(sockets)} == {
             "the worker has no socket: it was not forked with torch loaded (--start-method, --preload)"
         }
 
@@ -131,7 +131,7 @@ def test_a_worker_without_torch_has_nothing_of_ours_and_is_said_to_have_no_recor
     assert "ready 1" in (stage.directory / "0.out").read_text()
 
 
-def test_a_healthy_worker_is_not_asked_for_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_of_nccl_is_not_read_from_a_healthy_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
         _dump_fr_trace_json = staticmethod(lambda: b"1")
         _dump_nccl_trace_json = staticmethod(lambda: b"2")
@@ -141,21 +141,19 @@ def test_a_healthy_worker_is_not_asked_for_what_nccl_records(monkeypatch: pytest
     assert flight_recorder_dump(is_hanging=True) == b'{"fr": 1, "nccl": 2}'
 
 
-# answers that are none ------------------------------------------------------------------------------------------------
+# invalid replies ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("reply", "why"),
     [
-        (b"nonsense", "the worker's answer is not what torch's flight recorder prints"),
-        (b"", "the worker's answer is not what torch's flight recorder prints"),
-        (b" " * 3000, "it has more than 0 MiB; set a smaller TORCH_FR_BUFFER_SIZE"),
+        (b"nonsense", "the worker's reply is not a dump of torch's flight recorder"),
+        (b"", "the worker's reply is not a dump of torch's flight recorder"),
+        (b" " * 3000, "the dump has more than 0 MiB; set a smaller TORCH_FR_BUFFER_SIZE"),
     ],
 )
-def test_an_answer_that_is_none_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
-) -> None:
-    monkeypatch.setattr(flight_dump, "LARGEST", 2000)
+def test_an_invalid_reply_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, why: str) -> None:
+    monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 2000)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
@@ -164,16 +162,16 @@ def test_an_answer_that_is_none_says_why(
             asking, _ = server.accept()
             with asking:
                 asking.recv(1)
-                asking.sendall(answer)
+                asking.sendall(reply)
 
         serving = threading.Thread(target=serve)
         serving.start()
-        assert asyncio.run(ask([str(tmp_path / "s")])) == [Flight(why=why)]
+        assert asyncio.run(query([str(tmp_path / "s")])) == [FlightDump(why=why)]
         serving.join()
 
 
-def test_a_worker_that_is_gone_cannot_be_asked(tmp_path: Path) -> None:
+def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
-    (found,) = asyncio.run(ask([str(tmp_path / "s")]))
+    (found,) = asyncio.run(query([str(tmp_path / "s")]))
     assert found.standings is None and "refused" in found.why

@@ -1,11 +1,11 @@
-"""How far ranks are in their collectives, and for whom the others wait."""
+"""How far ranks are in their collectives, and which ranks the others wait for."""
 
 import json
 from typing import Any
 
 import pytest
 
-from ripstop.diagnostics.flight_recorder import as_text, from_torch, in_words, odd_ones, position, standings
+from ripstop.diagnostics.flight_recorder import as_text, from_torch, group_progress, in_words, odd_ones, position
 from ripstop.diagnostics.stacks import in_words as hang_in_words
 from ripstop.diagnostics.stacks import odd_ones as odd_in_a_hang
 from ripstop.model.failure import CollectiveProgress, Hang
@@ -28,7 +28,7 @@ def entry(number: int, op: str = "gloo:all_reduce", done: bool = True, **more: A
 def stood(*entries: dict[str, Any], recorder: str = "fr", **more: Any) -> tuple[CollectiveProgress, ...]:
     recording = from_torch(json.dumps({recorder: {"entries": entries} | more}))
     assert recording is not None
-    return standings(recording)
+    return group_progress(recording)
 
 
 # one rank -------------------------------------------------------------------------------------------------------------
@@ -40,14 +40,14 @@ def test_a_rank_is_in_the_oldest_collective_that_it_has_not_left() -> None:
     assert position([found]) == "in all_reduce #2"
 
 
-def test_a_rank_that_has_left_all_is_at_its_latest() -> None:
+def test_a_rank_outside_of_collectives_is_at_its_latest() -> None:
     found = stood(entry(1), entry(2, "gloo:barrier", input_sizes=[], input_dtypes=[]))
     assert found == (CollectiveProgress("gloo:0", "", 2, 0, "barrier", ""),)
     assert position(found) == "in no collective; the last was barrier #2"
     assert position(()) == "no collective yet"
 
 
-def test_what_comes_before_a_completed_collective_of_nccl_is_over() -> None:
+def test_collectives_of_nccl_before_a_completed_one_are_over() -> None:
     part = entry(1, "nccl:all_reduce", done=False)  # of a batch, and never marked
     (found,) = stood(part, entry(2, "nccl:coalesced", done=False, state="completed"), recorder="nccl")
     assert (found.entered, found.pending) == (2, 0)
@@ -55,13 +55,13 @@ def test_what_comes_before_a_completed_collective_of_nccl_is_over() -> None:
     assert found.pending == 1
 
 
-def test_a_batch_is_over_when_its_last_part_is() -> None:
+def test_a_batch_ends_with_its_last_part() -> None:
     parts = [entry(1, "nccl:send 0->1", done=False), entry(1, "nccl:coalesced", state="started", done=False)]
     (found,) = stood(*parts, recorder="nccl")
     assert (found.op, found.pending) == ("coalesced", 1)
 
 
-def test_groups_have_their_own_numbers_and_messages_between_two_ranks_have_others() -> None:
+def test_groups_and_messages_between_two_ranks_are_numbered_separately() -> None:
     message = entry(7, "nccl:recv 0<-1", done=False, is_p2p=True, p2p_seq_id=5)
     mine = entry(1, "nccl:all_reduce", process_group=["1", "mine"])
     unused = {"2": {"name": "2", "desc": "undefined", "ranks": "[0, 1]"}, "": {"desc": ""}}
@@ -75,7 +75,7 @@ def test_groups_have_their_own_numbers_and_messages_between_two_ranks_have_other
     assert position(found) == "in recv 0<-1 #5"
 
 
-def test_the_default_group_and_those_it_is_stuck_in_are_never_left_out() -> None:
+def test_the_default_group_and_pending_groups_are_never_left_out() -> None:
     many = [entry(1, process_group=[str(n), f"g{n}"], done=n != 3) for n in range(1, 40)]
     found = stood(entry(1), *many)
     assert [one.label for one in found] == ["", "g3", "g39", "g38", "g37", "g36", "g35", "g34"]
@@ -94,25 +94,25 @@ def test_the_default_group_and_those_it_is_stuck_in_are_never_left_out() -> None
         entry(1) | {"profiling_name": None},
     ],
 )
-def test_an_entry_that_makes_no_sense_is_passed_over(odd: Any) -> None:
+def test_an_invalid_entry_is_skipped(odd: Any) -> None:
     assert stood(odd, entry(1)) == stood(entry(1))
 
 
 @pytest.mark.parametrize("text", ["", "no", "[]", "3", "[" * 100_000])
-def test_anything_else_is_no_recording(text: str) -> None:
+def test_other_text_is_no_recording(text: str) -> None:
     assert from_torch(text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["{}", '{"fr": 3}', '{"fr": {"entries": 3, "pg_config": 3}}', '{"else": {"entries": []}}']
 )
-def test_a_recorder_that_has_nothing_is_no_mistake(text: str) -> None:
+def test_an_empty_recorder_is_valid(text: str) -> None:
     recording = from_torch(text)
-    assert recording is not None and standings(recording) == ()
+    assert recording is not None and group_progress(recording) == ()
     assert as_text(recording) == "nothing is recorded"
 
 
-def test_the_text_has_the_latest_and_counts_the_rest() -> None:
+def test_the_text_shows_the_latest_entries_and_counts_the_others() -> None:
     strange = entry(30, "gloo:evil\x1b[31m\n", done=False, input_sizes=3)
     recording = from_torch(json.dumps({"fr": {"entries": [*(entry(n) for n in range(1, 30)), strange]}}))
     assert recording is not None
@@ -122,7 +122,7 @@ def test_the_text_has_the_latest_and_counts_the_rest() -> None:
 
 
 @pytest.mark.parametrize("sizes", ["[[Infinity]]", "[[NaN]]", f"[[{'9' * 4000}, {'9' * 4000}]]", "[[null]]", "7"])
-def test_sizes_that_are_none_are_passed_over(sizes: str) -> None:
+def test_invalid_sizes_are_skipped(sizes: str) -> None:
     text = json.dumps({"fr": {"entries": [entry(1, input_sizes=0)]}}).replace(
         '"input_sizes": 0', f'"input_sizes": {sizes}'
     )
@@ -145,7 +145,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
 
 
 @pytest.mark.parametrize(
-    ("ranks", "odd", "words"),
+    ("ranks", "odd", "text"),
     [
         (
             [[inside(42)], [done(41, "broadcast")], [inside(42)]],
@@ -157,7 +157,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
             {1},
             "rank 0 is in all_reduce #1, not entered by rank 1 (last: none)",
         ),
-        (  # who is ahead of the others waits, too
+        (  # a rank ahead of the others waits, too
             [[inside(42)], [done(41)], [inside(43)]],
             {1},
             "rank 0 is in all_reduce #42, not entered by rank 1 (last: all_reduce #41)",
@@ -175,9 +175,9 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
         (  # to each its own
             [[inside(9, "all_gather")], [inside(9, "all_gather", "5 Float")]],
             set(),
-            "ranks 0,1 are in all_gather #9, and nobody is missing",
+            "ranks 0,1 are in all_gather #9, and no rank is missing",
         ),
-        ([[inside(9)], [inside(9)]], set(), "ranks 0,1 are in all_reduce #9, and nobody is missing"),
+        ([[inside(9)], [inside(9)]], set(), "ranks 0,1 are in all_reduce #9, and no rank is missing"),
         ([[inside(9)], [done(9)]], set(), "rank 0 is in all_reduce #9"),
         ([[done(9)], [done(9)]], set(), ""),
         ([[], []], set(), ""),
@@ -194,7 +194,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
             "rank 0 is in all_reduce #5 of group a, not entered by rank 1 (last: all_reduce #4); "
             "rank 1 is in all_reduce #2 of group b, not entered by rank 0 (last: all_reduce #1)",
         ),
-        (  # nobody knows whether 2 is in that group
+        (  # it is unknown whether 2 is in that group
             [[inside(5, group="a")], [done(4, group="a")], [done(7)]],
             {1},
             "rank 0 is in all_reduce #5 of group a, not entered by rank 1 (last: all_reduce #4)",
@@ -206,21 +206,21 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
         ),
     ],
 )
-def test_the_odd_ones_are_those_that_have_not_come(
-    ranks: list[list[CollectiveProgress]], odd: set[int], words: str
+def test_the_odd_ranks_have_not_entered_the_collective(
+    ranks: list[list[CollectiveProgress]], odd: set[int], text: str
 ) -> None:
     recorded = dict(enumerate(ranks))
     assert odd_ones(recorded) == odd
-    assert in_words(recorded) == words
+    assert in_words(recorded) == text
 
 
-def test_many_groups_and_many_kinds_are_counted_and_those_with_the_odd_one_come_first() -> None:
+def test_groups_with_an_odd_rank_come_first_and_the_rest_are_counted() -> None:
     ranks = {n: [inside(3, group=f"g{n // 2}")] for n in range(20)} | {21: [done(2, group="g7")]}
-    words = in_words(ranks)
-    assert words.startswith(
+    text = in_words(ranks)
+    assert text.startswith(
         "ranks 14,15 are in all_reduce #3 of group g7, not entered by rank 21 (last: all_reduce #2); "
     )
-    assert words.endswith("; 7 more groups")
+    assert text.endswith("; 7 more groups")
     assert in_words({n: [inside(3, f"op{n}")] for n in range(9)}).endswith(", 6 more kinds")
 
 
@@ -233,7 +233,7 @@ def hang(standings: list[CollectiveProgress] | None, waits: bool, call: str = "s
     )
 
 
-def test_the_recorder_knows_who_waits_where_stacks_do_not_show_it() -> None:
+def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
     hangs = {0: hang([inside(42)], False), 1: hang([done(41)], False), 2: hang([inside(42)], False)}
     assert odd_in_a_hang(hangs) == {1}
     assert hang_in_words(hangs) == (
@@ -250,10 +250,10 @@ def test_the_recorder_knows_who_waits_where_stacks_do_not_show_it() -> None:
             {2},
         ),  # 1 waits for what no one records
         ([hang([inside(5)], True), hang([inside(5)], True), hang([done(4)], False, state="T")], {2}),
-        ([hang([inside(5)], True), hang(None, False)], {1}),  # it did not answer
-        ([hang([inside(5)], True), hang([inside(5)], False)], {1}),  # the recorder does not tell, and stacks do
+        ([hang([inside(5)], True), hang(None, False)], {1}),  # it did not reply
+        ([hang([inside(5)], True), hang([inside(5)], False)], {1}),  # only the stacks differ
         ([hang(None, True), hang(None, False)], {1}),
     ],
 )
-def test_stacks_have_a_say_where_recorders_are_silent(hangs: list[Hang], odd: set[int]) -> None:
+def test_without_recorders_the_stacks_decide(hangs: list[Hang], odd: set[int]) -> None:
     assert odd_in_a_hang(dict(enumerate(hangs))) == odd

@@ -1,4 +1,4 @@
-"""A watch over one process that does nothing, in surroundings that fail."""
+"""Monitoring of one idle process while parts of the system fail."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ripstop.diagnostics import hang_monitor, stack_dump
-from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
+from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs
 from ripstop.model.events import CheckpointSaved, Event
@@ -39,37 +39,37 @@ def idle() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_dump, "py_spy", lambda: None)
-    monkeypatch.setattr(hang_monitor, "RETRY", 0.1)
+    monkeypatch.setattr(hang_monitor, "RETRY_DELAY_S", 0.1)
 
 
 Hung = asyncio.Future[tuple[Failure, ...]]
 
 
 class Scene:
-    """A watch, what it records, and the hang that it finds."""
+    """A monitor, the events that it records, and the hang that it finds."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         self.recorded: list[Event] = []
-        self.audible = True
+        self.can_report = True
         self._folder, self._pid = folder, pid
 
     def play(self, script: Callable[[HangMonitor, Hung], Coroutine[Any, Any, None]], timeout: float = TIMEOUT) -> None:
         async def scenario() -> None:
             hung: Hung = asyncio.get_running_loop().create_future()
             logs = RoundLogs(self._folder, Logs(), PLACE, "default", terminal=False)
-            subject = Subject(PLACE, "here", (self._pid,), logs)
-            watched = HangMonitor(
-                subject,
+            workers = MonitoredWorkers(PLACE, "here", (self._pid,), logs)
+            monitor = HangMonitor(
+                workers,
                 timeout,
                 lambda event, level: self.recorded.append(event),
                 lambda found, _: hung.set_result(found),
-                lambda: self.audible,
+                lambda: self.can_report,
             )
             try:
                 async with asyncio.timeout(DEADLINE):
-                    await script(watched, hung)
+                    await script(monitor, hung)
             finally:
-                watched.close()
+                monitor.close()
 
         asyncio.run(scenario())
 
@@ -90,13 +90,13 @@ def fails_once(function: Callable[..., Any], error: Exception) -> Callable[..., 
     return call
 
 
-def test_a_look_that_fails_is_not_the_last(
+def test_a_failed_sample_is_taken_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = fails_once(linux.usage_of_sessions, OSError(24, "Too many open files"))
     monkeypatch.setattr(linux, "usage_of_sessions", broken)
 
-    async def script(watched: HangMonitor, hung: Hung) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
         assert len(await hung) == 1
 
     with caplog.at_level(logging.ERROR):
@@ -104,50 +104,50 @@ def test_a_look_that_fails_is_not_the_last(
     assert ["Too many open files" in line for line in caplog.messages] == [True]
 
 
-def test_an_inspection_that_fails_is_made_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_monitor, "spot", fails_once(hang_monitor.spot, RuntimeError("can't start new thread")))
+def test_a_failed_inspection_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        hang_monitor, "code_location", fails_once(hang_monitor.code_location, RuntimeError("can't start new thread"))
+    )
 
-    async def script(watched: HangMonitor, hung: Hung) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
         with pytest.raises(RuntimeError, match="new thread"):
-            await watched.inspect()
+            await monitor.inspect()
         assert len(await hung) == 1
 
     scene.play(script)
 
 
-def test_a_machine_that_stood_still_is_no_hang_but_silence_afterwards_is(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang_monitor, "LATE", TIMEOUT)
+def test_a_paused_machine_is_no_hang_but_silence_afterwards_is(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_monitor, "MAX_TIMER_DELAY_S", TIMEOUT)
 
-    async def script(watched: HangMonitor, hung: Hung) -> None:
-        watched.report(0, WorkerHeartbeat(1, 1))
-        time.sleep(3 * TIMEOUT)  # the agent and its workers, all of them  # noqa: ASYNC251
-        went_on = time.monotonic()
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
+        monitor.on_report(0, WorkerHeartbeat(1, 1))
+        time.sleep(3 * TIMEOUT)  # the agent and its workers are paused  # noqa: ASYNC251
+        resumed = time.monotonic()
         await hung
-        assert time.monotonic() - went_on >= TIMEOUT
+        assert time.monotonic() - resumed >= TIMEOUT
 
     scene.play(script)
 
 
-def test_who_could_not_report_is_not_missed(scene: Scene) -> None:
-    async def script(watched: HangMonitor, hung: Hung) -> None:
-        scene.audible = False
-        watched.report(0, WorkerHeartbeat(1, 1))
+def test_workers_that_could_not_send_heartbeats_do_not_hang(scene: Scene) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
+        scene.can_report = False
+        monitor.on_report(0, WorkerHeartbeat(1, 1))
         await asyncio.sleep(2.5 * TIMEOUT)
         assert not hung.done()
-        scene.audible = True
+        scene.can_report = True
         (failure,) = await hung
         assert failure.hang and failure.hang.sign == "no heartbeat"
 
     scene.play(script)
 
 
-def test_a_flood_of_checkpoints_is_told_once_a_second_and_the_last_one_always(scene: Scene) -> None:
-    async def script(watched: HangMonitor, hung: Hung) -> None:
+def test_checkpoints_are_recorded_at_most_once_a_second_and_the_last_one_always(scene: Scene) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
         for step in range(1000):
-            watched.report(0, CheckpointReport(step, "x"))
+            monitor.on_report(0, CheckpointReport(step, "x"))
 
     scene.play(script, timeout=0.0)
-    told = [event.step for event in scene.recorded if isinstance(event, CheckpointSaved)]
-    assert told == [0, 999]
+    recorded = [event.step for event in scene.recorded if isinstance(event, CheckpointSaved)]
+    assert recorded == [0, 999]

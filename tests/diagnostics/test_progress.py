@@ -1,134 +1,134 @@
-"""Who makes progress, by what is reported and by what can be seen."""
+"""Which workers hang, by their heartbeats and by their activity."""
 
 import pytest
 
-from ripstop.diagnostics.progress import ActivitySample, Progress, Stuck, WorkerProgress
+from ripstop.diagnostics.progress import ActivitySample, HungWorker, ProgressTracker, WorkerProgress
 
 STACK = "step (train.py:3)"
 
 
-def silent(progress: Progress, until: float, *, step: float = 2.5, rank: int = 0, cpu: float = 1.0) -> None:
-    """It was at work before it was first seen, and is not since."""
+def silent(progress: ProgressTracker, until: float, *, step: float = 2.5, rank: int = 0, cpu: float = 1.0) -> None:
+    """The worker was active before its first sample, and is inactive afterwards."""
     now = step
     while now <= until:
-        due = progress.due(now)
-        progress.look(rank, ActivitySample(100, cpu, STACK if due.get(rank) else ""), now)
+        due = progress.due_samples(now)
+        progress.on_sample(rank, ActivitySample(100, cpu, STACK if due.get(rank) else ""), now)
         now += step
 
 
-def test_who_reports_and_goes_on_reporting_does_not_hang() -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_a_worker_that_sends_heartbeats_does_not_hang() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     for now in range(0, 100, 9):
-        progress.beat(0, now, now + 1, float(now))
-        assert progress.stuck(now + 8.9) == {}
+        progress.on_heartbeat(0, now, now + 1, float(now))
+        assert progress.hung_workers(now + 8.9) == {}
 
 
-def test_who_has_reported_and_is_silent_for_the_timeout_hangs() -> None:
-    progress = Progress(2, 10.0, now=0.0)
-    progress.beat(0, None, 1, 3.0)
-    progress.beat(1, None, 1, 5.0)
-    assert progress.deadline() == 13.0
-    assert progress.stuck(12.9) == {}
-    assert progress.stuck(13.0) == {0: Stuck(10.0, "no heartbeat")}
+def test_a_worker_that_stops_sending_heartbeats_hangs_after_the_timeout() -> None:
+    progress = ProgressTracker(2, 10.0, now=0.0)
+    progress.on_heartbeat(0, None, 1, 3.0)
+    progress.on_heartbeat(1, None, 1, 5.0)
+    assert progress.next_check() == 13.0
+    assert progress.hung_workers(12.9) == {}
+    assert progress.hung_workers(13.0) == {0: HungWorker(10.0, "no heartbeat")}
 
 
-def test_who_never_reports_is_looked_at_four_times_in_a_timeout() -> None:
-    progress = Progress(1, 10.0, now=0.0)
-    assert progress.deadline() == 2.5
-    assert progress.due(2.4) == {}
-    assert progress.due(2.5) == {0: False}
-    progress.look(0, ActivitySample(0, 0.0), 2.5)
-    assert progress.deadline() == 5.0
-    assert progress.due(5.0) == {0: True}  # idle for half the time: now its stack matters
+def test_a_worker_without_heartbeats_is_sampled_four_times_in_the_timeout() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    assert progress.next_check() == 2.5
+    assert progress.due_samples(2.4) == {}
+    assert progress.due_samples(2.5) == {0: False}
+    progress.on_sample(0, ActivitySample(0, 0.0), 2.5)
+    assert progress.next_check() == 5.0
+    assert progress.due_samples(5.0) == {0: True}  # inactive for half of the timeout: the sample includes the stack
 
 
-def test_who_writes_nothing_uses_no_cpu_and_stands_still_hangs() -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_a_worker_without_output_cpu_time_and_stack_changes_hangs() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     silent(progress, 10.0)
-    assert progress.stuck(10.0) == {}  # it was at work until it was first seen
+    assert progress.hung_workers(10.0) == {}  # it was active until its first sample
     silent(progress, 12.5)
-    assert progress.stuck(12.5) == {0: Stuck(10.0, "no output, no CPU time, the same stack")}
+    assert progress.hung_workers(12.5) == {0: HungWorker(10.0, "no output, no CPU time, the same stack")}
 
 
 @pytest.mark.parametrize(
-    "sign",
+    "sample",
     [
         ActivitySample(101, 1.0, STACK),
         ActivitySample(100, 1.1, STACK),
         ActivitySample(100, 1.0, "other (train.py:4)"),
-        ActivitySample(100, 1.0, STACK, ready=True),
+        ActivitySample(100, 1.0, STACK, is_runnable=True),
     ],
 )
-def test_any_sign_of_life_starts_the_time_anew(sign: ActivitySample) -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_any_activity_starts_the_timeout_again(sample: ActivitySample) -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     silent(progress, 10.0)
-    progress.look(0, sign, 12.5)
-    assert progress.stuck(12.5) == {}
-    assert progress.idle(0, 12.5) == 0.0
+    progress.on_sample(0, sample, 12.5)
+    assert progress.hung_workers(12.5) == {}
+    assert progress.idle_seconds(0, 12.5) == 0.0
 
 
-def test_a_time_in_which_nobody_could_be_seen_counts_against_nobody() -> None:
-    progress = Progress(2, 10.0, now=0.0)
-    progress.beat(1, None, 1, 1.0)
+def test_if_nothing_could_be_observed_all_timeouts_start_again() -> None:
+    progress = ProgressTracker(2, 10.0, now=0.0)
+    progress.on_heartbeat(1, None, 1, 1.0)
     silent(progress, 10.0)
-    progress.excuse(100.0)
-    assert (progress.stuck(100.0), progress.deadline()) == ({}, 102.5)
-    assert progress.paces(100.0)[1].age == 99.0
-    assert progress.stuck(110.0) == {1: Stuck(109.0, "no heartbeat")}
+    progress.restart_timeouts(100.0)
+    assert (progress.hung_workers(100.0), progress.next_check()) == ({}, 102.5)
+    assert progress.worker_progress(100.0)[1].age == 99.0
+    assert progress.hung_workers(110.0) == {1: HungWorker(109.0, "no heartbeat")}
 
 
-def test_a_little_cpu_time_is_none() -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_little_cpu_time_is_no_activity() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     silent(progress, 10.0)
-    progress.look(0, ActivitySample(100, 1.02, STACK), 12.5)
-    assert progress.stuck(12.5) != {}
+    progress.on_sample(0, ActivitySample(100, 1.02, STACK), 12.5)
+    assert progress.hung_workers(12.5) != {}
 
 
-def test_who_shows_no_stack_is_not_taken_to_hang() -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_a_worker_without_a_stack_does_not_hang() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     for now in (2.5, 5.0, 7.5, 10.0, 12.5, 15.0):
-        progress.look(0, ActivitySample(0, 0.0, ""), now)
-    assert progress.stuck(15.0) == {}
+        progress.on_sample(0, ActivitySample(0, 0.0, ""), now)
+    assert progress.hung_workers(15.0) == {}
 
 
-def test_who_cannot_be_seen_is_not_taken_to_hang_and_is_looked_for_later() -> None:
-    progress = Progress(1, 10.0, now=0.0)
+def test_a_worker_that_cannot_be_sampled_does_not_hang_and_is_sampled_later() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
     silent(progress, 10.0)
-    progress.unseen(0, 12.5)
-    assert progress.stuck(12.5) == {}
-    assert progress.deadline() == 15.0
+    progress.on_sample_failed(0, 12.5)
+    assert progress.hung_workers(12.5) == {}
+    assert progress.next_check() == 15.0
 
 
-def test_who_reports_is_no_longer_looked_at() -> None:
-    progress = Progress(1, 10.0, now=0.0)
-    progress.beat(0, 1, 1, 1.0)
-    assert progress.due(5.0) == {}
+def test_a_worker_with_heartbeats_is_not_sampled() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    progress.on_heartbeat(0, 1, 1, 1.0)
+    assert progress.due_samples(5.0) == {}
 
 
-def test_who_has_ended_neither_hangs_nor_is_waited_for() -> None:
-    progress = Progress(1, 10.0, now=0.0)
-    progress.beat(0, 7, 1, 1.0)
-    progress.gone(0)
-    assert progress.stuck(100.0) == {}
-    assert progress.deadline() is None
-    assert progress.stepped()[0].last == 7
-    progress.beat(0, 8, 2, 100.0)
-    assert progress.stepped()[0].last == 7
+def test_a_worker_that_has_ended_does_not_hang() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    progress.on_heartbeat(0, 7, 1, 1.0)
+    progress.remove(0)
+    assert progress.hung_workers(100.0) == {}
+    assert progress.next_check() is None
+    assert progress.step_ranges()[0].last == 7
+    progress.on_heartbeat(0, 8, 2, 100.0)
+    assert progress.step_ranges()[0].last == 7
 
 
-def test_without_a_timeout_nobody_hangs_and_paces_are_known_all_the_same() -> None:
-    progress = Progress(2, 0.0, now=0.0)
-    assert (progress.deadline(), progress.due(100.0)) == (None, {})
-    progress.beat(0, 10, 1, 1.0)
-    progress.beat(0, 14, 5, 3.0)
-    assert progress.stuck(1e6) == {}
-    assert progress.paces(4.0) == {0: WorkerProgress(14, 2.0, 1.0, 5)}
-    stride = progress.stepped()[0]
-    assert (stride.first, stride.last, stride.seconds) == (10, 14, 2.0)
+def test_without_a_timeout_no_worker_hangs_and_heartbeats_are_counted() -> None:
+    progress = ProgressTracker(2, 0.0, now=0.0)
+    assert (progress.next_check(), progress.due_samples(100.0)) == (None, {})
+    progress.on_heartbeat(0, 10, 1, 1.0)
+    progress.on_heartbeat(0, 14, 5, 3.0)
+    assert progress.hung_workers(1e6) == {}
+    assert progress.worker_progress(4.0) == {0: WorkerProgress(14, 2.0, 1.0, 5)}
+    steps = progress.step_ranges()[0]
+    assert (steps.first, steps.last, steps.seconds) == (10, 14, 2.0)
 
 
-def test_a_rate_follows_the_latest_steps_smoothly() -> None:
-    progress = Progress(1, 0.0, now=0.0)
+def test_the_rate_is_a_moving_average_of_the_latest_steps() -> None:
+    progress = ProgressTracker(1, 0.0, now=0.0)
     for second in range(50):
-        progress.beat(0, 2 * second if second < 20 else 20 + second, second + 1, float(second))
-    assert progress.paces(49.0)[0].rate == pytest.approx(1.0, rel=0.01)
+        progress.on_heartbeat(0, 2 * second if second < 20 else 20 + second, second + 1, float(second))
+    assert progress.worker_progress(49.0)[0].rate == pytest.approx(1.0, rel=0.01)

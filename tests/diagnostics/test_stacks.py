@@ -1,4 +1,4 @@
-"""Where workers are, and who is the odd one out."""
+"""The locations of workers, and the odd ranks of a hang."""
 
 import faulthandler
 import json
@@ -8,14 +8,16 @@ import pytest
 
 from ripstop.diagnostics.failure_report import order, render, root_cause
 from ripstop.diagnostics.stacks import (
+    CodeLocation,
     Frame,
-    Spot,
+    Thread,
+    as_text,
+    code_location,
     from_faulthandler,
     from_py_spy,
     in_words,
     main_frames,
     odd_ones,
-    spot,
 )
 from ripstop.model.failure import Failure, Hang, JobReport
 from ripstop.model.round import Outcome
@@ -30,17 +32,17 @@ STEP, SCRIPT = Frame("step", "/home/me/train.py", 41), Frame("<module>", "/home/
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        ((Frame("all_reduce", TORCH, 3252), WRAPPER, STEP, SCRIPT), Spot("all_reduce", "train.py:41", True)),
-        ((Frame("all_reduce", TORCH, 3252), BARE_WRAPPER, STEP), Spot("all_reduce", "train.py:41", True)),
-        ((Frame("_wait", TORCH, 9), Frame("barrier", TORCH, 3), STEP), Spot("barrier", "train.py:41", True)),
-        ((Frame("load_batch", "/home/me/data.py", 17), STEP, SCRIPT), Spot("load_batch", "data.py:17", False)),
-        ((Frame("get", "/usr/lib/python3.12/queue.py", 171), STEP), Spot("get", "train.py:41", False)),
-        ((Frame("run", f"{SITE}tool/main.py", 7),), Spot("run", "main.py:7", False)),
-        ((), Spot("", "", False)),
+        ((Frame("all_reduce", TORCH, 3252), WRAPPER, STEP, SCRIPT), CodeLocation("all_reduce", "train.py:41", True)),
+        ((Frame("all_reduce", TORCH, 3252), BARE_WRAPPER, STEP), CodeLocation("all_reduce", "train.py:41", True)),
+        ((Frame("_wait", TORCH, 9), Frame("barrier", TORCH, 3), STEP), CodeLocation("barrier", "train.py:41", True)),
+        ((Frame("load_batch", "/home/me/data.py", 17), STEP, SCRIPT), CodeLocation("load_batch", "data.py:17", False)),
+        ((Frame("get", "/usr/lib/python3.12/queue.py", 171), STEP), CodeLocation("get", "train.py:41", False)),
+        ((Frame("run", f"{SITE}tool/main.py", 7),), CodeLocation("run", "main.py:7", False)),
+        ((), CodeLocation("", "", False)),
     ],
 )
-def test_a_worker_is_where_its_users_code_is(frames: tuple[Frame, ...], expected: Spot) -> None:
-    assert spot(frames) == expected
+def test_the_location_of_a_worker_is_in_the_users_code(frames: tuple[Frame, ...], expected: CodeLocation) -> None:
+    assert code_location(frames) == expected
 
 
 def waiting(call: str = "all_reduce", where: str = "train.py:41", state: str = "S") -> Hang:
@@ -69,23 +71,23 @@ def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", 
         ([], set()),
     ],
 )
-def test_the_odd_ones_are_those_that_the_others_wait_for(hangs: list[Hang], odd: set[int]) -> None:
+def test_the_odd_ranks_are_those_that_the_others_wait_for(hangs: list[Hang], odd: set[int]) -> None:
     assert odd_ones(dict(enumerate(hangs))) == odd
 
 
-def test_a_hang_in_words_says_where_everybody_is() -> None:
+def test_a_hang_in_words_has_the_location_of_every_rank() -> None:
     hangs = dict(enumerate([waiting(), waiting(), busy(), waiting()]))
     assert in_words(hangs) == "ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)"
 
 
-def test_many_ranks_in_words_are_ranges_and_many_places_are_counted() -> None:
+def test_many_ranks_are_shown_as_ranges_and_many_locations_are_counted() -> None:
     hangs = dict(enumerate([waiting()] * 1000 + [busy(where=f"data.py:{line}") for line in range(9)]))
-    words = in_words(hangs)
-    assert words.startswith("ranks 0-999 wait in all_reduce (train.py:41); rank 1006 is in load_batch (data.py:6); ")
-    assert words.endswith("; 6 more elsewhere")
+    text = in_words(hangs)
+    assert text.startswith("ranks 0-999 wait in all_reduce (train.py:41); rank 1006 is in load_batch (data.py:6); ")
+    assert text.endswith("; 6 more elsewhere")
 
 
-def test_a_stopped_process_is_said_to_be_stopped() -> None:
+def test_a_stopped_process_is_reported_as_stopped() -> None:
     assert in_words({3: busy(state="T")}) == "rank 3 is in load_batch (data.py:17), stopped by a signal"
 
 
@@ -93,7 +95,7 @@ def hung(rank: int, hang: Hang, at: float = 100.0) -> Failure:
     return Failure(rank, 0, 1, "host", at, pid=70 + rank, message="m", traceback="thread Main\n  f (x.py:1)", hang=hang)
 
 
-def test_the_report_of_a_hang_names_the_odd_one_and_shows_its_stack() -> None:
+def test_the_report_of_a_hang_names_the_odd_rank_and_shows_its_stack() -> None:
     failures = (hung(0, waiting(), 99.0), hung(1, waiting(), 98.0), hung(2, busy(), 100.0))
     cause = root_cause(failures)
     assert cause is not None and cause.rank == 2
@@ -104,7 +106,7 @@ def test_the_report_of_a_hang_names_the_odd_one_and_shows_its_stack() -> None:
     assert "  stack\n    thread Main\n      f (x.py:1)\n" in text
 
 
-def test_a_death_comes_before_those_that_only_wait() -> None:
+def test_a_worker_that_died_comes_before_workers_that_wait() -> None:
     death = Failure(5, 0, 1, "host", 101.0, exitcode=1, message="ValueError: no", traceback="ValueError: no")
     assert [f.rank for f in order([hung(0, waiting()), hung(1, waiting()), death])] == [5, 0, 1]
 
@@ -112,7 +114,7 @@ def test_a_death_comes_before_those_that_only_wait() -> None:
 # what tools print -----------------------------------------------------------------------------------------------------
 
 
-def test_a_dump_of_py_spy_is_read() -> None:
+def test_a_dump_of_py_spy_is_parsed() -> None:
     frames = [{"name": "f", "filename": "/x/a.py", "line": 3}, {"name": "<module>", "filename": "/x/a.py", "line": 9}]
     dump = [
         {"thread_name": None, "os_thread_id": 8, "frames": []},
@@ -124,12 +126,12 @@ def test_a_dump_of_py_spy_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no", "{}", "[1]", '[{"frames": 1}]', '[{"thread_name": "x"}]'])
-def test_anything_else_is_no_dump(text: str) -> None:
+def test_other_text_is_no_dump(text: str) -> None:
     assert from_py_spy(text, pid=7) == ()
     assert from_faulthandler(text) == ()
 
 
-def test_a_dump_of_faulthandler_is_read(tmp_path) -> None:
+def test_a_dump_of_faulthandler_is_parsed(tmp_path) -> None:
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()
@@ -141,5 +143,13 @@ def test_a_dump_of_faulthandler_is_read(tmp_path) -> None:
     finally:
         ended.set()
         other.join()
-    assert main_frames(threads)[0].function == "test_a_dump_of_faulthandler_is_read"
+    assert main_frames(threads)[0].function == "test_a_dump_of_faulthandler_is_parsed"
     assert any("wait" in frame.function for thread in threads if not thread.main for frame in thread.frames)
+
+
+def test_the_thread_of_ripstop_in_a_worker_is_not_shown() -> None:
+    from ripstop.workers.zygote import process
+
+    own = Thread("recorder", (Frame("serve", process.__file__, 1),), main=False)
+    main = Thread("MainThread", (Frame("step", "/train.py", 3),), main=True)
+    assert as_text([own, main]) == "thread MainThread\n  step (/train.py:3)"

@@ -1,4 +1,4 @@
-"""The table of timers against a plain model of it, and the lines in which timers are asked for."""
+"""The table of timers compared with a simple model, and the parsing of requests."""
 
 import json
 import math
@@ -22,7 +22,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_table_is_the_list_of_timers_that_a_person_would_keep(steps: list[tuple]) -> None:
+def test_the_table_behaves_as_a_simple_model(steps: list[tuple]) -> None:
     table: Timers[int, int] = Timers()
     model: list[tuple[int, str, float, int]] = []
     for number, step in enumerate(steps):
@@ -53,12 +53,12 @@ def test_the_table_is_the_list_of_timers_that_a_person_would_keep(steps: list[tu
 
 
 def line(**changed: object) -> bytes:
-    said = {"version": 1, "pid": 77, "scope_id": "s", "expiration_time": 5.5, "signal": 9} | changed
-    return json.dumps({name: value for name, value in said.items() if value is not None}).encode()
+    fields = {"version": 1, "pid": 77, "scope_id": "s", "expiration_time": 5.5, "signal": 9} | changed
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
 @pytest.mark.parametrize(
-    ("said", "request_"),
+    ("line", "request_"),
     [
         (line(), Request(77, "s", 5.5, 9)),
         (line(expiration_time=-1, signal=0), Request(77, "s", -1.0)),
@@ -67,12 +67,12 @@ def line(**changed: object) -> bytes:
         (line(more="fields", version=2), Request(77, "s", 5.5, 9)),
     ],
 )
-def test_a_request_is_read(said: bytes, request_: Request) -> None:
-    assert read_request(said) == request_
+def test_a_request_is_parsed(line: bytes, request_: Request) -> None:
+    assert read_request(line) == request_
 
 
 @pytest.mark.parametrize(
-    "said",
+    "line",
     [
         b"", b"{", b"[]", b"null", b"\xff", b"[" * 5000,
         line(pid=None), line(pid="77"), line(pid=0), line(pid=1), line(pid=-77), line(pid=1 << 40), line(pid=True),
@@ -81,14 +81,14 @@ def test_a_request_is_read(said: bytes, request_: Request) -> None:
         line(signal="KILL"), line(signal=65), line(signal=True), line(signal=1.5),
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_a_value_error(said: bytes) -> None:
+def test_an_invalid_request_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
-        read_request(said)
+        read_request(line)
 
 
 @given(st.binary(max_size=200))
-def test_no_line_can_raise_anything_else(said: bytes) -> None:
+def test_no_line_raises_another_error(line: bytes) -> None:
     try:
-        read_request(said)
+        read_request(line)
     except ValueError as error:
         assert str(error)

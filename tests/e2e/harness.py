@@ -43,7 +43,7 @@ def spied() -> bool:
     with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = asyncio.run(stack_dump.look(process.pid))
+        found = asyncio.run(stack_dump.dump_stack(process.pid))
         process.kill()
     return found.source == "py-spy"
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from tests.e2e.harness import Job
 
-WORDS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c")
+FLAGS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c")
 SCRIPT = "if [ $RANK$TORCHELASTIC_RESTART_COUNT = 10 ]; then exit 3; else sleep 0.1; fi"
 
 
-def test_the_console_shows_what_torchs_agent_would_tell(tmp_path: Path) -> None:
+def test_the_console_handler_shows_the_events_of_torchs_agent(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        agent = job.run("--event-log-handler=console", *WORDS, SCRIPT)
+        agent = job.run("--event-log-handler=console", *FLAGS, SCRIPT)
         assert agent.wait() == 0
     events = [json.loads(line) for line in agent.err.splitlines() if line.startswith('{"name"')]
     states = [(event["source"], event["metadata"]["state"], event["metadata"]["global_rank"]) for event in events]
@@ -20,7 +20,7 @@ def test_the_console_shows_what_torchs_agent_would_tell(tmp_path: Path) -> None:
     assert {event["metadata"]["agent_restarts"] for event in events} == {0, 1}
 
 
-def test_a_handler_that_blocks_holds_up_only_itself(tmp_path: Path) -> None:
+def test_a_handler_that_blocks_does_not_delay_the_job(tmp_path: Path) -> None:
     plugin = tmp_path / "site"
     info = plugin / "blocking-1.dist-info"
     info.mkdir(parents=True)
@@ -30,6 +30,6 @@ def test_a_handler_that_blocks_holds_up_only_itself(tmp_path: Path) -> None:
     (plugin / "blocking.py").write_text(source)
     with Job(tmp_path) as job:
         path = f"{plugin}:{job.env.get('PYTHONPATH', '')}".rstrip(":")
-        agent = job.run("--event-log-handler=blocking", *WORDS, SCRIPT, env={"PYTHONPATH": path})
+        agent = job.run("--event-log-handler=blocking", *FLAGS, SCRIPT, env={"PYTHONPATH": path})
         assert agent.wait() == 0
-    assert "the event handler blocking was not done 2 s after the end; the job goes on" in agent.err
+    assert "the event handler blocking had not finished 2 s after the end; the job continues" in agent.err

@@ -330,7 +330,7 @@ def test_workers_can_write_to_stderr_when_the_disk_is_full(job: Job, small_disk:
     assert agent.wait() == 0, job.describe()
     assert agent.out.split() == ["trained"] * 2
     assert agent.err.count("x") >= 2_000_000
-    assert agent.err.count("is full: workers write stderr to the console alone") == 1
+    assert agent.err.count("is full: workers write stderr to the console only") == 1
     assert "Traceback" not in agent.err
 
 

@@ -1,4 +1,4 @@
-"""A real Prometheus reads a real job."""
+"""A real Prometheus reads the metrics of a real job."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ scrape_configs:
 
 
 class Prometheus:
-    """Its HTTP API."""
+    """The HTTP API of Prometheus."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1/query?"
@@ -55,13 +55,13 @@ class Prometheus:
         }
 
     def until(self, what: str) -> dict[tuple[str, ...], float]:
-        """Waits until an expression has values."""
+        """Wait until an expression has values."""
         return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value")
 
 
 @contextmanager
 def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
-    """Scrapes the job; gone when the test is over."""
+    """A Prometheus that reads the job's metrics until the test ends."""
     token, config, port = folder / "token", folder / "prometheus.yml", free_port()
     token.write_text(api_token(TOKEN, "e2e"))
     config.write_text(CONFIG.format(token=token, port=job.port))
@@ -82,7 +82,7 @@ def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
 
 @contextmanager
 def crashing_job(folder: Path) -> Iterator[Job]:
-    """Two workers on a node, and a coordinator by itself; one of the workers crashes, and they go on for ever."""
+    """Two workers on a node and a separate coordinator; one worker crashes once; they run until they are stopped."""
     env = {"STATE": str(folder / "state"), "CRASH_AT": str(CRASH_AT), "RIPSTOP_TOKEN": TOKEN}
     with Job(folder, **env, REPORT="1") as job:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
@@ -106,12 +106,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def read(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Takes five seconds to look for its targets; so there is one for all tests."""
+    """Shared by all tests: Prometheus needs five seconds to find its targets."""
     with prometheus(tmp_path_factory.mktemp("prometheus"), job) as running:
         yield running
 
 
-def test_prometheus_reads_the_story_of_a_crash(read: Prometheus) -> None:
+def test_prometheus_reads_the_counts_of_a_crash(read: Prometheus) -> None:
     read.until('ripstop_restarts_total{cause="application"} == 1')
     read.until("ripstop_round == 2")
     phases = read.until("ripstop_recovery_seconds_count > 0")
@@ -122,7 +122,7 @@ def test_prometheus_reads_the_story_of_a_crash(read: Prometheus) -> None:
     assert read.query("up") == {(): 1.0}
 
 
-def test_prometheus_reads_what_every_rank_uses(read: Prometheus) -> None:
+def test_prometheus_reads_the_usage_of_every_rank(read: Prometheus) -> None:
     memory = read.until("ripstop_worker_memory_bytes > 1e6 and on() ripstop_round == 2")
     (node,) = read.query("ripstop_agent_memory_bytes > 1e6")
     assert memory.keys() == {(*node, "0"), (*node, "1")}
@@ -133,32 +133,32 @@ def test_prometheus_reads_what_every_rank_uses(read: Prometheus) -> None:
 def test_prometheus_reads_steps_and_goodput(read: Prometheus) -> None:
     read.until(f"ripstop_worker_step > {CRASH_AT} and on() ripstop_round == 2")
     assert read.until("ripstop_checkpoint_step") == {(): 40.0}
-    heard = 15  # steps may pass between two heartbeats that are sent
-    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=heard)
+    unreported = 15  # steps between two heartbeats
+    assert read.until("ripstop_lost_steps_total")[()] == pytest.approx(CRASH_AT - 40, abs=unreported)
     assert 0 < read.until("ripstop_goodput_ratio")[()] < 1
     assert read.until('ripstop_recovery_seconds_count{phase="first_step"} > 0')
     assert all(0 < rate < 60 for rate in read.until("ripstop_worker_steps_per_second > 0").values())
 
 
-def test_prometheus_understands_every_question_of_the_dashboard(read: Prometheus) -> None:
+def test_prometheus_accepts_every_query_of_the_dashboard(read: Prometheus) -> None:
     read.until("ripstop_round == 2")
-    answers = {question: read.query(question) for question in map(filled_in, queries(DASHBOARD["panels"]))}
+    results = {query: read.query(query) for query in map(filled_in, queries(DASHBOARD["panels"]))}
     (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
-    assert answers[filled_in(*queries(restarts))] == {(): 1.0}
+    assert results[filled_in(*queries(restarts))] == {(): 1.0}
 
 
 def filled_in(question: str) -> str:
-    """With values for the dashboard's variables."""
+    """The query with values for the dashboard's variables."""
     return question.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
 
 
-def test_a_coordinator_by_itself_writes_down_what_happens(job: Job) -> None:
+def test_a_separate_coordinator_writes_an_event_file(job: Job) -> None:
     file = job.folder / "coordinator" / "e2e" / "job-events.jsonl"
 
-    def story() -> bool | None:
+    def events_written() -> bool | None:
         with file.open() as lines:
             kinds = {json.loads(line)["kind"] for line in lines}
         return {"node_joined", "round_formed", "worker_failed", "round_ended", "recovered"} <= kinds or None
 
     wait_until(lambda: file.exists() or None)
-    wait_until(story)
+    wait_until(events_written)

@@ -1,4 +1,4 @@
-"""Workers' logs, read for others while they are being written."""
+"""Reading log files while workers write to them."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.logs import follow
+from ripstop.logs.growing_file import GrowthWatch
 
 DEADLINE = 20.0
 
@@ -41,7 +42,7 @@ def test_the_last_lines_are_found_far_from_the_end(path: Path) -> None:
     assert text[follow.last_lines(path, 5000) :].count("\n") == 5000
 
 
-def test_pieces_make_the_whole_and_no_character_is_torn(path: Path) -> None:
+def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:
     text = "aä€😀" * 20_000
     path.write_text(text, encoding="utf-8")
     found, offset = [], 0
@@ -53,54 +54,58 @@ def test_pieces_make_the_whole_and_no_character_is_torn(path: Path) -> None:
     assert offset == piece.size == path.stat().st_size
 
 
-def test_bytes_that_are_no_text_are_replaced_and_half_a_character_waits(path: Path) -> None:
+def test_invalid_bytes_are_replaced_and_an_incomplete_character_is_left_for_later(path: Path) -> None:
     path.write_bytes(b"\xff\xfeok \xe2\x82")
     piece = follow.read(path, 0)
     assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
 
 
-def test_half_a_character_waits_for_nothing_in_a_file_that_is_whole(path: Path) -> None:
+def test_an_incomplete_character_at_the_end_of_a_finished_file_is_replaced(path: Path) -> None:
     path.write_bytes(b"ok \xe2\x82")
     assert follow.read(path, 0, finished=True).text == "ok \ufffd"
-    path.write_bytes(b"x" * (follow.PIECE - 1) + "\u20ac".encode())
+    path.write_bytes(b"x" * (follow.MAX_CHUNK_BYTES - 1) + "\u20ac".encode())
     first = follow.read(path, 0, finished=True)
     assert follow.read(path, first.next, finished=True).text == "\u20ac"
 
 
-def test_nobody_waits_for_a_file_that_is_over(path: Path) -> None:
+def test_waiting_ends_when_the_file_is_finished(path: Path) -> None:
     path.write_text("a")
 
     async def scenario() -> None:
-        over = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE, over))
+        finished = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE, finished))
         done, _ = await asyncio.wait([waiting], timeout=0.05)
         assert not done
-        over.set_result(None)
+        finished.set_result(None)
         async with asyncio.timeout(DEADLINE / 2):
             await waiting
 
     asyncio.run(scenario())
 
 
-def test_a_front_that_was_given_back_to_the_disk_is_passed_over(path: Path) -> None:
+def test_a_hole_at_the_front_of_a_file_is_skipped(path: Path) -> None:
     with path.open("wb") as file:
         os.ftruncate(file.fileno(), 1 << 20)
         file.seek(1 << 20)
         file.write(b"the end")
     piece = follow.read(path, 0)
     assert piece.text.lstrip("\0") == "the end"
-    assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes has it all
+    assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes returns zeros
 
 
-def test_a_file_that_became_shorter_is_read_from_its_end(path: Path) -> None:
+def test_a_truncated_file_is_read_from_its_end(path: Path) -> None:
     path.write_text("short")
     assert follow.read(path, 100) == follow.LogChunk(5, 5, 5, "")
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_ends_when_the_file_grows(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not watched:
-        monkeypatch.setattr(follow, "_watch", lambda: None)
+
+        def unavailable() -> None:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr("ripstop.system.inotify.InotifyWatch", unavailable)
     path.write_text("a")
 
     async def scenario() -> None:
@@ -115,11 +120,11 @@ def test_more_is_noticed_when_it_is_written(path: Path, watched: bool, monkeypat
     asyncio.run(scenario())
 
 
-def test_a_hundred_who_wait_for_one_file_hold_it_open_once(path: Path) -> None:
+def test_a_file_is_opened_once_for_a_hundred_callers(path: Path) -> None:
     path.write_text("a")
 
     def held() -> int:
-        """How often it is open; other files, of tests before this one, may just be closing."""
+        """How often it is open.  Files of earlier tests may still be open."""
         count = 0
         for fd in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -129,8 +134,8 @@ def test_a_hundred_who_wait_for_one_file_hold_it_open_once(path: Path) -> None:
     async def scenario() -> int:
         waiting = [asyncio.create_task(follow.grown(path, 1, DEADLINE)) for _ in range(100)]
         await asyncio.sleep(0.2)  # for more descriptors than there should be
-        for given_up in waiting[:50]:
-            given_up.cancel()
+        for cancelled in waiting[:50]:
+            cancelled.cancel()
         await asyncio.wait(waiting[:50])
         meanwhile = held()
         with path.open("a") as file:
@@ -147,17 +152,17 @@ def test_a_hundred_who_wait_for_one_file_hold_it_open_once(path: Path) -> None:
     assert asyncio.run(bounded()) == 1
 
 
-def test_a_file_that_is_not_there_is_not_waited_for(path: Path) -> None:
+def test_a_missing_file_is_an_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         asyncio.run(follow.grown(path, 0, DEADLINE))
 
 
-def test_a_disk_that_hangs_keeps_neither_the_loop_nor_the_end_waiting(
+def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.write_text("a")
     go = threading.Event()
-    monkeypatch.setattr(follow, "_watch", lambda: go.wait(DEADLINE) and None)
+    monkeypatch.setattr(follow, "GrowthWatch", lambda: go.wait(DEADLINE) and GrowthWatch())
     began = time.monotonic()
     try:
         asyncio.run(follow.grown(path, 1, 0.05))
@@ -166,7 +171,7 @@ def test_a_disk_that_hangs_keeps_neither_the_loop_nor_the_end_waiting(
         go.set()
 
 
-def test_nobody_waits_for_ever(path: Path) -> None:
+def test_waiting_ends_with_its_timeout(path: Path) -> None:
     path.write_text("a")
     asyncio.run(follow.grown(path, 1, 0.05))
     assert path.read_text() == "a"

@@ -1,4 +1,4 @@
-"""Workers' files, and their way to the console."""
+"""Log files of workers, and copying them to the console."""
 
 import asyncio
 import fcntl
@@ -41,7 +41,7 @@ def test_each_worker_has_a_directory_by_round_and_rank(tmp_path: Path) -> None:
     assert all(path.exists() for rank in range(2) for path in logs.files(rank))
 
 
-def test_streams_go_where_they_were_asked_to(tmp_path: Path) -> None:
+def test_redirects_and_tee_select_the_streams_with_files(tmp_path: Path) -> None:
     logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.NONE, ((1, OutputStreams.OUT),))))
     assert logs.stdout(0) is None
     assert logs.stdout(1) is not None
@@ -50,7 +50,7 @@ def test_streams_go_where_they_were_asked_to(tmp_path: Path) -> None:
     assert tee.stderr(0) is None
 
 
-def test_stderr_has_a_file_for_the_evidence_unless_it_is_a_terminal(tmp_path: Path) -> None:
+def test_stderr_has_a_file_as_evidence_unless_it_is_a_terminal(tmp_path: Path) -> None:
     assert round_logs(tmp_path, terminal=False).stderr(0) is not None
     assert round_logs(tmp_path, terminal=True).stderr(0) is None
 
@@ -82,13 +82,13 @@ def test_different_run_ids_have_different_names() -> None:
     assert len({file_name(run_id) for run_id in ("a/b", "a_b", "a b", "a\\b")}) == 4
 
 
-def test_a_log_directory_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_unusable_log_directory_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"^workers' logs need .*file.* cannot be used \(.*\); .*--log-dir\.$"):
         LogDirectory(Logs(directory=tmp_path / "file"), "job7")
 
 
-def test_a_round_that_cannot_have_files_does_not_start(tmp_path: Path) -> None:
+def test_a_round_whose_files_cannot_be_created_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "round_2").touch()
     with pytest.raises(StartError, match=r"round_2 cannot be used"):
         round_logs(tmp_path).prepare()
@@ -96,7 +96,7 @@ def test_a_round_that_cannot_have_files_does_not_start(tmp_path: Path) -> None:
         round_logs(tmp_path).follow(Console())
 
 
-def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
+def test_an_empty_temporary_directory_is_removed_after_a_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -112,21 +112,21 @@ def test_a_made_up_directory_goes_after_a_success_if_nothing_was_written(
     assert stderr.read_text() == "a warning"
 
 
-def test_a_system_without_room_for_a_made_up_directory_is_told_so(
+def test_a_temporary_directory_that_cannot_be_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
-    with pytest.raises(UsageError, match=r"gone cannot be used \(No such file or directory\)"):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match=r"missing cannot be used \(No such file or directory\)"):
         LogDirectory(Logs(), "job7")
 
 
-def test_the_users_directory_stays(tmp_path: Path) -> None:
+def test_a_directory_of_the_user_is_never_removed(tmp_path: Path) -> None:
     directory = LogDirectory(Logs(directory=tmp_path), "job7")
     directory.tidy(succeeded=True)
     assert directory.path.exists()
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     write_whole(tmp_path / "report.json", "{}")
     write_whole(tmp_path / "report.json", '{"a": "ä"}')
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == '{"a": "ä"}'
@@ -136,20 +136,20 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "report.json"]
 
 
-# what others have put there
+# files of other users
 
-OTHER = 4242  # a user who is nobody here
+OTHER = 4242  # a user id that does not exist
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
-def test_a_run_directory_of_another_user_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_run_directory_of_another_user_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "job7").mkdir()
     os.chown(tmp_path / "job7", OTHER, OTHER)
     with pytest.raises(UsageError, match=r"cannot be used \(job7 belongs to user 4242\); name another with --log-dir"):
         LogDirectory(Logs(directory=tmp_path), "job7")
 
 
-def test_a_run_directory_that_is_a_link_is_refused_but_the_log_directory_may_be_one(tmp_path: Path) -> None:
+def test_a_run_directory_must_not_be_a_link_but_the_log_directory_may_be_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "logs").symlink_to("real")
     (tmp_path / "real" / "evil").symlink_to(tmp_path)
@@ -158,7 +158,7 @@ def test_a_run_directory_that_is_a_link_is_refused_but_the_log_directory_may_be_
         LogDirectory(Logs(directory=tmp_path / "logs"), "evil")
 
 
-def test_nobody_else_can_write_into_a_run_directory(tmp_path: Path) -> None:
+def test_other_users_cannot_write_into_a_run_directory(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         directory = LogDirectory(Logs(directory=tmp_path), "job7")
@@ -182,7 +182,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, name: str) -> None:
     assert list(target.iterdir()) == []
 
 
-def test_a_planted_link_in_place_of_an_error_file_is_moved_aside(tmp_path: Path) -> None:
+def test_a_planted_link_in_place_of_an_error_file_is_renamed(tmp_path: Path) -> None:
     logs = round_logs(tmp_path)
     logs.prepare()
     logs.error_file(0).symlink_to(tmp_path / "target")
@@ -214,27 +214,27 @@ def test_every_line_gets_a_prefix() -> None:
     assert prefixed(b"\n\n") == b"[a0]:\n[a0]:\n"
 
 
-def test_a_line_in_pieces_is_put_together() -> None:
+def test_a_line_that_comes_in_pieces_is_written_whole() -> None:
     assert prefixed(b"o", b"ne\ntw", b"o", b"\n") == b"[a0]:one\n[a0]:two\n"
 
 
-def test_the_last_line_gets_the_end_it_never_had() -> None:
+def test_the_last_line_gets_a_newline() -> None:
     assert prefixed(b"one\ntwo") == b"[a0]:one\n[a0]:two\n"
     assert prefixed(b"") == b""
 
 
-def test_a_progress_bar_is_a_line_each_time_it_moves() -> None:
+def test_each_carriage_return_of_a_progress_bar_ends_a_line() -> None:
     assert prefixed(b"\r10%", b"\r20%\r\n") == b"[a0]:\n[a0]:10%\n[a0]:20%\n"
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory() -> None:
+def test_a_line_without_a_newline_uses_bounded_memory() -> None:
     prefixer = Prefixer(b"[a0]:")
     size = sum(len(prefixer.feed(b"x" * 100_000)) for _ in range(50))
     assert size >= 3_000_000
 
 
 @given(st.lists(st.text("ab\r\n", max_size=6)))
-def test_lines_do_not_depend_on_how_they_were_cut(pieces: list[str]) -> None:
+def test_lines_do_not_depend_on_how_the_stream_is_divided(pieces: list[str]) -> None:
     text = "".join(pieces).replace("\r\n", "\n").replace("\r", "\n")
     lines = text.removesuffix("\n").split("\n") if text else []
     assert prefixed(*(piece.encode() for piece in pieces)).decode() == "".join(f"[a0]:{line}\n" for line in lines)
@@ -244,7 +244,7 @@ def test_lines_do_not_depend_on_how_they_were_cut(pieces: list[str]) -> None:
 
 
 class Reader:
-    """The other end of a console: collects what arrives, and can be waited for."""
+    """Reads the other end of a console."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -333,7 +333,7 @@ os.write(1, b"the end of " + name.encode())
 """
 
 
-def test_workers_that_write_at_once_lose_no_line_and_tear_none(
+def test_lines_of_concurrent_workers_are_complete_and_do_not_mix(
     tmp_path: Path, console: Console, terminal: Terminal
 ) -> None:
     reader, lines = terminal.reader(), 5000
@@ -369,7 +369,7 @@ def test_a_line_appears_while_its_worker_is_running(tmp_path: Path, console: Con
     path, reader = tmp_path / "out.log", terminal.reader()
     path.touch()
     console.follow(path, terminal.into, b"[a0]:")
-    for number in range(3):  # each after the reader has seen the one before
+    for number in range(3):  # each after the reader has received the previous one
         append(path, b"line %d\n" % number)
         reader.wait_for(ends_with(b"[a0]:line %d\n" % number))
 
@@ -384,7 +384,7 @@ def test_without_a_prefix_half_a_line_appears_at_once(tmp_path: Path, console: C
     reader.wait_for(lambda seen: seen == b"\r 10%\r\xff")
 
 
-def test_what_was_there_before_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_earlier_content_of_a_file_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path, reader = tmp_path / "out.log", terminal.reader()
     path.write_bytes(b"yesterday\n")
     console.follow(path, terminal.into, b"[a0]:")
@@ -394,7 +394,7 @@ def test_what_was_there_before_is_not_copied(tmp_path: Path, console: Console, t
     assert reader.all() == b"[a0]:today\n"
 
 
-def test_a_console_nobody_reads_keeps_nobody_but_itself_waiting(
+def test_a_console_that_is_not_read_blocks_no_other_console(
     tmp_path: Path, console: Console, terminal: Terminal
 ) -> None:
     stuck, other = tmp_path / "out.log", tmp_path / "err.log"
@@ -423,7 +423,7 @@ def test_a_console_nobody_reads_keeps_nobody_but_itself_waiting(
         elsewhere.close()
 
 
-def test_draining_waits_for_what_others_are_finishing(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_drain_waits_for_files_that_are_being_finished(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     paths = [tmp_path / "1.log", tmp_path / "2.log"]
 
     async def job() -> None:
@@ -432,9 +432,9 @@ def test_draining_waits_for_what_others_are_finishing(tmp_path: Path, console: C
             console.follow(path, terminal.into)
             append(path, b"x" * 300_000)
         asyncio.create_task(console.finish(paths[:1])).cancel()
-        gone = asyncio.create_task(console.finish(paths[1:]))
+        cancelled = asyncio.create_task(console.finish(paths[1:]))
         await asyncio.sleep(0)
-        gone.cancel()
+        cancelled.cancel()
         reader = terminal.reader()
         async with asyncio.timeout(20):
             await console.drain()
@@ -444,7 +444,7 @@ def test_draining_waits_for_what_others_are_finishing(tmp_path: Path, console: C
     asyncio.run(job())
 
 
-def test_a_console_that_hung_up_hurts_nobody(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_a_closed_console_is_ignored(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path = tmp_path / "out.log"
     path.touch()
     console.follow(path, terminal.into, b"[a0]:")
@@ -455,7 +455,7 @@ def test_a_console_that_hung_up_hurts_nobody(tmp_path: Path, console: Console, t
     assert path.stat().st_size == 600_000
 
 
-def test_a_console_that_does_not_block_gets_everything(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_a_non_blocking_console_gets_all_output(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path, reader = tmp_path / "out.log", terminal.reader()
     flags = fcntl.fcntl(terminal.into, fcntl.F_GETFL)
     fcntl.fcntl(terminal.into, fcntl.F_SETFL, flags | os.O_NONBLOCK)
@@ -467,7 +467,7 @@ def test_a_console_that_does_not_block_gets_everything(tmp_path: Path, console: 
     assert reader.all() == b"hello\n" * 500_000
 
 
-def test_a_file_that_someone_truncates_is_followed_on(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_a_truncated_file_is_followed_from_its_start(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path, reader = tmp_path / "out.log", terminal.reader()
     path.touch()
     console.follow(path, terminal.into, b"[a0]:")
@@ -480,7 +480,7 @@ def test_a_file_that_someone_truncates_is_followed_on(tmp_path: Path, console: C
     assert reader.all() == b"[a0]:a long line\n[a0]:short\n"
 
 
-def test_a_file_that_someone_deletes_is_copied_to_its_end(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+def test_a_deleted_file_is_copied_to_its_end(tmp_path: Path, console: Console, terminal: Terminal) -> None:
     path, reader = tmp_path / "out.log", terminal.reader()
     with path.open("ab", buffering=0) as worker:
         console.follow(path, terminal.into, b"[a0]:")
@@ -493,9 +493,7 @@ def test_a_file_that_someone_deletes_is_copied_to_its_end(tmp_path: Path, consol
     assert reader.all() == b"[a0]:still here\n[a0]:to the end\n"
 
 
-def test_without_inotify_the_files_are_looked_at_now_and_then(
-    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def used_up() -> InotifyWatch:
         raise OSError(24, "Too many open files")
 
@@ -509,7 +507,7 @@ def test_without_inotify_the_files_are_looked_at_now_and_then(
     console.close()
 
 
-def test_finishing_what_was_never_followed_is_no_error(console: Console, tmp_path: Path) -> None:
+def test_finishing_an_unknown_file_is_no_error(console: Console, tmp_path: Path) -> None:
     asyncio.run(finish(console, tmp_path / "unknown.log"))
 
 
@@ -569,25 +567,25 @@ def test_each_stream_reaches_its_own_console(tmp_path: Path, tee: int, out: byte
     assert (tmp_path / "round_1" / "1" / "stderr.log").read_bytes() == b"err 1"
 
 
-def test_a_copier_that_obeys_before_it_hears_the_bell_ends_like_any_other(
+def test_a_copier_that_ends_before_its_pipe_is_written_to_is_closed_without_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = _Copier(os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT))
-    busy, obeyed = threading.Event(), threading.Event()
+    busy, continued = threading.Event(), threading.Event()
 
     def wait() -> None:
         busy.set()
-        obeyed.wait(20)
+        continued.wait(20)
 
-    def ring_late(fd: int, data: bytes) -> int:
-        obeyed.set()
+    def write_late(fd: int, data: bytes) -> int:
+        continued.set()
         copier._thread.join(20)
         return write(fd, data)
 
     write = os.write
-    copier.reach(wait)
+    copier.call(wait)
     assert busy.wait(20)
-    monkeypatch.setattr("ripstop.logs.console.os.write", ring_late)
+    monkeypatch.setattr("ripstop.logs.console.os.write", write_late)
     copier.close()
     assert not copier._thread.is_alive()
 
@@ -595,7 +593,7 @@ def test_a_copier_that_obeys_before_it_hears_the_bell_ends_like_any_other(
 # inotify
 
 
-def test_a_watch_gives_one_word_until_it_is_armed_again(tmp_path: Path) -> None:
+def test_a_watch_reports_one_change_until_it_is_armed_again(tmp_path: Path) -> None:
     watch, path = InotifyWatch(), tmp_path / "file"
     with path.open("ab", buffering=0) as file:
         watch.arm(file.fileno())

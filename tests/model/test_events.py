@@ -24,7 +24,7 @@ from ripstop.model.events import (
     to_json,
 )
 from ripstop.telemetry.event_file import EventFile
-from ripstop.telemetry.journal import KEPT, Journal
+from ripstop.telemetry.journal import MAX_RECORDS, Journal
 
 
 def values(expected: Any) -> st.SearchStrategy[Any]:
@@ -155,10 +155,10 @@ def test_a_journal_ignores_repeated_records() -> None:
 
 def test_a_journal_keeps_the_latest_records() -> None:
     journal = Journal()
-    for _ in range(KEPT + 5):
+    for _ in range(MAX_RECORDS + 5):
         journal.record(AgentMessage("x"), 1.0)
     assert [number for number, _ in journal.since(0)][:1] == [6]
-    assert journal.since(KEPT + 4)[0][0] == KEPT + 5
+    assert journal.since(MAX_RECORDS + 4)[0][0] == MAX_RECORDS + 5
 
 
 def test_a_journal_is_bounded_in_bytes() -> None:

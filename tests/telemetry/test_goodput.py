@@ -1,4 +1,4 @@
-"""Goodput beside a model that knows every single step."""
+"""Goodput compared with a model that records every step."""
 
 from dataclasses import dataclass
 from random import Random
@@ -16,13 +16,13 @@ NODES = ("a", "b")  # the ranks 0 and 1
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Steps `first` to `first + more`, each of which takes `step` seconds, after a start of so many."""
+    """Steps `first` to `first + more` of `step` seconds each, after `start` seconds."""
 
     first: int
     more: int
     step: float
     start: float
-    told: tuple[bool, bool]  # by which of the nodes its end is told
+    reported: tuple[bool, bool]  # which nodes report its end
 
 
 @st.composite
@@ -33,29 +33,29 @@ def jobs(draw: st.DrawFn) -> list[Round]:
         first = draw(st.integers(0, reached + 1))
         more = draw(st.integers(0, 6))
         times = st.floats(0.01, 10)
-        told = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-        rounds.append(Round(first, more, draw(times), draw(times), told))
+        reported = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+        rounds.append(Round(first, more, draw(times), draw(times), reported))
         reached = first + more
     return rounds
 
 
 def entries(rounds: list[Round]) -> tuple[list[EventRecord], float]:
-    """What is told of these rounds, in order, and when it is over; the job begins at 100."""
-    said: list[tuple[float, str, Event]] = [(100.0, "", AgentMessage("the job begins"))]
+    """The records of these rounds, in order, and the end time; the job begins at 100."""
+    events: list[tuple[float, str, Event]] = [(100.0, "", AgentMessage("the job begins"))]
     now = 100.0
     for number, round in enumerate(rounds, 1):
         now += round.start
-        said += [(now, node, FirstStep(number, rank, round.first, round.start)) for rank, node in enumerate(NODES)]
+        events += [(now, node, FirstStep(number, rank, round.first, round.start)) for rank, node in enumerate(NODES)]
         now += round.more * round.step
         for rank, node in enumerate(NODES):
-            if round.told[rank]:
+            if round.reported[rank]:
                 last = round.first + round.more
-                said.append((now, node, StepsDone(number, rank, round.first, last, round.more * round.step)))
-    return [EventRecord(i, at, node, event) for i, (at, node, event) in enumerate(said, 1)], now
+                events.append((now, node, StepsDone(number, rank, round.first, last, round.more * round.step)))
+    return [EventRecord(i, at, node, event) for i, (at, node, event) in enumerate(events, 1)], now
 
 
 def naive(rounds: list[Round]) -> tuple[float, float, int]:
-    """Every step is done in its turn, and a round that begins at a step undoes that and all later ones."""
+    """A round that begins at a step loses that step and all later ones of earlier rounds."""
     done: dict[int, float] = {}
     lost, times = 0.0, 0
     for round in rounds:
@@ -68,11 +68,11 @@ def naive(rounds: list[Round]) -> tuple[float, float, int]:
 
 
 @given(jobs(), st.randoms())
-def test_goodput_is_what_a_model_of_every_step_says(rounds: list[Round], random: Random) -> None:
-    told, end = entries(rounds)
-    random.shuffle(told)
+def test_goodput_equals_a_model_of_every_step(rounds: list[Round], random: Random) -> None:
+    records, end = entries(rounds)
+    random.shuffle(records)
     measured = Goodput()
-    for entry in told:
+    for entry in records:
         measured.on(entry)
     spent = measured.spent(end)
     kept, lost, times = naive(rounds)
@@ -81,7 +81,7 @@ def test_goodput_is_what_a_model_of_every_step_says(rounds: list[Round], random:
     assert spent.ratio == approx(kept / (end - 100))
 
 
-def test_a_first_step_that_is_done_again_was_no_loss_but_what_followed_it_was() -> None:
+def test_a_repeated_first_step_is_no_loss_but_the_steps_after_it_are() -> None:
     measured = Goodput()
     measured.on(EventRecord(1, 10.0, "", AgentMessage("the job begins")))
     for at, event in (
@@ -94,14 +94,14 @@ def test_a_first_step_that_is_done_again_was_no_loss_but_what_followed_it_was() 
     assert (spent.kept, spent.lost, spent.steps_lost, spent.wall) == (5.0, 5.0, 5, 20.0)
 
 
-def test_a_round_that_runs_counts_as_far_as_it_was_seen() -> None:
+def test_a_running_round_counts_up_to_its_last_observed_step() -> None:
     measured = Goodput()
     measured.on(EventRecord(1, 100.0, "", AgentMessage("the job begins")))
     measured.on(EventRecord(1, 100.0, "a", FirstStep(1, 0, 5, 1.0)))
-    measured.progress(1, "a", 0, 15, 105.0)
+    measured.on_step(1, "a", 0, 15, 105.0)
     assert measured.spent(110.0).kept == 5.0
-    measured.progress(1, "b", 1, 30, 109.0)  # not the rank whose first step is known
-    measured.progress(2, "a", 0, 30, 109.0)  # not a round that has begun
+    measured.on_step(1, "b", 1, 30, 109.0)  # not the rank whose first step is known
+    measured.on_step(2, "a", 0, 30, 109.0)  # not a round that has begun
     assert measured.spent(110.0).kept == 5.0
     measured.on(EventRecord(2, 108.0, "a", StepsDone(1, 0, 5, 20, 8.0)))
     assert measured.spent(110.0).kept == 8.0
@@ -109,44 +109,44 @@ def test_a_round_that_runs_counts_as_far_as_it_was_seen() -> None:
     assert measured.spent(500.0).wall == 10.0
 
 
-def test_the_lowest_rank_of_the_latest_round_is_the_one_to_ask_until_it_has_told_all() -> None:
+def test_the_lowest_rank_of_the_latest_round_is_the_reporter_until_the_end_is_reported() -> None:
     measured = Goodput()
-    assert measured.teller is None
+    assert measured.reporter is None
     measured.on(EventRecord(1, 100.0, "b", FirstStep(1, 1, 5, 1.0)))
-    assert measured.teller == ("b", 1)
+    assert measured.reporter == ("b", 1)
     measured.on(EventRecord(1, 101.0, "a", FirstStep(1, 0, 5, 1.0)))
-    assert measured.teller == ("a", 0)
+    assert measured.reporter == ("a", 0)
     measured.on(EventRecord(2, 108.0, "a", StepsDone(1, 0, 5, 20, 8.0)))
-    assert measured.teller is None
+    assert measured.reporter is None
     measured.on(EventRecord(2, 110.0, "b", FirstStep(2, 0, 21, 1.0)))
-    assert measured.teller == ("b", 0)
+    assert measured.reporter == ("b", 0)
 
 
-def test_steps_that_start_over_in_a_round_say_nothing() -> None:
+def test_steps_that_start_again_within_a_round_are_ignored() -> None:
     measured = Goodput()
     measured.on(EventRecord(1, 100.0, "a", StepsDone(1, 0, 50, 3, 8.0)))
     spent = measured.spent(200.0)
     assert (spent.kept, spent.lost, spent.steps_lost) == (0.0, 0.0, 0)
 
 
-def test_a_node_whose_clock_is_years_behind_does_not_make_the_job_older() -> None:
+def test_a_wrong_clock_of_a_node_does_not_change_the_start_of_the_job() -> None:
     measured = Goodput()
     measured.on(EventRecord(1, 1e9, "", AgentMessage("the job begins")))
     measured.on(EventRecord(1, 0.0, "a", AgentMessage("it is 1970 here")))
     assert measured.spent(1e9 + 10.0).wall == 10.0
 
 
-def test_without_any_step_nothing_is_known() -> None:
+def test_without_steps_there_is_no_goodput() -> None:
     measured = Goodput()
     measured.on(EventRecord(1, 100.0, "", AgentMessage("x")))
-    assert not measured.known
+    assert not measured.has_steps
     assert measured.spent(100.0).ratio == 0.0
 
 
-def test_the_rounds_of_long_ago_are_settled() -> None:
+def test_the_totals_of_old_rounds_are_final() -> None:
     measured = Goodput()
-    for number in range(1, goodput.MOST_ROUNDS + 101):
+    for number in range(1, goodput.MAX_OPEN_ROUNDS + 101):
         first = 10 * number
         measured.on(EventRecord(2 * number, float(first), "a", StepsDone(number, 0, first, first + 9, 9.0)))
-    measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # told again, much too late
-    assert measured.spent(1e6).kept == 9.0 * (goodput.MOST_ROUNDS + 100)
+    measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # repeated, much too late
+    assert measured.spent(1e6).kept == 9.0 * (goodput.MAX_OPEN_ROUNDS + 100)

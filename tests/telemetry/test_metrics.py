@@ -1,4 +1,4 @@
-"""What is counted, and the page that says it."""
+"""The counts of a job, and the page of its metrics."""
 
 import shutil
 import subprocess
@@ -28,7 +28,7 @@ from ripstop.model.usage import GpuSample, NodeSample, RankSample
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.prometheus import METRICS, page
 
-STORY: list[tuple[str, Event]] = [
+EVENTS: list[tuple[str, Event]] = [
     ("", NodeJoined("a", "h", 1)),
     ("", NodeJoined("b", "h", 1)),
     ("", NodeRejected("c", "no")),
@@ -51,15 +51,15 @@ STORY: list[tuple[str, Event]] = [
 ]
 
 
-def told() -> Totals:
+def counted_totals() -> Totals:
     totals = Totals()
-    for i, (node, event) in enumerate(STORY):
+    for i, (node, event) in enumerate(EVENTS):
         totals.on(EventRecord(i, 100.0 + i, node, event))
     return totals
 
 
-def test_a_jobs_story_in_numbers() -> None:
-    totals = told()
+def test_the_events_of_a_job_are_counted() -> None:
+    totals = counted_totals()
     assert (totals.rounds, totals.charged, totals.refunded, totals.worker_failures) == (2, 1, 1, 1)
     assert (totals.nodes_joined, totals.nodes_lost, totals.nodes_left, totals.nodes_rejected) == (2, 1, 1, 1)
     assert {cause: n for cause, n in totals.restarts.items() if n} == {
@@ -70,7 +70,7 @@ def test_a_jobs_story_in_numbers() -> None:
     assert totals.events["round_formed"] == 2
 
 
-def test_a_charge_that_was_refused_is_not_counted() -> None:
+def test_a_charge_that_is_not_allowed_is_not_counted() -> None:
     totals = Totals()
     totals.on(
         EventRecord(1, 100.0, "", BudgetCharged(1, RoundEndCause.APPLICATION, 0, 0, False, "0 of 0 restarts are spent"))
@@ -78,8 +78,8 @@ def test_a_charge_that_was_refused_is_not_counted() -> None:
     assert totals.charged == 0
 
 
-def test_a_phase_is_measured_where_a_node_had_a_part_in_it() -> None:
-    counted = {phase: (sum(h.counts), round(h.sum, 6)) for phase, h in told().recovery.items()}
+def test_a_phase_without_duration_is_not_observed() -> None:
+    counted = {phase: (sum(h.counts), round(h.sum, 6)) for phase, h in counted_totals().recovery.items()}
     assert counted == {
         "detect": (1, 0.004),
         "decide": (1, 0.002),
@@ -89,7 +89,7 @@ def test_a_phase_is_measured_where_a_node_had_a_part_in_it() -> None:
     }
 
 
-def test_an_agent_cannot_speak_for_the_coordinator() -> None:
+def test_an_agent_cannot_record_events_of_the_coordinator() -> None:
     totals = Totals()
     totals.on(EventRecord(1, 1.0, "a", RoundEnded(1, "of my own making", "", 0.0)))
     totals.on(EventRecord(2, 1.0, "a", NodeGone("b", "lost", True)))
@@ -97,15 +97,15 @@ def test_an_agent_cannot_speak_for_the_coordinator() -> None:
 
 
 def full_page() -> str:
-    """With a value for everything there is."""
+    """A page with a value for every metric."""
     nodes = tuple(NodeStatus(name, "h", 1, "default", NodeState.RUNNING, i, i) for i, name in enumerate("ab"))
     status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes)
     rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40)
     sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0),))
-    return page(told(), status, {"a": sample}, 120.0).decode()
+    return page(counted_totals(), status, {"a": sample}, 120.0).decode()
 
 
-def test_every_metric_is_on_the_page_with_its_type_words_and_labels() -> None:
+def test_every_metric_is_on_the_page_with_its_type_help_and_labels() -> None:
     families = {family.name: family for family in text_string_to_metric_families(full_page())}
     for metric in METRICS.values():
         name = metric.name.removesuffix("_total") if metric.type == "counter" else metric.name
@@ -117,39 +117,39 @@ def test_every_metric_is_on_the_page_with_its_type_words_and_labels() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: apt install prometheus")
-def test_promtool_finds_no_fault() -> None:
+def test_promtool_accepts_the_page() -> None:
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=full_page(), capture_output=True, text=True, timeout=60, check=False
     )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_names_say_what_prometheus_wants_them_to_say() -> None:
+def test_names_follow_the_conventions_of_prometheus() -> None:
     assert all((m.type == "counter") == m.name.endswith("_total") for m in METRICS.values())
     assert len({m.help for m in METRICS.values()}) == len(METRICS)
 
 
-def test_a_job_is_in_one_phase_of_all_there_are() -> None:
+def test_a_job_is_in_exactly_one_phase() -> None:
     lines = [line for line in full_page().splitlines() if line.startswith("ripstop_phase{")]
     assert [line for line in lines if line.endswith(" 1.0")] == ['ripstop_phase{phase="running"} 1.0']
 
 
-def test_a_node_that_did_not_answer_is_down_and_has_no_ranks() -> None:
+def test_a_node_that_did_not_reply_is_down_and_has_no_ranks() -> None:
     lines = full_page().splitlines()
     assert 'ripstop_node_up{host="h",node="a"} 1.0' in lines
     assert 'ripstop_node_up{host="h",node="b"} 0.0' in lines
     assert not any('rank="1"' in line for line in lines)
 
 
-def test_what_nobody_knows_is_not_there() -> None:
+def test_unknown_values_are_left_out() -> None:
     status = JobStatus("job7", Phase.GATHERING, "", 5.0, 0, 0, 0, 3, 1, 4, 4, ())
     empty = page(Totals(), status, {"a": NodeSample(1.0, 1, 0.5, 1, (RankSample(0, 1.0, 1, 1, 1, 0),))}, 120.0).decode()
     absent = ("goodput", "gpu", "checkpoint_step", "worker_step", "heartbeat", "lost_steps")
-    assert [word for word in absent if f"ripstop_{word}" in empty or f"worker_{word}" in empty] == []
+    assert [name for name in absent if f"ripstop_{name}" in empty or f"worker_{name}" in empty] == []
 
 
-def test_hostile_entries_and_names_leave_the_page_a_page() -> None:
-    totals = told()
+def test_hostile_records_and_names_do_not_break_the_page() -> None:
+    totals = counted_totals()
     most = 2**63 - 1
     for seq, event in enumerate(
         (
@@ -170,7 +170,7 @@ def test_hostile_entries_and_names_leave_the_page_a_page() -> None:
     assert list(text_string_to_metric_families(text))
 
 
-def test_buckets_add_up() -> None:
+def test_buckets_are_cumulative() -> None:
     lines = [line for line in full_page().splitlines() if 'phase="stop"' in line]
     assert 'ripstop_recovery_seconds_bucket{le="0.01",phase="stop"} 1.0' in lines
     assert 'ripstop_recovery_seconds_bucket{le="0.25",phase="stop"} 2.0' in lines

@@ -1,4 +1,4 @@
-"""What an agent saw, as torch's handlers know it."""
+"""Event records of an agent, in the format of torch's handlers."""
 
 import json
 from typing import Any
@@ -21,10 +21,12 @@ from ripstop.telemetry.torch_events import TorchEvents
 STARTED = WorkersStarted(1, 4, 8, 2, (70, 71), 0.1, 0.0, "first round")
 
 
-def told(*events: Event) -> list[dict[str, Any]]:
+def converted(*events: Event) -> list[dict[str, Any]]:
     """One second apart, from second 100."""
     agent = TorchEvents(run_id="job", role="trainer", backend="c10d", host="h", program="train.py")
-    texts = [text for n, event in enumerate(events) for text in agent.of(EventRecord(n + 1, 100.0 + n, "node", event))]
+    texts = [
+        text for n, event in enumerate(events) for text in agent.convert(EventRecord(n + 1, 100.0 + n, "node", event))
+    ]
     return [json.loads(text) for text in texts]
 
 
@@ -34,7 +36,7 @@ def in_short(events: list[dict[str, Any]]) -> list[tuple[str, str, int | None]]:
 
 
 def test_workers_start_fail_and_are_stopped_and_the_agent_ends() -> None:
-    events = told(STARTED, WorkerFailed(1, 5, 71, "ValueError: x"), WorkersStopped(1, 0.1), AgentEnded(1, "spent"))
+    events = converted(STARTED, WorkerFailed(1, 5, 71, "ValueError: x"), WorkersStopped(1, 0.1), AgentEnded(1, "spent"))
     assert in_short(events) == [
         ("WORKER", "START", 4),
         ("WORKER", "START", 5),
@@ -54,21 +56,21 @@ def test_workers_start_fail_and_are_stopped_and_the_agent_ends() -> None:
     assert events[-1]["metadata"]["raw_error"] == "spent"
 
 
-def test_workers_that_succeeded_are_not_told_to_have_been_stopped() -> None:
-    events = told(STARTED, WorkersSucceeded(1), WorkersStopped(1, 0.0), AgentEnded(0, "all workers exited 0"))
+def test_workers_that_succeeded_are_not_reported_as_stopped() -> None:
+    events = converted(STARTED, WorkersSucceeded(1), WorkersStopped(1, 0.0), AgentEnded(0, "all workers exited 0"))
     assert [name for _, name, _ in in_short(events)] == ["START", "START", "SUCCEEDED", "SUCCEEDED", "SUCCEEDED"]
     assert events[-1]["source"] == "AGENT" and events[-1]["metadata"]["raw_error"] is None
 
 
-def test_a_missed_timer_is_told() -> None:
-    (*_, missed) = told(STARTED, TimersMissed(1, 5, 71, "timer expired: 'x' (1.0 s); ripstop sent SIGKILL"))
+def test_an_expired_timer_is_reported() -> None:
+    (*_, missed) = converted(STARTED, TimersMissed(1, 5, 71, "timer expired: 'x' (1.0 s); ripstop sent SIGKILL"))
     assert (missed["name"], missed["source"]) == ("timer expired", "AGENT")
     assert json.loads(missed["metadata"]["metadata"])["worker_pid"] == "71"
     assert "'x'" in missed["metadata"]["raw_error"]
 
 
-def test_what_torch_has_no_word_for_is_not_told() -> None:
-    assert told(WarmedUp("zygote", (), 0.1, ""), WorkerFailed(1, 0, 0, "could not be started")) == []
+def test_events_without_a_counterpart_in_torch_are_left_out() -> None:
+    assert converted(WarmedUp("zygote", (), 0.1, ""), WorkerFailed(1, 0, 0, "could not be started")) == []
 
 
 def test_the_keys_are_those_of_torchs_agent() -> None:
@@ -83,7 +85,7 @@ def test_the_keys_are_those_of_torchs_agent() -> None:
 
     agent = Agent(server.WorkerSpec("r", 1, Handler(), entrypoint=print))
     theirs = agent._construct_event("START", events.EventSource.WORKER, agent.get_worker_group().workers[0])
-    (ours, *_) = told(STARTED)
+    (ours, *_) = converted(STARTED)
     assert events.Event.deserialize(json.dumps(ours)).source is events.EventSource.WORKER
     assert ours["metadata"].keys() == theirs.metadata.keys()
     assert json.loads(ours["metadata"]["metadata"]).keys() == json.loads(theirs.metadata["metadata"]).keys()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, to_builtins
 
 from ripstop.diagnostics.progress import WorkerProgress
-from ripstop.diagnostics.stack_dump import gone, look_at
+from ripstop.diagnostics.stack_dump import dump_stacks, ended_process
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
@@ -27,7 +27,7 @@ from ripstop.system.blocking_calls import run_in_daemon_thread
 if TYPE_CHECKING:
     from ripstop.agent.gpu_usage import GpuUsageReader
     from ripstop.agent.log_followers import LogFollowers
-    from ripstop.diagnostics.flight_dump import Flight
+    from ripstop.diagnostics.flight_dump import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -118,7 +118,7 @@ def _fields(record: Struct) -> dict[str, Any]:
 
 async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
     """The stacks of one `rank`, or of all workers of this node."""
-    from ripstop.diagnostics.flight_dump import HEALTHY, ask_ranks
+    from ripstop.diagnostics.flight_dump import HEALTHY, query_ranks
 
     workers = node.running_workers()
     rank = details.get("rank")
@@ -127,10 +127,12 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
     chosen = range(workers.place.slots) if rank is None else [workers.local_rank(rank)]
     running = [local for local in chosen if local not in workers.ended]
     found, flights = await asyncio.gather(
-        look_at((workers.pids[local], workers.logs.stack_file(local)) for local in running),
-        ask_ranks(workers.recorder_sockets, running, HEALTHY),
+        dump_stacks((workers.pids[local], workers.logs.stack_file(local)) for local in running),
+        query_ranks(workers.recorder_sockets, running, HEALTHY),
     )
-    stacks = dict(zip(running, found, strict=True)) | {local: gone(workers.pids[local]) for local in workers.ended}
+    stacks = dict(zip(running, found, strict=True)) | {
+        local: ended_process(workers.pids[local]) for local in workers.ended
+    }
     recorded = {local: _flight_record(flight) for local, flight in zip(running, flights, strict=True) if flight}
     max_chars = MAX_REPLY_CHARS // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
@@ -150,7 +152,7 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _flight_record(flight: "Flight") -> dict[str, Any]:
+def _flight_record(flight: "FlightDump") -> dict[str, Any]:
     """The content of a worker's flight recorder, or why it is empty."""
     if not flight.standings:
         return {"recorder": f"none: {flight.why or 'nothing is recorded; NCCL is recorded only where a worker hangs'}"}

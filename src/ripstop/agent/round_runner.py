@@ -31,8 +31,8 @@ from ripstop.agent.queries import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.worker_exits import ExitKind, TimerAction, WorkerExits
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
-from ripstop.diagnostics.hang_monitor import HangMonitor, Subject
-from ripstop.diagnostics.stack_dump import SIGNAL, look
+from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
+from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
@@ -113,7 +113,7 @@ class RoundRunner:
         round = self._round
         if round is None or round.group is None or (round.monitor is None and not round.stopped.done()):
             return None
-        progress = round.monitor.paces() if round.monitor is not None else {}
+        progress = round.monitor.worker_progress() if round.monitor is not None else {}
         exited = frozenset(round.exits.exited)
         return Workers(
             round.place, round.group.pids, round.logs, progress, exited, round.recorder_sockets, round.stopped
@@ -214,7 +214,7 @@ class RoundRunner:
         env |= logs.environment(local_rank)
         binding = self._config.bindings[local_rank] if self._config.bindings else None
         needs_stacks = self._config.hang_timeout or self._config.timer_pipe
-        stacks = (SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
+        stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
         recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
         return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder)
@@ -241,7 +241,7 @@ class RoundRunner:
     # watch ------------------------------------------------------------------------------------------------------------
 
     def _monitor(self, round: Round, group: Group) -> HangMonitor:
-        subject = Subject(round.place, round.host, group.pids, round.logs, round.recorder_sockets)
+        subject = MonitoredWorkers(round.place, round.host, group.pids, round.logs, round.recorder_sockets)
 
         def on_hang(failures: tuple[Failure, ...], seconds: float) -> None:
             self._start_recovery_clock(seconds)
@@ -251,7 +251,7 @@ class RoundRunner:
             subject, self._config.hang_timeout, self._recorder.record, on_hang, self._reports.ensure_socket
         )
         for local_rank in round.exits.exited:  # workers that exited while the others started
-            monitor.gone(local_rank)
+            monitor.on_worker_ended(local_rank)
         return monitor
 
     def _on_worker_report(self, pid: int, report: JobReport) -> None:
@@ -259,7 +259,7 @@ class RoundRunner:
         if round is not None and round.group is not None and round.monitor is not None:
             rank = round.group.rank_of(pid)
             if rank is not None:
-                round.monitor.report(rank, report)
+                round.monitor.on_report(rank, report)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
@@ -267,7 +267,7 @@ class RoundRunner:
         wrote_error_file = exit.exitcode != 0 and error_file.exists()
         kind = round.exits.on_exit(rank, exit.exitcode, exit.signal, wrote_error_file=wrote_error_file)
         if round.monitor is not None:
-            round.monitor.gone(rank)
+            round.monitor.on_worker_ended(rank)
         if kind is ExitKind.ALL_SUCCEEDED:
             self._recorder.record(events.WorkersSucceeded(number))
             self._report(WorkersSucceeded(number))
@@ -285,7 +285,7 @@ class RoundRunner:
             error_file=error_file,
             stderr=round.logs.stderr(rank),
             before=round.memory,
-            condemned=round.timer_kills.get(rank),
+            timer_kill=round.timer_kills.get(rank),
         )
         # The coordinator receives a failure twice, and neither message can replace the other.  The event is history: it
         # is numbered, kept in files and sent again after a reconnect, so it must not restart a round.  `Failed` has the
@@ -334,7 +334,7 @@ class RoundRunner:
     async def _kill_for_timer(self, round: Round, group: Group, rank: int, pid: int, why: str, signum: int) -> None:
         """Save the worker's stack as evidence, then send the signal, unless the workers are stopped meanwhile."""
         if pid in group.pids:
-            found = await look(pid, round.logs.stack_file(rank))
+            found = await dump_stack(pid, round.logs.stack_file(rank))
             round.timer_kills[rank] = TimerKill(why, found.stack)
         if not round.exits.is_stopping:
             group.send(pid, signum)
@@ -353,7 +353,7 @@ class RoundRunner:
         began = self._loop.time()
         round.exits.on_stop(signum)
         if round.monitor is not None and grace > 0:
-            await round.monitor.settle()
+            await round.monitor.finish_inspection()
         if round.group is not None:
             await round.group.stop(grace, signum)
         if not round.stopped.done():

@@ -19,7 +19,7 @@ from aiohttp import web
 from ripstop.api.job_interface import RequestRefused
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import EventRecord, WorkersStarted, to_dict
-from ripstop.telemetry.journal import KEPT, Journal
+from ripstop.telemetry.journal import MAX_RECORDS, Journal
 
 MAX_STREAMS = 64  # open at a time, of one kind
 WRITE_TIMEOUT_S = 30.0  # for a reader to accept more
@@ -109,7 +109,7 @@ class EventStreams:
                 for number, entry in journal.since(last):
                     last = number
                     yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
-                    if journal.count - number > KEPT:
+                    if journal.count - number > MAX_RECORDS:
                         return  # rule 1
                 if ending:
                     return

@@ -43,12 +43,12 @@ class MetricsCollector:
     async def goodput(self) -> float:
         """The goodput now, or of the last known step if the node does not reply."""
         goodput = self._coordinator.totals.goodput
-        if goodput.teller is not None:
-            node, rank = goodput.teller
+        if goodput.reporter is not None:
+            node, rank = goodput.reporter
             with suppress(QueryFailed, ProtocolError):
                 reply = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), STEP_TIMEOUT_S)
                 sample = decode_record(await reply, StepSample)
-                goodput.progress(sample.round, node, rank, sample.step, sample.at)
+                goodput.on_step(sample.round, node, rank, sample.step, sample.at)
         return goodput.spent(time.time()).ratio
 
     async def _collect(self) -> bytes:
@@ -59,7 +59,7 @@ class MetricsCollector:
             for name, node in samples.items():
                 for rank in node.ranks:
                     if rank.step is not None and rank.age is not None:
-                        totals.goodput.progress(node.round, name, rank.rank, rank.step, node.at - rank.age)
+                        totals.goodput.on_step(node.round, name, rank.rank, rank.step, node.at - rank.age)
             return await asyncio.to_thread(_page, copy.deepcopy(totals), status, samples, time.time())
         finally:
             self._collected_at = asyncio.get_running_loop().time()

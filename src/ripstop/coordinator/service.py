@@ -185,7 +185,7 @@ class Coordinator:
 
     async def goodput(self) -> float | None:
         """The share of the job's time spent in steps that were kept; None before the first reported step."""
-        return await self._collector().goodput() if self.totals.goodput.known else None
+        return await self._collector().goodput() if self.totals.goodput.has_steps else None
 
     def apply_command(self, command: OperatorCommand) -> None:
         """Apply an operator's command if it is allowed now (`model/operator_commands.py`)."""

@@ -1,9 +1,9 @@
-"""Evidence of a worker's death, gathered before anything else is stopped.
+"""Collects evidence of a worker's death, before anything else is stopped.
 
-Sources: how it ended, the error file that torch's `@record` writes, the end of its stderr, the kernel's count of OOM
-kills.  Rules: (1) gathering never raises and never takes long, whatever a dying worker left behind: every read is
-bounded, what cannot be read is said in the message; (2) every text is cut and cleaned here, so that a `Failure` is
-small enough to travel and safe to print; (3) the parsing is in pure functions, the reading around them is thin.
+Sources: the exit status, the error file that torch's `@record` writes, the end of stderr, and the kernel's count of OOM
+kills.  Rules: (1) collecting never raises and takes little time: every read is bounded, and the message names files
+that cannot be read; (2) every text is cleaned and truncated here, so that a `Failure` is small enough to send and safe
+to print; (3) parsing is in pure functions.
 """
 
 import os
@@ -21,23 +21,27 @@ from ripstop.model.round import Place
 from ripstop.model.text import clean, format_bytes, truncate_bytes, truncate_middle
 from ripstop.system.linux import is_full
 
-_MESSAGE = 2048
-_TRACEBACK = 8192
+_MAX_MESSAGE_CHARS = 2048
+_MAX_TRACEBACK_CHARS = 8192
 _TAIL_LINES = 20
-_TAIL_WIDTH = 400
-_REMARKS = 10  # lines of an exception's message that are kept in the traceback
-_READ = 1 << 20  # of an error file
-_READ_TAIL = 1 << 16  # of a stderr file
-# compiled at their first use: most agents never need them
+_MAX_TAIL_LINE_CHARS = 400
+_MAX_EXCEPTION_LINES = 10  # of an exception's message in the traceback
+_MAX_ERROR_FILE_BYTES = 1 << 20
+_MAX_STDERR_BYTES = 1 << 16
+_CGROUP_FILES = {  # by version: mount point, OOM counter, limit, peak
+    1: ("/sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    2: ("/sys/fs/cgroup", "memory.events", "memory.max", "memory.peak"),
+}
+# compiled at first use: most agents never need them
 _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
-_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
+_TRACEBACK_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
 
 
 class Memory(Struct, frozen=True):
-    """The kernel's account of memory at one moment; None is what it does not tell.
+    """Memory data of the kernel at one time; None: not available.
 
-    `kills` counts the processes that the OOM killer took, in this process's cgroup, or, where there is none
-    (`machine`), anywhere.
+    `kills` counts the processes that the OOM killer has killed in this process's cgroup; without a cgroup (`machine`),
+    on the whole machine.
     """
 
     kills: int | None = None
@@ -47,14 +51,14 @@ class Memory(Struct, frozen=True):
 
 
 class TimerKill(Struct, frozen=True):
-    """Why ripstop killed a worker, and where that was just before."""
+    """Why ripstop killed a worker, and its stack just before."""
 
     why: str
     stack: str
 
 
 class ErrorFile(Struct, frozen=True):
-    """What an error file says; `at` is None when it does not say."""
+    """The content of an error file; `at` is None if it has no time."""
 
     message: str = ""
     traceback: str = ""
@@ -73,54 +77,56 @@ def gather(
     error_file: Path,
     stderr: Path | None,
     before: Memory,
-    condemned: TimerKill | None = None,
+    timer_kill: TimerKill | None = None,
 ) -> Failure:
-    """Why this worker is dead.
+    """The failure of a worker that has ended.
 
-    `returncode` is as subprocess has it, a signal's number negative; `at` is when the worker ended; `before` is the
-    memory account of the round's start; `condemned` if ripstop itself killed it.
+    `returncode` is negative for a signal, as in `subprocess`.  `at` is when the worker ended.  `before` is the memory
+    data at the start of the round.  `timer_kill` is set if ripstop killed the worker because of an expired timer.
     """
-    said = read_error_file(error_file)
+    reported = read_error_file(error_file)
     tail = _read_end(stderr) if stderr else ""
-    message, traceback = (said.message, said.traceback) if said else ("", "")
-    if not said and returncode == 1:  # as the interpreter exits after an exception; others in the tail were caught
+    message, traceback = (reported.message, reported.traceback) if reported else ("", "")
+    if not reported and returncode == 1:  # Python's exit code after an exception; with another code it was handled
         message, traceback = last_exception(tail)
-    oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not condemned else ""
-    if condemned:
-        message = truncate_bytes(f"{condemned.why}; it said: {message}" if message else condemned.why, _MESSAGE)
-        traceback = traceback or truncate_middle(clean(condemned.stack), _TRACEBACK)
+    oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not timer_kill else ""
+    if timer_kill:
+        message = truncate_bytes(
+            f"{timer_kill.why}; its error: {message}" if message else timer_kill.why, _MAX_MESSAGE_CHARS
+        )
+        traceback = traceback or truncate_middle(clean(timer_kill.stack), _MAX_TRACEBACK_CHARS)
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
         round=place.round,
         host=host,
-        at=said.at if said and said.at is not None else at,
+        at=reported.at if reported and reported.at is not None else at,
         pid=pid,
         exitcode=returncode if returncode >= 0 else None,
         signal=signal_name(-returncode) if returncode < 0 else None,
-        message=message or oom or _ending_on(logs, returncode),
+        message=message or oom or _exit_reason_with_disk(logs, returncode),
         traceback=traceback,
         oom=oom,
         log_tail=last_lines(tail),
-        error_file=clean(str(error_file)) if said else "",
+        error_file=clean(str(error_file)) if reported else "",
         logs=clean(str(logs)),
     )
 
 
 def not_started(place: Place, local_rank: int, *, host: str, at: float, why: str, logs: Path) -> Failure:
-    """The failure of a worker that never ran."""
+    """The failure of a worker that could not be started."""
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
         round=place.round,
         host=host,
         at=at,
-        message=truncate_bytes(clean(f"could not be started: {why}"), _MESSAGE),
+        message=truncate_bytes(clean(f"could not be started: {why}"), _MAX_MESSAGE_CHARS),
         logs=clean(str(logs)),
     )
 
 
-# how it ended -------------------------------------------------------------------------------------------------------
+# exit status ----------------------------------------------------------------------------------------------------------
 
 
 def signal_name(number: int) -> str:
@@ -130,8 +136,8 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def ending(returncode: int) -> str:
-    """A worker's end in words, when nothing else is known of it."""
+def exit_reason(returncode: int) -> str:
+    """The exit status in words."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     name = signal_name(-returncode)
@@ -144,17 +150,17 @@ def ending(returncode: int) -> str:
     return f"died of {name} ({meaning.lower()})" if meaning else f"died of {name}"
 
 
-def _ending_on(logs: Path, returncode: int) -> str:
-    """On a full disk a worker's own last words may be missing."""
+def _exit_reason_with_disk(logs: Path, returncode: int) -> str:
+    """On a full disk, the worker's own error message may be missing."""
     full = f"; the disk of {clean(str(logs))} is full" if is_full(logs) else ""
-    return ending(returncode) + full
+    return exit_reason(returncode) + full
 
 
-# error files --------------------------------------------------------------------------------------------------------
+# error files ----------------------------------------------------------------------------------------------------------
 
 
 def read_error_file(path: Path) -> ErrorFile | None:
-    """None when the worker wrote none."""
+    """None if the worker wrote none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -165,37 +171,43 @@ def read_error_file(path: Path) -> ErrorFile | None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return ErrorFile(f"error file {path} is not a file")
-        data = os.pread(fd, _READ, 0)
+        data = os.pread(fd, _MAX_ERROR_FILE_BYTES, 0)
     except OSError as error:
         return ErrorFile(f"error file {path} cannot be read: {error.strerror}")
     finally:
         os.close(fd)
     if not data:
         return ErrorFile(at=status.st_mtime)
-    said = parse_error_file(data, status.st_size)
-    return ErrorFile(said.message, said.traceback, _finer(said.at, status.st_mtime))
+    parsed = parse_error_file(data, status.st_size)
+    return ErrorFile(parsed.message, parsed.traceback, _more_precise(parsed.at, status.st_mtime))
 
 
 def parse_error_file(data: bytes, size: int) -> ErrorFile:
-    """torch's format: `message` is a text, or a dict with `message` and `extraInfo` (`py_callstack`, `timestamp`)."""
+    """Parse torch's format: `message` is a text, or a dict with `message` and `extraInfo`."""
     import json
 
     text = data.decode("utf-8", "replace")
     try:
         top = json.loads(text)
     except (ValueError, RecursionError):
-        flaw = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
-        return ErrorFile(truncate_bytes(f"the error file {flaw}; it begins: {clean(text[:500])}", _MESSAGE))
+        problem = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
+        return ErrorFile(
+            truncate_bytes(f"the error file {problem}; it begins: {clean(text[:500])}", _MAX_MESSAGE_CHARS)
+        )
     if not isinstance(top, dict) or "message" not in top:
-        return ErrorFile(truncate_bytes(f"the error file has no message; it begins: {clean(text[:500])}", _MESSAGE))
+        return ErrorFile(
+            truncate_bytes(f"the error file has no message; it begins: {clean(text[:500])}", _MAX_MESSAGE_CHARS)
+        )
     inner, extra = top["message"], top
     while isinstance(inner, dict):
         extra = inner["extraInfo"] if isinstance(inner.get("extraInfo"), dict) else extra
         inner = inner.get("message", "")
     traceback = extra.get("py_callstack")
     return ErrorFile(
-        message=truncate_bytes(clean(inner if isinstance(inner, str) else json.dumps(inner)), _MESSAGE),
-        traceback=truncate_middle(clean(traceback.rstrip()), _TRACEBACK) if isinstance(traceback, str) else "",
+        message=truncate_bytes(clean(inner if isinstance(inner, str) else json.dumps(inner)), _MAX_MESSAGE_CHARS),
+        traceback=truncate_middle(clean(traceback.rstrip()), _MAX_TRACEBACK_CHARS)
+        if isinstance(traceback, str)
+        else "",
         at=_timestamp(extra.get("timestamp")),
     )
 
@@ -205,15 +217,15 @@ def _timestamp(value: Any) -> float | None:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return seconds if 0 < seconds < 1e11 else None  # not nan, not the milliseconds of another format
+    return seconds if 0 < seconds < 1e11 else None  # neither NaN nor milliseconds
 
 
-def _finer(at: float | None, mtime: float) -> float:
-    """torch writes whole seconds; the file's own time is finer, where both clocks agree."""
+def _more_precise(at: float | None, mtime: float) -> float:
+    """torch writes whole seconds.  The file's time is more precise if both agree."""
     return mtime if at is None or 0 <= mtime - at < 2 else at
 
 
-# stderr -------------------------------------------------------------------------------------------------------------
+# stderr ---------------------------------------------------------------------------------------------------------------
 
 
 def _read_end(path: Path) -> str:
@@ -222,8 +234,8 @@ def _read_end(path: Path) -> str:
     except OSError:
         return ""
     try:
-        start = max(0, os.fstat(fd).st_size - _READ_TAIL)
-        return clean(os.pread(fd, _READ_TAIL, start).decode("utf-8", "replace"))
+        start = max(0, os.fstat(fd).st_size - _MAX_STDERR_BYTES)
+        return clean(os.pread(fd, _MAX_STDERR_BYTES, start).decode("utf-8", "replace"))
     except OSError:
         return ""
     finally:
@@ -231,53 +243,49 @@ def _read_end(path: Path) -> str:
 
 
 def last_lines(text: str) -> tuple[str, ...]:
-    """The last lines that are not empty."""
+    """The last non-empty lines."""
     lines = [line.rstrip() for line in text.split("\n")]
-    return tuple(truncate_bytes(line, _TAIL_WIDTH) for line in [line for line in lines if line][-_TAIL_LINES:])
+    return tuple(truncate_bytes(line, _MAX_TAIL_LINE_CHARS) for line in [line for line in lines if line][-_TAIL_LINES:])
 
 
 def last_exception(text: str) -> tuple[str, str]:
-    """The message and the traceback of the last Python exception in a text, for scripts without `@record`.
+    """The message and the traceback of the last Python exception in the text, for scripts without `@record`.
 
-    torch prefixes such lines with the rank once a process group exists.
+    In a process group, torch adds the rank as a prefix to each line.
     """
     lines = text.split("\n")
-    headers = [(index, found[1] or "") for index, line in enumerate(lines) if (found := re.match(_HEADER, line))]
+    headers = [
+        (index, found[1] or "") for index, line in enumerate(lines) if (found := re.match(_TRACEBACK_HEADER, line))
+    ]
     if not headers:
         return "", ""
     start, prefix = headers[-1]
     block = [line[len(prefix) :] for line in takewhile(lambda line: line.startswith(prefix.rstrip()), lines[start:])]
     for index, line in enumerate(block[1:], start=1):
         if re.match(_EXCEPTION, line):
-            return truncate_bytes(line, _MESSAGE), truncate_middle(
-                "\n".join(block[: index + _REMARKS]).rstrip(), _TRACEBACK
+            return truncate_bytes(line, _MAX_MESSAGE_CHARS), truncate_middle(
+                "\n".join(block[: index + _MAX_EXCEPTION_LINES]).rstrip(), _MAX_TRACEBACK_CHARS
             )
     return "", ""
 
 
-# memory -------------------------------------------------------------------------------------------------------------
+# memory ---------------------------------------------------------------------------------------------------------------
 
 
 def read_memory() -> Memory:
-    """The account of this process's cgroup, in which its workers are too, or else the machine's."""
+    """Memory data of this process's cgroup, which contains its workers, or else of the machine."""
     version, group = memory_cgroup(_text("/proc/self/cgroup"))
-    match version:
-        case 2:
-            roots, counter, limit, peak = "/sys/fs/cgroup", "memory.events", "memory.max", "memory.peak"
-        case 1:
-            roots, counter = "/sys/fs/cgroup/memory", "memory.oom_control"
-            limit, peak = "memory.limit_in_bytes", "memory.max_usage_in_bytes"
-        case _:
-            return Memory(kills=counted(_text("/proc/vmstat"), "oom_kill"), machine=True)
-    for root in (f"{roots}{group}", roots):  # in a container the path is often the host's and the mount our own
-        kills = counted(_text(f"{root}/{counter}"), "oom_kill")
-        if kills is not None:
-            return Memory(kills, _number(_text(f"{root}/{limit}")), _number(_text(f"{root}/{peak}")))
+    if version:
+        mount, counter, limit, peak = _CGROUP_FILES[version]
+        for root in (f"{mount}{group}", mount):  # in a container, the group may be the host's path
+            kills = counted(_text(f"{root}/{counter}"), "oom_kill")
+            if kills is not None:
+                return Memory(kills, _number(_text(f"{root}/{limit}")), _number(_text(f"{root}/{peak}")))
     return Memory(kills=counted(_text("/proc/vmstat"), "oom_kill"), machine=True)
 
 
 def memory_cgroup(text: str) -> tuple[int, str]:
-    """From `/proc/self/cgroup`, the version of the memory controller (0: none) and the path of the group."""
+    """The version of the memory controller (0: none) and the path of the group, from `/proc/self/cgroup`."""
     version, path = 0, ""
     for line in text.splitlines():
         match line.split(":", 2):
@@ -298,7 +306,7 @@ def counted(text: str, name: str) -> int | None:
 
 
 def oom_verdict(before: Memory, after: Memory) -> str:
-    """What to say of a worker killed by SIGKILL that nobody here sent; empty when it was not for memory."""
+    """The reason of a SIGKILL that ripstop did not send; empty if the OOM killer did not send it either."""
     if before.kills is None or after.kills is None or before.machine != after.machine or after.kills <= before.kills:
         return ""
     if after.machine:
@@ -306,7 +314,7 @@ def oom_verdict(before: Memory, after: Memory) -> str:
     facts = [
         f"{name} {format_bytes(value)}"
         for name, value in (("cgroup limit", after.limit), ("peak", after.peak))
-        if value is not None and value < 1 << 60  # v1 writes "no limit" as a very large number
+        if value is not None and value < 1 << 60  # cgroup v1 has a very large number for "no limit"
     ]
     return "killed by the kernel's OOM killer" + (f" ({', '.join(facts)})" if facts else "")
 
@@ -314,7 +322,7 @@ def oom_verdict(before: Memory, after: Memory) -> str:
 def _text(path: str) -> str:
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
-            return file.read(_READ)
+            return file.read(_MAX_ERROR_FILE_BYTES)
     except OSError:
         return ""
 

@@ -1,9 +1,8 @@
-"""The report of a job's end: who is to blame, and the words for a person and for a program.
+"""The report at the end of a job: the root cause, for people and as JSON.  Pure.
 
-Pure.  The rule of blame: when one worker dies, its peers die of it a moment later, in a collective that lost its
-partner.  So among the failures of one round those that can only be a peer's doing come last, whatever the clocks of
-their hosts say; among equals the earlier one comes first.  In a round that hangs, the odd ones out come first
-(`stacks.py`).
+When one worker dies, its peers die a moment later in a collective that lost its partner.  So among the failures of one
+round, those that a peer can explain come last, regardless of the clocks of their hosts.  Among equals, the earlier one
+comes first.  In a round that hangs, the odd ranks come first (`stacks.py`).
 """
 
 import re
@@ -18,7 +17,7 @@ from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.text import truncate
 
-# compiled at their first use: most jobs never need them
+# compiled at first use: most jobs never need them
 _COLLECTIVE = (
     r"gloo/transport|gloo::|\bpair\.cc\b|Application timeout caused pair closure"
     r"|ncclRemoteError|NCCL communicator was aborted|remote process exited"
@@ -27,31 +26,32 @@ _COLLECTIVE = (
     r"|failed to recv, got 0 bytes|(?:send|recv)(?:Bytes|Value|Vector|String) failed"
 )
 _CONNECTION = r"Connection (?:reset|closed|refused|aborted)|closed by (?:remote )?peer|Broken pipe|Socket Timeout"
-_OWN_FAULT = (  # also said in the words of a collective, but nobody else's doing
+_OWN_FAULT = (  # reported by collectives, too, but not caused by a peer
     r"out of memory|unhandled cuda error|UnhandledCudaError|EADDRINUSE|address already in use|invalid usage"
     r"|Duplicate GPU|InvalidArgument"
 )
 
-_IN_FULL, _IN_SHORT = 8, 64  # failures that travel
-_OTHERS = 15  # failures besides the culprit that are printed
+_MAX_FULL_FAILURES = 8  # that are sent with all their texts
+_MAX_FAILURES = 64  # that are sent
+_MAX_OTHERS = 15  # that are printed besides the root cause
 
 
 class _Blame(IntEnum):
-    """How likely a failure is a cause rather than a consequence; the smaller the likelier."""
+    """How likely a failure is the cause and not a consequence; smaller values are more likely."""
 
-    CAUSE = 0  # it was killed, it crashed, it raised something of its own, it could not be started
-    UNEXPLAINED = 1  # an exit code without a word, an abort
-    CONNECTION = 2  # it lost a connection, perhaps to a peer
-    COLLECTIVE = 3  # it lost a peer
+    CAUSE = 0  # killed, crashed, raised its own exception, or could not be started
+    UNEXPLAINED = 1  # an exit code without a message, or an abort
+    CONNECTION = 2  # lost a connection, perhaps to a peer
+    COLLECTIVE = 3  # lost a peer
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The culprit, not its victims; None when there was no failure."""
+    """The first failure in order of blame; None if there is none."""
     return next(iter(order(failures)), None)
 
 
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The culprit first, its victims after it; the latest round before the earlier ones."""
+    """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
     rounds = {failure.round for failure in failures if failure.hang}
     odd = {(round, rank) for round in rounds for rank in odd_ones(hangs_among(failures, round))}
@@ -69,56 +69,56 @@ def _blame(failure: Failure) -> _Blame:
     started = failure.exitcode is not None or failure.signal is not None
     if failure.oom or not started or (failure.signal and not aborted):
         return _Blame.CAUSE
-    words = "\n".join((failure.message, *_exceptions(failure.traceback)))
-    if aborted or not _explained(failure):
-        words = "\n".join((words, *failure.log_tail))  # a C++ thread's last words are on stderr only
-    if re.search(_OWN_FAULT, words, re.IGNORECASE):
+    text = "\n".join((failure.message, *_exceptions(failure.traceback)))
+    if aborted or not _has_explanation(failure):
+        text = "\n".join((text, *failure.log_tail))  # messages of C++ threads are on stderr only
+    if re.search(_OWN_FAULT, text, re.IGNORECASE):
         return _Blame.CAUSE
-    if re.search(_COLLECTIVE, words, re.IGNORECASE):
+    if re.search(_COLLECTIVE, text, re.IGNORECASE):
         return _Blame.COLLECTIVE
-    if re.search(_CONNECTION, words, re.IGNORECASE):
+    if re.search(_CONNECTION, text, re.IGNORECASE):
         return _Blame.CONNECTION
-    return _Blame.CAUSE if _explained(failure) and not aborted else _Blame.UNEXPLAINED
+    return _Blame.CAUSE if _has_explanation(failure) and not aborted else _Blame.UNEXPLAINED
 
 
 def _exceptions(traceback: str) -> list[str]:
-    """The lines that are not frames: what was raised, and from what."""
+    """The lines that are not frames: the exceptions and their causes."""
     return [line for line in traceback.split("\n") if not line.startswith(" ")]
 
 
-def _explained(failure: Failure) -> bool:
+def _has_explanation(failure: Failure) -> bool:
     return bool(failure.traceback or failure.error_file)
 
 
 def looks_like_victim(failure: Failure) -> bool:
-    """Whether a peer's loss would explain this failure."""
+    """Whether the loss of a peer can explain this failure."""
     return _blame(failure) >= _Blame.CONNECTION
 
 
 def trim(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The failures, small enough to travel: the likeliest culprits in full, more in short, the rest not at all."""
-    kept = order(failures)[:_IN_SHORT]
-    short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in kept[_IN_FULL:])
-    return (*kept[:_IN_FULL], *short)
+    """The failures, small enough to send: the likeliest causes in full, more without details, the rest left out."""
+    sent = order(failures)[:_MAX_FAILURES]
+    short = (replace(f, message=f.message[:200], traceback="", log_tail=()) for f in sent[_MAX_FULL_FAILURES:])
+    return (*sent[:_MAX_FULL_FAILURES], *short)
 
 
-# for a program ------------------------------------------------------------------------------------------------------
+# JSON -----------------------------------------------------------------------------------------------------------------
 
 
 def to_json(report: JobReport) -> str:
     """The report as a JSON object; `root_cause` is the first of `failures`, or null."""
-    import json  # this and its like only where a job has failed: every agent loads this module at its start
+    import json  # only if a job has failed: every agent loads this module at its start
 
     failures = [to_builtins(failure) for failure in order(report.failures)]
     fields = to_builtins(report) | {"root_cause": failures[0] if failures else None, "failures": failures}
     return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 
-# for a person -------------------------------------------------------------------------------------------------------
+# text -----------------------------------------------------------------------------------------------------------------
 
 
 def render(report: JobReport, width: int = 100) -> str:
-    """What is printed at the end of a job."""
+    """The text that is printed at the end of a job."""
     return "\n".join(_lines(report, width)) + "\n"
 
 
@@ -136,10 +136,10 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
     if others:
         yield ""
         yield f"other failures ({len(others)}), most likely because of it:"
-        for failure in others[:_OTHERS]:
+        for failure in others[:_MAX_OTHERS]:
             yield truncate(f"  rank {failure.rank} on {failure.host} {_in_short(failure)}", width)
-        if len(others) > _OTHERS:
-            yield f"  … and {len(others) - _OTHERS} more"
+        if len(others) > _MAX_OTHERS:
+            yield f"  … and {len(others) - _MAX_OTHERS} more"
 
 
 def _facts(failure: Failure, width: int) -> Iterator[str]:
@@ -158,13 +158,13 @@ def _facts(failure: Failure, width: int) -> Iterator[str]:
     if failure.traceback:
         yield "  stack" if failure.hang else "  traceback"
         yield from (f"    {line}" for line in failure.traceback.split("\n"))
-    if tail := _more_than_the_traceback(failure):
+    if tail := _tail_without_traceback(failure):
         yield "  last lines of stderr"
         yield from (f"    {line}" for line in tail)
 
 
-def _more_than_the_traceback(failure: Failure) -> tuple[str, ...]:
-    """The last lines of stderr, without the traceback if that is how they end."""
+def _tail_without_traceback(failure: Failure) -> tuple[str, ...]:
+    """The last lines of stderr; without the traceback, if they end with it."""
     tail = failure.log_tail
     if not (tail and failure.traceback and tail[-1].endswith(failure.traceback.rpartition("\n")[2])):
         return tail
@@ -183,21 +183,22 @@ def _when(at: float) -> str:
     try:
         moment = datetime.fromtimestamp(at, UTC)
     except (ValueError, OverflowError):
-        return f"at {at}"  # no time of this world; it came from another machine
+        return f"at {at}"  # out of range; it came from another machine
     return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} UTC"
 
 
 def how(failure: Failure) -> str:
-    """How a worker ended, in a few words."""
+    """How a worker ended, in short."""
     if hang := failure.hang:
-        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "was there when others hung"
+        return f"made no progress for {hang.seconds:.0f} s ({hang.sign})" if hang.sign else "did not hang itself"
     if failure.signal:
         return f"died of {failure.signal}" + (", out of memory" if failure.oom else "")
     return "was not started" if failure.exitcode is None else f"exited with code {failure.exitcode}"
 
 
 def _in_short(failure: Failure) -> str:
-    message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", failure.message.split("\n", 1)[0])  # where torch was built
+    first_line = failure.message.split("\n", 1)[0]
+    message = re.sub(r"\[/\S*/(\w+\.\w+:\d+)\]", r"[\1]", first_line)  # shorten paths of torch's build machine
     return how(failure) if message in ("", how(failure)) else f"{how(failure)}: {message}"
 
 

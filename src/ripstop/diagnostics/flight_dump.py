@@ -1,11 +1,14 @@
-"""torch's flight recorder, asked of workers: which collectives they have entered, and which they have not left.
+"""Queries workers for torch's flight recorder: which collectives they have entered, and which they have not left.
 
-A worker that the zygote forked has a thread (`worker_hooks.py`), which writes what torch remembers to whoever connects
-to the worker's own socket.  It needs Python's lock for that, which a worker that waits in a collective does not hold.
-Rules: (1) nothing is recorded for it that torch would not record anyway, and nothing is done before somebody asks;
-(2) the socket lies beside the agent's (`reports.py`), in a directory of this user's alone; (3) an answer is bounded in
-time and size, and one that does not come is said in words; (4) NCCL's recorder asks the GPU, which would spoil a CUDA
-graph that is being captured: it is asked only of workers that hang.
+A worker that the zygote forked has a thread for this (`workers/zygote/process.py`).  The thread sends the recorder's
+dump to each client of the worker's own socket.  It needs Python's lock, which a worker that waits in a collective does
+not hold.  Rules:
+
+1. ripstop enables no recording; it reads only what torch records anyway, and only when queried.
+2. The socket is beside the agent's (`workers/reports.py`), in a directory that only this user can access.
+3. A reply is bounded in time and size.  If there is none, the result has the reason.
+4. NCCL's recorder queries the GPU, which would break a CUDA graph that is being captured.  So it is read only from
+   workers that hang.
 """
 
 import asyncio
@@ -14,18 +17,18 @@ from functools import partial
 
 from msgspec import Struct
 
-from ripstop.diagnostics.flight_recorder import as_text, from_torch, standings
+from ripstop.diagnostics.flight_recorder import as_text, from_torch, group_progress
 from ripstop.model.failure import CollectiveProgress
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
-PATIENCE = 2.0  # seconds for an answer
-READING = 1.5  # and to understand it; all nodes together have five
-HANGING, HEALTHY = b"!", b"?"  # what a worker is taken for by who asks it; `worker_hooks.py` knows the first
-LARGEST = 16 << 20  # bytes of one; torch remembers 2000 operations unless told otherwise, which is less than one MiB
+REPLY_TIMEOUT_S = 2.0
+PARSE_TIMEOUT_S = 1.5  # the whole diagnosis has five seconds
+HANGING, HEALTHY = b"!", b"?"  # the query; `workers/zygote/process.py` reads NCCL's recorder only for the first
+MAX_DUMP_BYTES = 16 << 20  # 2000 operations, torch's default, are less than one MiB
 
 
-class Flight(Struct, frozen=True):
-    """What one worker's recorder has, or `why` nothing is known; `raw` is torch's own JSON."""
+class FlightDump(Struct, frozen=True):
+    """The dump of one worker's recorder, or `why` there is none; `raw` is torch's own JSON."""
 
     standings: tuple[CollectiveProgress, ...] | None = None
     text: str = ""
@@ -33,50 +36,54 @@ class Flight(Struct, frozen=True):
     why: str = ""
 
 
-async def ask_ranks(sockets: Sequence[str], ranks: Sequence[int], taken_for: bytes) -> list[Flight | None]:
-    """The workers of these local ranks; None of each where workers have no sockets, since nobody is to ask them."""
-    return list(await ask((sockets[rank] for rank in ranks), taken_for)) if sockets else [None] * len(ranks)
+async def query_ranks(sockets: Sequence[str], ranks: Sequence[int], kind: bytes) -> list[FlightDump | None]:
+    """Query the workers of these local ranks; None for each if workers have no sockets."""
+    return list(await query((sockets[rank] for rank in ranks), kind)) if sockets else [None] * len(ranks)
 
 
-async def ask(sockets: Iterable[str], taken_for: bytes = HANGING) -> list[Flight]:
-    """Several workers, all at the same time."""
-    return list(await asyncio.gather(*(_ask(path, taken_for) for path in sockets)))
+async def query(sockets: Iterable[str], kind: bytes = HANGING) -> list[FlightDump]:
+    """Query several workers concurrently."""
+    return list(await asyncio.gather(*(_query(path, kind) for path in sockets)))
 
 
-async def _ask(path: str, taken_for: bytes) -> Flight:
+async def _query(path: str, kind: bytes) -> FlightDump:
     try:
-        async with asyncio.timeout(PATIENCE):
-            raw = await _read(path, taken_for)
-        if len(raw) > LARGEST:
-            return Flight(why=f"it has more than {LARGEST >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE")
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            raw = await _read(path, kind)
+        if len(raw) > MAX_DUMP_BYTES:
+            return FlightDump(
+                why=f"the dump has more than {MAX_DUMP_BYTES >> 20} MiB; set a smaller TORCH_FR_BUFFER_SIZE"
+            )
     except TimeoutError:
-        return Flight(why=f"the worker did not answer within {PATIENCE:g} s")
+        return FlightDump(why=f"the worker did not reply within {REPLY_TIMEOUT_S:g} s")
     except FileNotFoundError:
-        return Flight(why="the worker has no socket: it was not forked with torch loaded (--start-method, --preload)")
+        return FlightDump(
+            why="the worker has no socket: it was not forked with torch loaded (--start-method, --preload)"
+        )
     except OSError as error:
-        return Flight(why=f"the worker cannot be asked: {error}")
+        return FlightDump(why=f"the worker cannot be queried: {error}")
     try:
-        return await run_in_daemon_thread(partial(_understand, raw), READING)
+        return await run_in_daemon_thread(partial(_parse, raw), PARSE_TIMEOUT_S)
     except (TimeoutError, RuntimeError) as error:
-        return Flight(raw=raw, why=f"this node is too busy to read the worker's answer: {error}".rstrip(": "))
-    except Exception as defect:  # of ours: a hang is told all the same
-        return Flight(raw=raw, why=f"the worker's answer cannot be understood: {defect!r}")
+        return FlightDump(raw=raw, why=f"this node is too busy to parse the worker's reply: {error}".rstrip(": "))
+    except Exception as error:  # a defect in the parser must not prevent the report of a hang
+        return FlightDump(raw=raw, why=f"the worker's reply cannot be parsed: {error!r}")
 
 
-async def _read(path: str, taken_for: bytes) -> bytes:
+async def _read(path: str, kind: bytes) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
-        writer.write(taken_for)
+        writer.write(kind)
         raw = bytearray()
-        while len(raw) <= LARGEST and (part := await reader.read(1 << 20)):
+        while len(raw) <= MAX_DUMP_BYTES and (part := await reader.read(1 << 20)):
             raw += part
         return bytes(raw)
     finally:
         writer.transport.abort()
 
 
-def _understand(raw: bytes) -> Flight:
+def _parse(raw: bytes) -> FlightDump:
     recording = from_torch(raw)
     if recording is None:
-        return Flight(why="the worker's answer is not what torch's flight recorder prints")
-    return Flight(standings(recording), as_text(recording), raw)
+        return FlightDump(why="the worker's reply is not a dump of torch's flight recorder")
+    return FlightDump(group_progress(recording), as_text(recording), raw)

@@ -1,26 +1,43 @@
-"""Watches over the workers of one round: what they report, whether they hang, and where they are when they do.
+"""Observes the workers of one round on this node, finds those that hang, and collects evidence.
 
-Decides nothing: `diagnostics/progress.py` says who hangs, `diagnostics/stacks.py` what stacks mean.  Rules: (1) one
-look at
-all workers a hang, whoever asks for it, and it is on disk before anybody is stopped; (2) what was known before comes
-first: native stacks, which are slow to read, are added while the coordinator decides; (3) whatever goes wrong here is
-said, no worker is disturbed by it, and it is tried again; (4) no file is touched in the event loop.
+`progress.py` decides which workers hang; `stacks.py` interprets stacks.  Rules:
+
+1. A timer fires when `ProgressTracker.next_check` is due, at the latest after a quarter of the timeout.  Without
+   `--hang-timeout` there is no timer; heartbeats and checkpoints are recorded all the same.
+2. A timer that fires more than `MAX_TIMER_DELAY_S` late shows that the machine was paused: all timeouts start again.
+3. A sample of a worker covers all processes of its session: bytes written and CPU time from /proc, and the stack from
+   py-spy or faulthandler if `ProgressTracker.due_samples` requests it.  Stacks that faulthandler writes to a file do
+   not count as bytes written.
+4. If workers could not send heartbeats (`can_report`), missing heartbeats are no hang: all timeouts start again.
+5. When a worker hangs, all workers of the node are inspected: stacks and torch's flight recorder.  The coordinator
+   starts the same inspection (`inspect`) when workers of another node hang.  There is one inspection per round, and its
+   results are on disk before any worker is stopped.
+6. Native stacks, which are slow to read, are added to the files afterwards, while the coordinator decides.
+7. An error in this module is logged, changes nothing for the workers, and the step is tried again.
+8. No file is accessed in the event loop.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ripstop.diagnostics.progress import LOOKS, SILENT, ActivitySample, Progress, Stuck, WorkerProgress
-from ripstop.diagnostics.stack_dump import ProcessStack, look_at, native, size
-from ripstop.diagnostics.stacks import Spot, spot
+from ripstop.diagnostics.progress import (
+    NO_HEARTBEAT,
+    SAMPLES_PER_TIMEOUT,
+    ActivitySample,
+    HungWorker,
+    ProgressTracker,
+    WorkerProgress,
+)
+from ripstop.diagnostics.stack_dump import ProcessStack, dump_stacks, file_size, native_stacks
+from ripstop.diagnostics.stacks import code_location
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
@@ -32,20 +49,20 @@ from ripstop.system.own_directory import make_own_directory
 from ripstop.workers.reports import CheckpointReport, JobReport, WorkerHeartbeat
 
 if TYPE_CHECKING:
-    from ripstop.diagnostics.flight_dump import Flight
+    from ripstop.diagnostics.flight_dump import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
-STACK = 8192  # bytes of a stack that travels
-PATIENCE = 10.0  # seconds that stopping waits for what is being found out
-WRITE = 1.0  # seconds in which what was found is to be on disk
-LATE = 1.0  # seconds after which a timer that is late tells that this machine stood still
-RETRY = 1.0  # seconds until a look that went wrong is tried again
-SAVED = 1.0  # seconds between two checkpoints of a worker that are told
+MAX_STACK_BYTES = 8192  # of a stack in a `Failure`
+INSPECTION_TIMEOUT_S = 10.0  # that stopping the workers waits for the inspection, and then for native stacks
+WRITE_TIMEOUT_S = 1.0
+MAX_TIMER_DELAY_S = 1.0
+RETRY_DELAY_S = 1.0  # after an inspection that failed
+CHECKPOINT_INTERVAL_S = 1.0  # between two recorded checkpoints of one worker
 
 
-class Subject(Struct, frozen=True):
-    """Whom to watch: the workers of one round, by local rank."""
+class MonitoredWorkers(Struct, frozen=True):
+    """The workers of one round; `pids` and `recorder_sockets` by local rank."""
 
     place: Place
     host: str
@@ -54,287 +71,308 @@ class Subject(Struct, frozen=True):
     recorder_sockets: tuple[str, ...] = ()
 
 
-class HangMonitor:
-    """`on_hang` is called once, with what is known of all workers of this node, when one of them hangs.
+class _Inspected(Struct, frozen=True):
+    """The evidence of one worker; `flight` None: the worker has no socket for its flight recorder."""
 
-    `audible` says whether workers could report until now.
+    failure: Failure
+    stack: ProcessStack
+    flight: "FlightDump | None"
+
+
+class HangMonitor:
+    """`on_hang` is called at most once: with the evidence of all workers of this node, when one of them hangs.
+
+    `can_report` returns whether workers could send heartbeats since its last call.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        workers: MonitoredWorkers,
         timeout: float,
         record: Callable[[Event, int], None],
         on_hang: Callable[[tuple[Failure, ...], float], None],
-        audible: Callable[[], bool] = lambda: True,
+        can_report: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._subject = subject
+        self._workers = workers
         self._timeout = timeout
-        self._audible = audible
+        self._can_report = can_report
         self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
-        self._progress = Progress(len(subject.pids), timeout, self._began)
-        self._live = dict(enumerate(subject.pids))
+        self._started_at = self._loop.time()
+        self._progress = ProgressTracker(len(workers.pids), timeout, self._started_at)
+        self._live_pids = dict(enumerate(workers.pids))
         self._record = record
         self._on_hang = on_hang
-        self._stepped = False
-        self._unsaid: dict[int, CheckpointReport] = {}  # checkpoints, by local rank: the latest
-        self._resting: dict[int, asyncio.TimerHandle] = {}  # after the one before
-        self._due = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._first_step_recorded = False
+        self._unrecorded_checkpoints: dict[int, CheckpointReport] = {}  # the latest, by local rank
+        self._checkpoint_timers: dict[int, asyncio.TimerHandle] = {}
+        self._check_due_at = 0.0
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._check: asyncio.Task[None] | None = None
         self._inspection: asyncio.Task[tuple[Failure, ...]] | None = None
-        self._natives: asyncio.Task[None] | None = None
-        self._arm()
+        self._native_stacks: asyncio.Task[None] | None = None
+        self._schedule_check()
 
-    def report(self, rank: int, report: JobReport) -> None:
-        """What a worker says, by its local rank, or a process that belongs to it."""
-        place, now = self._subject.place, self._loop.time()
+    def on_report(self, local_rank: int, report: JobReport) -> None:
+        """A worker, or a process that belongs to it, sent a heartbeat or reported a checkpoint."""
+        place, now = self._workers.place, self._loop.time()
         match report:
             case CheckpointReport():
-                self._unsaid[rank] = report
-                if rank not in self._resting:
-                    self._tell_saved(rank)
+                self._unrecorded_checkpoints[local_rank] = report
+                if local_rank not in self._checkpoint_timers:
+                    self._record_checkpoint(local_rank)
             case WorkerHeartbeat(step, count):
-                self._progress.beat(rank, step, count, now)
-                if step is not None and not self._stepped:
-                    self._stepped = True
-                    first = FirstStep(place.round, place.first_rank + rank, step, now - self._began)
+                self._progress.on_heartbeat(local_rank, step, count, now)
+                if step is not None and not self._first_step_recorded:
+                    self._first_step_recorded = True
+                    first = FirstStep(place.round, place.first_rank + local_rank, step, now - self._started_at)
                     self._record(first, logging.INFO)
 
-    def _tell_saved(self, rank: int) -> None:
-        self._resting.pop(rank, None)
-        if saved := self._unsaid.pop(rank, None):
-            place = self._subject.place
-            told = CheckpointSaved(place.round, place.first_rank + rank, saved.step, clean(saved.path))
-            self._record(told, logging.INFO)
-            self._resting[rank] = self._loop.call_later(SAVED, self._tell_saved, rank)
+    def _record_checkpoint(self, local_rank: int) -> None:
+        """Record the latest checkpoint, at most one in `CHECKPOINT_INTERVAL_S`."""
+        self._checkpoint_timers.pop(local_rank, None)
+        if saved := self._unrecorded_checkpoints.pop(local_rank, None):
+            place = self._workers.place
+            event = CheckpointSaved(place.round, place.first_rank + local_rank, saved.step, clean(saved.path))
+            self._record(event, logging.INFO)
+            self._checkpoint_timers[local_rank] = self._loop.call_later(
+                CHECKPOINT_INTERVAL_S, self._record_checkpoint, local_rank
+            )
 
-    def gone(self, local_rank: int) -> None:
-        """This worker has ended."""
-        self._live.pop(local_rank, None)
-        self._progress.gone(local_rank)
+    def on_worker_ended(self, local_rank: int) -> None:
+        self._live_pids.pop(local_rank, None)
+        self._progress.remove(local_rank)
 
-    def paces(self) -> Mapping[int, WorkerProgress]:
-        """What the workers report, by local rank."""
-        return self._progress.paces(self._loop.time())
+    def worker_progress(self) -> Mapping[int, WorkerProgress]:
+        """What workers report, by local rank."""
+        return self._progress.worker_progress(self._loop.time())
 
     async def inspect(self) -> tuple[Failure, ...]:
-        """Where the workers are; on disk, too, when this returns.  Native stacks come there later."""
+        """Rule 5: the evidence of all workers; it is on disk, too, when this returns."""
         return await self._inspect_once({})
 
-    async def settle(self) -> None:
-        """Waits until an inspection that has begun is over: the workers are about to be stopped."""
+    async def finish_inspection(self) -> None:
+        """Wait for an inspection that has begun: the workers are about to be stopped."""
         if self._inspection is not None:
-            await asyncio.wait([self._inspection], timeout=PATIENCE)
-        if self._natives is not None:
-            await asyncio.wait([self._natives], timeout=PATIENCE)
+            await asyncio.wait([self._inspection], timeout=INSPECTION_TIMEOUT_S)
+        if self._native_stacks is not None:
+            await asyncio.wait([self._native_stacks], timeout=INSPECTION_TIMEOUT_S)
 
     def close(self) -> None:
-        """The workers are gone."""
-        self._disarm()
-        for task in (self._looking, self._inspection, self._natives):
+        """The workers have ended."""
+        self._cancel_check()
+        for task in (self._check, self._inspection, self._native_stacks):
             if task is not None:
                 task.cancel()
-        for rank in list(self._unsaid):
-            self._resting[rank].cancel()
-            self._tell_saved(rank)
-        for resting in self._resting.values():
-            resting.cancel()
-        place = self._subject.place
-        for rank, stride in sorted(self._progress.stepped().items())[:1]:  # one speaks for the node
-            steps = StepsDone(place.round, place.first_rank + rank, stride.first, stride.last, stride.seconds)
-            self._record(steps, logging.INFO)
+        for local_rank in list(self._unrecorded_checkpoints):
+            self._checkpoint_timers[local_rank].cancel()
+            self._record_checkpoint(local_rank)
+        for timer in self._checkpoint_timers.values():
+            timer.cancel()
+        place = self._workers.place
+        for local_rank, steps in sorted(self._progress.step_ranges().items())[:1]:  # one worker represents the node
+            done = StepsDone(place.round, place.first_rank + local_rank, steps.first, steps.last, steps.seconds)
+            self._record(done, logging.INFO)
 
-    # looking for hangs ------------------------------------------------------------------------------------------------
+    # sampling ---------------------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        self._disarm()
-        when = self._progress.deadline()
-        if when is not None and self._inspection is None:
+    def _schedule_check(self) -> None:
+        self._cancel_check()
+        next_check = self._progress.next_check()
+        if next_check is not None and self._inspection is None:
             now = self._loop.time()
-            self._due = max(now, min(when, now + self._timeout / LOOKS))  # soon enough to notice that time stood still
-            self._timer = self._loop.call_at(self._due, self._wake)
+            self._check_due_at = max(now, min(next_check, now + self._timeout / SAMPLES_PER_TIMEOUT))  # rules 1 and 2
+            self._check_timer = self._loop.call_at(self._check_due_at, self._start_check)
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _cancel_check(self) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
 
-    def _wake(self) -> None:
-        self._timer = None
+    def _start_check(self) -> None:
+        self._check_timer = None
         now = self._loop.time()
-        if now - self._due > LATE:  # so did the workers, or what they said has not been read yet
-            self._progress.excuse(now)
-            self._arm()
+        if now - self._check_due_at > MAX_TIMER_DELAY_S:  # rule 2; also, heartbeats may be unread
+            self._progress.restart_timeouts(now)
+            self._schedule_check()
             return
-        self._looking = self._loop.create_task(self._watch())
-        self._looking.add_done_callback(_say_what_broke)
+        self._check = self._loop.create_task(self._check_workers())
+        self._check.add_done_callback(_log_error_of)
 
-    async def _watch(self) -> None:
+    async def _check_workers(self) -> None:
         try:
-            await self._look()
-        except Exception as defect:
-            _say(defect)
+            await self._sample()
+        except Exception as error:
+            _log_error(error)
             now = self._loop.time()
-            for rank in self._progress.due(now):
-                self._progress.unseen(rank, now)
-        stuck = self._stuck()
-        if not stuck or self._inspection is not None:
-            self._arm()
+            for local_rank in self._progress.due_samples(now):
+                self._progress.on_sample_failed(local_rank, now)
+        hung = self._hung_workers()
+        if not hung or self._inspection is not None:
+            self._schedule_check()
             return
-        failures = await self._inspect_once(stuck)
-        self._on_hang(failures, max(hang.seconds for hang in stuck.values()))
+        failures = await self._inspect_once(hung)
+        self._on_hang(failures, max(worker.seconds for worker in hung.values()))
 
-    def _stuck(self) -> Mapping[int, Stuck]:
+    def _hung_workers(self) -> Mapping[int, HungWorker]:
         now = self._loop.time()
-        stuck = self._progress.stuck(now)
-        if any(hang.sign == SILENT for hang in stuck.values()) and not self._audible():
-            self._progress.excuse(now)
+        hung = self._progress.hung_workers(now)
+        if any(worker.reason == NO_HEARTBEAT for worker in hung.values()) and not self._can_report():  # rule 4
+            self._progress.restart_timeouts(now)
             return {}
-        return stuck
+        return hung
 
-    async def _look(self) -> None:
-        """See how those do that report nothing."""
-        due = {rank: wanted for rank, wanted in self._progress.due(self._loop.time()).items() if rank in self._live}
+    async def _sample(self) -> None:
+        """Rule 3."""
+        due = {
+            local_rank: with_stack
+            for local_rank, with_stack in self._progress.due_samples(self._loop.time()).items()
+            if local_rank in self._live_pids
+        }
         if not due:
             return
-        files = {rank: self._with_file(rank)[1] for rank in due}
-        asked_for, used = await run_in_daemon_thread(partial(_measure, files, [self._live[rank] for rank in due]))
-        wanted = [rank for rank, stack in due.items() if stack and rank in self._live]
-        looks = await look_at(self._with_file(rank) for rank in wanted)
-        stacks = {rank: found.stack for rank, found in zip(wanted, looks, strict=True)}
+        files = {local_rank: self._workers.logs.stack_file(local_rank) for local_rank in due}
+        pids = [self._live_pids[local_rank] for local_rank in due]
+        stack_bytes, usage = await run_in_daemon_thread(partial(_measure, files, pids))
+        with_stack = {rank: pid for rank, pid in self._live_pids.items() if due.get(rank)}
+        stacks = dict(zip(with_stack, await self._dump_stacks(with_stack), strict=True))
         now = self._loop.time()
-        for rank in due:
-            if work := used.get(self._live.get(rank, 0)):
-                written = work.written - asked_for[rank]
-                self._progress.look(rank, ActivitySample(written, work.cpu, stacks.get(rank, ""), work.ready), now)
+        for local_rank in due:
+            if used := usage.get(self._live_pids.get(local_rank, 0)):
+                stack = stacks[local_rank].stack if local_rank in stacks else ""
+                sample = ActivitySample(used.written - stack_bytes[local_rank], used.cpu, stack, used.ready)
+                self._progress.on_sample(local_rank, sample, now)
             else:
-                self._progress.unseen(rank, now)
+                self._progress.on_sample_failed(local_rank, now)
 
-    def _with_file(self, rank: int) -> tuple[int, Path]:
-        return self._live[rank], self._subject.logs.stack_file(rank)
+    async def _dump_stacks(self, pids: Mapping[int, int]) -> list[ProcessStack]:
+        return await dump_stacks((pid, self._workers.logs.stack_file(local_rank)) for local_rank, pid in pids.items())
 
-    # evidence ---------------------------------------------------------------------------------------------------------
+    # inspection -------------------------------------------------------------------------------------------------------
 
-    async def _inspect_once(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
+    async def _inspect_once(self, hung: Mapping[int, HungWorker]) -> tuple[Failure, ...]:
         if self._inspection is None:
-            self._disarm()
-            self._inspection = self._loop.create_task(self._inspect(stuck))
+            self._cancel_check()
+            self._inspection = self._loop.create_task(self._inspect(hung))
         inspection = self._inspection
         try:
             return await asyncio.shield(inspection)
         except Exception:
-            if self._inspection is inspection:
+            if self._inspection is inspection:  # rule 7
                 self._inspection = None
-                self._disarm()
-                self._timer = self._loop.call_later(RETRY, self._arm)
+                self._cancel_check()
+                self._check_timer = self._loop.call_later(RETRY_DELAY_S, self._schedule_check)
             raise
 
-    async def _inspect(self, stuck: Mapping[int, Stuck]) -> tuple[Failure, ...]:
-        from ripstop.diagnostics.flight_dump import HANGING, ask_ranks  # only where something hangs
+    async def _inspect(self, hung: Mapping[int, HungWorker]) -> tuple[Failure, ...]:
+        from ripstop.diagnostics.flight_dump import HANGING, query_ranks  # only if a worker hangs
 
-        ranks = list(self._live)
+        pids = dict(self._live_pids)
+        ranks = list(pids)
         now, at = self._loop.time(), time.time()
-        idle = {rank: self._progress.idle(rank, now) for rank in ranks}
-        looks, flights = await asyncio.gather(
-            look_at(self._with_file(rank) for rank in ranks),
-            ask_ranks(self._subject.recorder_sockets, ranks, HANGING),
+        idle = {rank: HungWorker(self._progress.idle_seconds(rank, now), "") for rank in ranks}
+        stacks, flights = await asyncio.gather(
+            self._dump_stacks(pids), query_ranks(self._workers.recorder_sockets, ranks, HANGING)
         )
-        failures = [
-            self._failure(rank, found, flight, stuck.get(rank) or Stuck(idle[rank], ""), at)
-            for rank, found, flight in zip(ranks, looks, flights, strict=True)
+        inspected = [
+            _Inspected(self._failure(rank, stack, flight, hung.get(rank, idle[rank]), at), stack, flight)
+            for rank, stack, flight in zip(ranks, stacks, flights, strict=True)
         ]
-        await self._write(failures, looks, flights, [""] * len(looks))
-        for rank, failure, found in zip(ranks, failures, looks, strict=True):
-            if rank in stuck:
-                where = f"in {failure.hang.call} ({failure.hang.where})" if failure.hang and failure.hang.where else ""
-                hangs = WorkerHangs(
-                    failure.round, failure.rank, found.pid, stuck[rank].seconds, stuck[rank].sign, where
-                )
-                self._record(hangs, logging.WARNING)
-        self._natives = self._loop.create_task(self._add_native(failures, looks, flights))
-        self._natives.add_done_callback(_say_what_broke)
-        return tuple(failures)
+        await self._write_files(inspected)
+        for rank, worker in zip(ranks, inspected, strict=True):
+            if rank in hung:
+                self._record_hang(worker, hung[rank])
+        self._native_stacks = self._loop.create_task(self._add_native_stacks(inspected))
+        self._native_stacks.add_done_callback(_log_error_of)
+        return tuple(worker.failure for worker in inspected)
 
-    async def _add_native(
-        self, failures: list[Failure], looks: list[ProcessStack], flights: "list[Flight | None]"
-    ) -> None:
-        texts = await native(found.pid for found in looks)
-        await self._write(failures, looks, flights, texts)
-
-    def _failure(self, rank: int, found: ProcessStack, flight: "Flight | None", stuck: Stuck, at: float) -> Failure:
-        place = self._subject.place
-        here, file = spot(found.frames), clean(str(self._file(place.first_rank + rank)))
-        standings = flight.standings if flight else None
+    def _failure(
+        self, rank: int, stack: ProcessStack, flight: "FlightDump | None", hung: HungWorker, at: float
+    ) -> Failure:
+        place, location = self._workers.place, code_location(stack.frames)
+        doing = stack.doing
+        if location.where:
+            doing = f"{'waits' if location.waits else 'is'} in {location.call} ({location.where})"
         return Failure(
             rank=place.first_rank + rank,
             local_rank=rank,
             round=place.round,
-            host=self._subject.host,
-            at=at - stuck.seconds,
-            pid=found.pid,
-            message=_message(here, stuck, found),
-            traceback=truncate_middle(clean(found.stack), STACK),
-            logs=clean(str(self._subject.logs.directory(rank))),
+            host=self._workers.host,
+            at=at - hung.seconds,
+            pid=stack.pid,
+            message=f"{hung.reason} for {hung.seconds:.0f} s; {doing}" if hung.reason else doing,
+            traceback=truncate_middle(clean(stack.stack), MAX_STACK_BYTES),
+            logs=clean(str(self._workers.logs.directory(rank))),
             hang=Hang(
-                round(stuck.seconds, 3), stuck.sign, here.call, here.where, here.waits, found.state, file, standings
+                seconds=round(hung.seconds, 3),
+                sign=hung.reason,
+                call=location.call,
+                where=location.where,
+                waits=location.waits,
+                state=stack.state,
+                file=clean(str(self._file(place.first_rank + rank))),
+                standings=flight.standings if flight else None,
             ),
         )
 
-    def _file(self, rank: int, what: str = "txt") -> Path:
-        return self._subject.logs.hang_directory() / f"rank_{rank}.{what}"
+    def _record_hang(self, worker: _Inspected, hung: HungWorker) -> None:
+        failure, hang = worker.failure, worker.failure.hang
+        where = f"in {hang.call} ({hang.where})" if hang and hang.where else ""
+        event = WorkerHangs(failure.round, failure.rank, worker.stack.pid, hung.seconds, hung.reason, where)
+        self._record(event, logging.WARNING)
 
-    async def _write(
-        self, failures: list[Failure], looks: list[ProcessStack], flights: "list[Flight | None]", natives: list[str]
-    ) -> None:
+    async def _add_native_stacks(self, inspected: list[_Inspected]) -> None:
+        await self._write_files(inspected, await native_stacks(worker.stack.pid for worker in inspected))
+
+    # files ------------------------------------------------------------------------------------------------------------
+
+    def _file(self, rank: int, suffix: str = "txt") -> Path:
+        return self._workers.logs.hang_directory() / f"rank_{rank}.{suffix}"
+
+    async def _write_files(self, inspected: list[_Inspected], native: Sequence[str] = ()) -> None:
         files: dict[Path, bytes] = {}
-        for failure, found, flight, stacks in zip(failures, looks, flights, natives, strict=True):
-            text = self._text(failure, found, flight, stacks)
-            files[self._file(failure.rank)] = text.encode("utf-8", "replace")
-            if flight and flight.raw and not stacks:  # once
-                files[self._file(failure.rank, "flight.json")] = flight.raw
+        for index, worker in enumerate(inspected):
+            text = _file_text(worker, native[index] if native else "")
+            files[self._file(worker.failure.rank)] = text.encode("utf-8", "replace")
+            if worker.flight and worker.flight.raw and not native:  # written once
+                files[self._file(worker.failure.rank, "flight.json")] = worker.flight.raw
         try:
-            await run_in_daemon_thread(partial(_put, files), WRITE)
+            await run_in_daemon_thread(partial(_write, files), WRITE_TIMEOUT_S)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            log.warning("stacks cannot be written to %s: %s", self._subject.logs.hang_directory(), why)
-
-    def _text(self, failure: Failure, found: ProcessStack, flight: "Flight | None", native: str) -> str:
-        parts = [
-            f"rank {failure.rank}, pid {found.pid} on {failure.host}, round {failure.round}: {failure.message}",
-            f"state: {found.doing}",
-            f"kernel stack\n{found.kernel}" if found.kernel else "",
-            f"Python stacks ({found.source}{f'; {found.why}' if found.why else ''})\n{found.stack}",
-            f"Flight recorder{f': none: {flight.why}' if flight.why else ''}\n{flight.text}".rstrip() if flight else "",
-            f"Python and native stacks\n{native}" if native else "",
-        ]
-        return "\n\n".join(filter(None, parts)) + "\n"
+            log.warning("stacks cannot be written to %s: %s", self._workers.logs.hang_directory(), why)
 
 
-def _measure(files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, int], dict[int, linux.Usage]]:
-    """The sizes of stacks that workers wrote, which are no sign of life; and what these sessions use."""
-    return {rank: size(file) for rank, file in files.items()}, linux.usage_of_sessions(sessions)
+def _file_text(worker: _Inspected, native: str) -> str:
+    failure, stack, flight = worker.failure, worker.stack, worker.flight
+    parts = [
+        f"rank {failure.rank}, pid {stack.pid} on {failure.host}, round {failure.round}: {failure.message}",
+        f"state: {stack.doing}",
+        f"kernel stack\n{stack.kernel}" if stack.kernel else "",
+        f"Python stacks ({stack.source}{f'; {stack.why}' if stack.why else ''})\n{stack.stack}",
+        f"Flight recorder{f': none: {flight.why}' if flight.why else ''}\n{flight.text}".rstrip() if flight else "",
+        f"Python and native stacks\n{native}" if native else "",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _put(files: Mapping[Path, bytes]) -> None:
+def _measure(stack_files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, int], dict[int, linux.Usage]]:
+    """The sizes of the stack files, and the resources that the sessions used."""
+    return {rank: file_size(file) for rank, file in stack_files.items()}, linux.usage_of_sessions(sessions)
+
+
+def _write(files: Mapping[Path, bytes]) -> None:
     for path, content in files.items():
-        make_own_directory(path.parent.parent)  # with a plugin, there may be none
+        make_own_directory(path.parent.parent)  # a log plugin may not have created it
         make_own_directory(path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
             file.write(content)
 
 
-def _message(here: Spot, stuck: Stuck, found: ProcessStack) -> str:
-    doing = f"{'waits' if here.waits else 'is'} in {here.call} ({here.where})" if here.where else found.doing
-    return f"{stuck.sign} for {stuck.seconds:.0f} s; {doing}" if stuck.sign else doing
-
-
-def _say_what_broke(task: asyncio.Task[None]) -> None:
+def _log_error_of(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _say(error)
+        _log_error(error)
 
 
-def _say(defect: BaseException) -> None:
-    log.error("looking for hangs went wrong: %r", defect)
+def _log_error(error: BaseException) -> None:
+    log.error("the check for hangs failed: %r", error)

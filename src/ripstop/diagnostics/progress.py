@@ -1,24 +1,34 @@
-"""Which workers of one node make progress, and since when one does not.  Pure; times come in from outside.
+"""Decides which workers of one node hang.  Pure: the current time is an argument.
 
-Rules: (1) a worker that has said once that it makes progress must go on saying so: it hangs when it is silent for the
-timeout; (2) of one that has never said anything, what can be seen from outside counts: it hangs when for the whole
-timeout it writes nothing, uses next to no CPU time, and shows the same stack each time it is looked at; (3) nobody is
-looked at who reports, and nobody at all without a timeout; (4) a time in which nobody could be seen or heard, since the
-machine stood still or they had no way to report, counts against nobody.
+`hang_monitor.py` collects the observations: heartbeats, which training scripts send with `ripstop.train.heartbeat`, and
+activity samples (bytes written, CPU time, stack) of workers that send no heartbeats.  Rules:
+
+1. Without a timeout (`--hang-timeout=0`), no worker is sampled and none hangs.  Heartbeats are counted all the same.
+2. A worker that has sent a heartbeat is not sampled.  It hangs when it sends no other heartbeat for the timeout.
+3. A worker that has never sent a heartbeat is sampled `SAMPLES_PER_TIMEOUT` times in the timeout.  The sample includes
+   its stack only if it was inactive for half of the timeout, because it is expensive to read a stack.
+4. A sample shows activity if, since the previous one, the worker wrote a byte, used more than `IDLE_CPU_SHARE` of a
+   core, or changed its stack; or if it is runnable and waits for a CPU.
+5. A worker without heartbeats hangs when no sample has shown activity for the timeout, and at least the two latest
+   samples had the same stack.
+6. If a worker cannot be sampled, its timeout starts again.
+7. If nothing could be observed, because the machine was paused or heartbeats could not be received, all timeouts start
+   again.
 """
 
 from collections.abc import Mapping
 
 from msgspec import Struct
 
-LOOKS = 4  # in a timeout
-IDLE = 0.01  # of a core: who uses less does nothing
-SILENT = "no heartbeat"  # how a hang shows, by rule 1
-SMOOTH = 0.3  # the weight of the latest rate of steps
+SAMPLES_PER_TIMEOUT = 4
+IDLE_CPU_SHARE = 0.01
+NO_HEARTBEAT = "no heartbeat"  # rule 2
+NO_ACTIVITY = "no output, no CPU time, the same stack"  # rule 5
+RATE_WEIGHT = 0.3  # of the latest rate in the moving average
 
 
 class WorkerProgress(Struct, frozen=True):
-    """What a worker reports: its step, steps a second, seconds since it was heard, and how often it has spoken."""
+    """What a worker reports: its step, steps per second, seconds since its last heartbeat, number of heartbeats."""
 
     step: int | None
     rate: float
@@ -27,26 +37,26 @@ class WorkerProgress(Struct, frozen=True):
 
 
 class ActivitySample(Struct, frozen=True):
-    """What can be seen of a worker from outside: bytes written, seconds of CPU time, and its stack, if asked for.
+    """The totals of one worker at one time: bytes written and seconds of CPU time; and its stack, if requested.
 
-    `ready`: it would go on if it had a processor, of which a crowded machine gives it none.
+    `is_runnable`: it waits for a CPU of a busy machine.
     """
 
     written: int
     cpu: float
     stack: str = ""
-    ready: bool = False
+    is_runnable: bool = False
 
 
-class Stuck(Struct, frozen=True):
-    """A worker hangs: since so many seconds, and how that shows."""
+class HungWorker(Struct, frozen=True):
+    """How long a worker has made no progress, and the rule that decided it."""
 
     seconds: float
-    sign: str
+    reason: str
 
 
 class StepRange(Struct, frozen=True):
-    """The steps of one worker in its round, and the time from the first to the last of them."""
+    """The steps of one worker in its round, and the time from the first to the last."""
 
     first: int
     last: int
@@ -54,130 +64,134 @@ class StepRange(Struct, frozen=True):
 
 
 class _Worker(Struct):
-    lively: float  # the last sign of life, by rule 2
-    looked: float
-    signs: ActivitySample = ActivitySample(0, 0.0)
-    same_stack: int = 0  # looks in a row that showed it
-    beats: int = 0
-    beat: float = 0.0
+    active_at: float  # when a sample last showed activity (rule 4)
+    sampled_at: float
+    sample: ActivitySample = ActivitySample(0, 0.0)
+    same_stack_samples: int = 0  # consecutive inactive samples with the same stack
+    heartbeats: int = 0
+    heartbeat_at: float = 0.0
     step: int | None = None
-    stepped: float = 0.0
-    first: tuple[int, float] | None = None
+    step_at: float = 0.0
+    first_step: tuple[int, float] | None = None
     rate: float = 0.0
 
 
-class Progress:
-    """The workers of one node in one round; a worker is known by its local rank."""
+class ProgressTracker:
+    """The workers of one node in one round, by local rank."""
 
     def __init__(self, workers: int, timeout: float, now: float) -> None:
         self._timeout = timeout
-        self._excused = now  # by rule 4, until then
-        self._workers = {rank: _Worker(lively=now, looked=now) for rank in range(workers)}
-        self._strides: dict[int, StepRange] = {}
+        self._timeouts_restarted_at = now  # rule 7
+        self._workers = {rank: _Worker(active_at=now, sampled_at=now) for rank in range(workers)}
+        self._step_ranges: dict[int, StepRange] = {}
 
-    def beat(self, rank: int, step: int | None, beats: int, now: float) -> None:
-        """It says that it makes progress; `beats` is how often it has said so by now."""
+    # observations -----------------------------------------------------------------------------------------------------
+
+    def on_heartbeat(self, rank: int, step: int | None, count: int, now: float) -> None:
+        """`count` is how many heartbeats the worker has sent; some may be lost."""
         worker = self._workers.get(rank)
         if worker is None:
             return
-        worker.beats, worker.beat = max(worker.beats + 1, beats), now
+        worker.heartbeats, worker.heartbeat_at = max(worker.heartbeats + 1, count), now
         if step is None:
             return
-        if worker.first is None or step < worker.first[0]:
-            worker.first = (step, now)
-        if worker.step is not None and step > worker.step and now > worker.stepped:
-            rate = (step - worker.step) / (now - worker.stepped)
-            worker.rate = rate if not worker.rate else worker.rate + SMOOTH * (rate - worker.rate)
+        if worker.first_step is None or step < worker.first_step[0]:
+            worker.first_step = (step, now)
+        if worker.step is not None and step > worker.step and now > worker.step_at:
+            rate = (step - worker.step) / (now - worker.step_at)
+            worker.rate = rate if not worker.rate else worker.rate + RATE_WEIGHT * (rate - worker.rate)
         if step != worker.step:
-            worker.step, worker.stepped = step, now
-        self._strides[rank] = StepRange(worker.first[0], step, now - worker.first[1])
+            worker.step, worker.step_at = step, now
+        self._step_ranges[rank] = StepRange(worker.first_step[0], step, now - worker.first_step[1])
 
-    def look(self, rank: int, signs: ActivitySample, now: float) -> None:
-        """It was seen like this."""
+    def on_sample(self, rank: int, sample: ActivitySample, now: float) -> None:
         worker = self._workers.get(rank)
         if worker is None:
             return
-        before, worker.signs = worker.signs, signs
-        since, worker.looked = worker.looked, now
-        moved = (
-            signs.ready
-            or signs.written != before.written
-            or signs.cpu - before.cpu > IDLE * (now - since)
-            or (before.stack != "" and signs.stack not in ("", before.stack))
+        previous, worker.sample = worker.sample, sample
+        elapsed, worker.sampled_at = now - worker.sampled_at, now
+        is_active = (
+            sample.is_runnable
+            or sample.written != previous.written
+            or sample.cpu - previous.cpu > IDLE_CPU_SHARE * elapsed
+            or (previous.stack != "" and sample.stack not in ("", previous.stack))
         )
-        if moved:
-            worker.lively = now
-        worker.same_stack = 0 if moved or not signs.stack else worker.same_stack + 1
+        if is_active:
+            worker.active_at = now
+        worker.same_stack_samples = 0 if is_active or not sample.stack else worker.same_stack_samples + 1
 
-    def unseen(self, rank: int, now: float) -> None:
-        """It could not be seen, which says nothing against it."""
+    def on_sample_failed(self, rank: int, now: float) -> None:
+        """Rule 6."""
         if worker := self._workers.get(rank):
-            worker.looked = worker.lively = now
+            worker.sampled_at = worker.active_at = now
 
-    def excuse(self, now: float) -> None:
-        """Nobody could be seen or heard until now (rule 4)."""
-        self._excused = now
+    def restart_timeouts(self, now: float) -> None:
+        """Rule 7."""
+        self._timeouts_restarted_at = now
         for worker in self._workers.values():
-            worker.looked = worker.lively = now
-            worker.same_stack = 0
+            worker.sampled_at = worker.active_at = now
+            worker.same_stack_samples = 0
 
-    def gone(self, rank: int) -> None:
-        """It has ended."""
+    def remove(self, rank: int) -> None:
+        """The worker has ended."""
         self._workers.pop(rank, None)
 
-    # what is to be done -----------------------------------------------------------------------------------------------
+    # decisions --------------------------------------------------------------------------------------------------------
 
-    def deadline(self) -> float | None:
-        """When somebody is to be looked at, or given up; None: never."""
+    def next_check(self) -> float | None:
+        """When the next sample or the next timeout is due; None: never."""
         if not self._timeout:
             return None
         return min(
             (
-                self._heard(worker) + self._timeout if worker.beats else worker.looked + self._timeout / LOOKS
+                self._silent_since(worker) + self._timeout
+                if worker.heartbeats
+                else worker.sampled_at + self._timeout / SAMPLES_PER_TIMEOUT
                 for worker in self._workers.values()
             ),
             default=None,
         )
 
-    def due(self, now: float) -> dict[int, bool]:
-        """Who is to be looked at now, and whether a stack is wanted: not of somebody who was at work lately."""
+    def due_samples(self, now: float) -> dict[int, bool]:
+        """The workers to sample now, and whether the sample must include the stack (rule 3)."""
         return {
-            rank: now - worker.lively >= self._timeout / 2
+            rank: now - worker.active_at >= self._timeout / 2
             for rank, worker in self._workers.items()
-            if self._timeout and not worker.beats and now - worker.looked >= self._timeout / LOOKS
+            if self._timeout
+            and not worker.heartbeats
+            and now - worker.sampled_at >= self._timeout / SAMPLES_PER_TIMEOUT
         }
 
-    def stuck(self, now: float) -> dict[int, Stuck]:
-        """Who hangs."""
-        found: dict[int, Stuck] = {}
+    def hung_workers(self, now: float) -> dict[int, HungWorker]:
+        hung: dict[int, HungWorker] = {}
         for rank, worker in self._workers.items() if self._timeout else ():
-            if worker.beats:
-                if now - self._heard(worker) >= self._timeout:
-                    found[rank] = Stuck(now - worker.beat, SILENT)
-            elif now - worker.lively >= self._timeout and worker.same_stack > 1:
-                found[rank] = Stuck(now - worker.lively, "no output, no CPU time, the same stack")
-        return found
+            if worker.heartbeats:
+                if now - self._silent_since(worker) >= self._timeout:
+                    hung[rank] = HungWorker(now - worker.heartbeat_at, NO_HEARTBEAT)
+            elif now - worker.active_at >= self._timeout and worker.same_stack_samples > 1:
+                hung[rank] = HungWorker(now - worker.active_at, NO_ACTIVITY)
+        return hung
 
-    def _heard(self, worker: _Worker) -> float:
-        return max(worker.beat, self._excused)
+    def _silent_since(self, worker: _Worker) -> float:
+        return max(worker.heartbeat_at, self._timeouts_restarted_at)
 
-    def idle(self, rank: int, now: float) -> float:
-        """Seconds since this worker was seen or heard to do something."""
+    # reports ----------------------------------------------------------------------------------------------------------
+
+    def idle_seconds(self, rank: int, now: float) -> float:
+        """Seconds since the last heartbeat, or since the last activity of a worker without heartbeats."""
         worker = self._workers.get(rank)
         if worker is None:
             return 0.0
-        return now - (worker.beat if worker.beats else worker.lively)
+        return now - (worker.heartbeat_at if worker.heartbeats else worker.active_at)
 
-    # what others want to know -----------------------------------------------------------------------------------------
-
-    def paces(self, now: float) -> Mapping[int, WorkerProgress]:
-        """Of the workers that report."""
+    def worker_progress(self, now: float) -> Mapping[int, WorkerProgress]:
+        """The progress of workers that send heartbeats."""
         return {
-            rank: WorkerProgress(worker.step, worker.rate, now - worker.beat, worker.beats)
+            rank: WorkerProgress(worker.step, worker.rate, now - worker.heartbeat_at, worker.heartbeats)
             for rank, worker in self._workers.items()
-            if worker.beats
+            if worker.heartbeats
         }
 
-    def stepped(self) -> Mapping[int, StepRange]:
-        """The steps of all workers that reported any, also of those that have ended."""
-        return self._strides
+    def step_ranges(self) -> Mapping[int, StepRange]:
+        """The steps of all workers that reported any, including workers that have ended."""
+        return self._step_ranges

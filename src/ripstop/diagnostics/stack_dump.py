@@ -1,10 +1,12 @@
-"""Stacks of worker processes, without their help: py-spy, else faulthandler, and what the kernel knows in any case.
+"""Reads the stacks of worker processes from outside: with py-spy, else with faulthandler, else only from the kernel.
 
-Rules: (1) looking changes nothing and is bounded in time, for all processes together, and whoever was not reached by
-then is known by what the kernel says; what cannot be seen is said in words; (2) py-spy is found
-beside the interpreter or on PATH, and may be forbidden (containers without ptrace); (3) the fall-back is a signal, for
-which a worker that the zygote forked has faulthandler registered: it is sent only to a process that catches it, and
-the answer is in a file of that worker's.
+Rules:
+
+1. A dump changes nothing in the process, and has a time limit for all processes together.  A process that is not
+   reached in time has only the kernel's data.  The reason is part of the result.
+2. py-spy is searched beside the interpreter and on PATH.  It may be forbidden (containers without ptrace).
+3. faulthandler is the fallback.  A worker that the zygote forked has it registered for `DUMP_SIGNAL`, and it writes to
+   a file of that worker.  The signal is sent only to a process that handles it.
 """
 
 import asyncio
@@ -23,28 +25,28 @@ from ripstop.diagnostics.stacks import Frame, Thread, as_text, from_faulthandler
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
-SIGNAL = signal.SIGRTMIN + 11  # one that nobody uses, and whose loss nobody would notice
-PATIENCE = 2.0  # seconds for a Python stack
-TOGETHER = 4.0  # and for those of all workers: an operator who asks waits five
-LAST = 1.0  # of these, when py-spy's time is over
-NATIVE_PATIENCE = 6.0  # and for one with native frames, whose symbols have to be read
-BURIAL = 0.2  # for a tool that was killed
-AT_ONCE = 4  # tools that run at a time
-LARGEST = 256 * 1024  # bytes of one dump that is kept as it is
-SETTLED = 0.02  # seconds after which a dump that no longer grows is whole
-_SYMBOLS = {"R": "running", "S": "sleeping", "D": "uninterruptible", "T": "stopped", "t": "traced", "Z": "dead"}
+DUMP_SIGNAL = signal.SIGRTMIN + 11  # not used by any known program
+DUMP_TIMEOUT_S = 2.0  # for one process
+ALL_DUMPS_TIMEOUT_S = 4.0  # for all workers; queries of operators have five seconds
+FAULTHANDLER_RESERVE_S = 1.0  # of these, that py-spy may not use
+NATIVE_TIMEOUT_S = 6.0  # for a stack with native frames, whose symbols must be read
+KILL_TIMEOUT_S = 0.2  # for py-spy to end after SIGKILL
+MAX_PY_SPY_PROCESSES = 4
+MAX_DUMP_BYTES = 256 * 1024
+SETTLE_TIME_S = 0.02  # a faulthandler dump that does not grow for this time is complete
+_STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible", "T": "stopped", "t": "traced", "Z": "dead"}
 
 
 class ProcessStack(Struct, frozen=True):
-    """What one process was doing; `source` says who knows: py-spy, faulthandler, or only the kernel."""
+    """What one process was doing; `source` is py-spy, faulthandler or kernel."""
 
     pid: int
-    state: str  # the kernel's letter
-    wchan: str  # the kernel's function in which it sleeps
-    kernel: str  # the kernel's stack, for root only
+    state: str  # the kernel's letter; empty: the process has ended
+    wchan: str  # the kernel function in which it sleeps
+    kernel: str  # the kernel stack, readable by root only
     threads: tuple[Thread, ...]
     source: str
-    why: str = ""  # py-spy did not answer
+    why: str = ""  # why there is no stack from py-spy
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -52,80 +54,80 @@ class ProcessStack(Struct, frozen=True):
 
     @property
     def stack(self) -> str:
-        """For comparing and for people: the Python stacks, or where it is in the kernel."""
+        """The Python stacks, or the kernel's data, as text."""
         return as_text(self.threads) or f"{self.doing}\n{self.kernel}".rstrip()
 
     @property
     def doing(self) -> str:
         where = f" in {self.wchan}" if self.wchan not in ("", "0") else ""
-        return f"{self.state or '?'} ({_SYMBOLS.get(self.state, 'gone' if not self.state else 'other')}){where}"
+        return f"{self.state or '?'} ({_STATES.get(self.state, 'ended' if not self.state else 'other')}){where}"
 
 
-def gone(pid: int) -> ProcessStack:
-    """A process that has ended."""
+def ended_process(pid: int) -> ProcessStack:
     return ProcessStack(pid, "", "", "", (), "kernel")
 
 
-async def look(pid: int, file: Path | None = None) -> ProcessStack:
-    """One process; `file` is where faulthandler would write."""
-    (found,) = await look_at([(pid, file)])
-    return found
+async def dump_stack(pid: int, file: Path | None = None) -> ProcessStack:
+    """The stack of one process; `file` is the one that faulthandler writes to."""
+    (stack,) = await dump_stacks([(pid, file)])
+    return stack
 
 
-async def look_at(workers: Iterable[tuple[int, Path | None]]) -> list[ProcessStack]:
-    """Several processes, each with its file."""
-    turns, until = asyncio.Semaphore(AT_ONCE), asyncio.get_running_loop().time() + TOGETHER
-    return list(await asyncio.gather(*(_look(pid, file, turns, until) for pid, file in workers)))
+async def dump_stacks(processes: Iterable[tuple[int, Path | None]]) -> list[ProcessStack]:
+    """The stacks of several processes, each given with its faulthandler file."""
+    slots = asyncio.Semaphore(MAX_PY_SPY_PROCESSES)
+    deadline = asyncio.get_running_loop().time() + ALL_DUMPS_TIMEOUT_S
+    return list(await asyncio.gather(*(_dump(pid, file, slots, deadline) for pid, file in processes)))
 
 
-async def _look(pid: int, file: Path | None, turns: asyncio.Semaphore, until: float) -> ProcessStack:
+async def _dump(pid: int, file: Path | None, slots: asyncio.Semaphore, deadline: float) -> ProcessStack:
     process = linux.read_process(pid)
     found = ProcessStack(pid, process.state if process else "", _read(pid, "wchan"), _read(pid, "stack"), (), "kernel")
     if process is None or process.dead:
         return found
     stopped = found.state == "T"
-    why = f"not within {TOGETHER:g} s for all workers"
+    why = f"not within {ALL_DUMPS_TIMEOUT_S:g} s for all workers"
     try:
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until - LAST), turns:
-                still = ("--nonblocking",) if stopped else ()  # it need not be stopped for a moment, nor could it be
-                text, why = await _py_spy(pid, PATIENCE, "--json", *still)
+            async with asyncio.timeout_at(deadline - FAULTHANDLER_RESERVE_S), slots:
+                options = ("--nonblocking",) if stopped else ()  # py-spy cannot pause a stopped process
+                text, why = await _py_spy(pid, DUMP_TIMEOUT_S, "--json", *options)
                 if threads := from_py_spy(text, pid):
                     return replace(found, threads=threads, source="py-spy")
-                why = why or "py-spy printed something that is no stack"
+                why = why or "the output of py-spy cannot be parsed"
         if file is not None and not stopped:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 if threads := from_faulthandler(await _faulthandler(pid, file)):
                     return replace(found, threads=threads, source="faulthandler", why=why)
     except TimeoutError:
         pass
-    except Exception as error:  # no descriptor or no thread left: who hangs is to be told all the same
+    except Exception as error:  # no descriptor or no thread left: the hang must be reported all the same
         why = f"{why}; {error}"
     return replace(found, why=why)
 
 
-async def native(pids: Iterable[int]) -> list[str]:
-    """Python and native stacks as py-spy prints them, or why there are none; the processes stand still meanwhile."""
-    turns = asyncio.Semaphore(AT_ONCE)
+async def native_stacks(pids: Iterable[int]) -> list[str]:
+    """Python and native stacks as py-spy prints them, or the reason why not.  py-spy pauses the processes."""
+    slots = asyncio.Semaphore(MAX_PY_SPY_PROCESSES)
 
     async def one(pid: int) -> str:
-        async with turns:
-            text, why = await _py_spy(pid, NATIVE_PATIENCE, "--native")
-            return text[:LARGEST] or f"no native stack: {why}"
+        async with slots:
+            text, why = await _py_spy(pid, NATIVE_TIMEOUT_S, "--native")
+            return text[:MAX_DUMP_BYTES] or f"no native stack: {why}"
 
     return list(await asyncio.gather(*(one(pid) for pid in pids)))
 
 
 @cache
 def py_spy() -> str | None:
-    """The program, if there is one."""
-    from shutil import which  # costs more than this module, which every agent loads at its start
+    """The path of py-spy, if it is installed."""
+    from shutil import which  # slow to import, and every agent loads this module at its start
 
     return which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-async def _py_spy(pid: int, patience: float, *flags: str) -> tuple[str, str]:
-    """What it prints, or why it does not."""
+async def _py_spy(pid: int, timeout: float, *flags: str) -> tuple[str, str]:
+    """The output, or the reason why there is none."""
     if (program := py_spy()) is None:
         return "", "py-spy is not installed (ripstop[diagnose])"
     try:
@@ -139,35 +141,35 @@ async def _py_spy(pid: int, patience: float, *flags: str) -> tuple[str, str]:
             stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
-        return "", f"py-spy does not start: {error.strerror}"
+        return "", f"py-spy cannot be started: {error.strerror}"
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             out, err = await process.communicate()
     except TimeoutError:
-        return "", f"py-spy took more than {patience:g} s"
+        return "", f"py-spy took more than {timeout:g} s"
     finally:
-        with suppress(ProcessLookupError):  # also when somebody gives up on us
+        with suppress(ProcessLookupError):  # also if this task is cancelled
             process.kill()
         with suppress(TimeoutError):
-            async with asyncio.timeout(BURIAL):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
     if process.returncode == 0:
         return out.decode(errors="replace"), ""
-    words = err.decode(errors="replace").strip().splitlines()
-    return "", f"py-spy: {words[0][:200] if words else f'exit code {process.returncode}'}"
+    errors = err.decode(errors="replace").strip().splitlines()
+    return "", f"py-spy: {errors[0][:200] if errors else f'exit code {process.returncode}'}"
 
 
 async def _faulthandler(pid: int, file: Path) -> str:
-    """What the process writes when it is asked to, or nothing."""
-    if not linux.catches(pid, SIGNAL):
+    """The dump that the process writes when it gets the signal; empty if it writes none."""
+    if not linux.catches(pid, DUMP_SIGNAL):
         return ""
     try:
-        before = grown = await run_in_daemon_thread(partial(size, file))
-        os.kill(pid, SIGNAL)
-        async with asyncio.timeout(PATIENCE):
-            while True:  # the end of a dump is not marked, nor announced: it is when nothing more comes
-                await asyncio.sleep(SETTLED)
-                last, grown = grown, await run_in_daemon_thread(partial(size, file))
+        before = grown = await run_in_daemon_thread(partial(file_size, file))
+        os.kill(pid, DUMP_SIGNAL)
+        async with asyncio.timeout(DUMP_TIMEOUT_S):
+            while True:  # a dump has no end mark
+                await asyncio.sleep(SETTLE_TIME_S)
+                last, grown = grown, await run_in_daemon_thread(partial(file_size, file))
                 if last == grown > before:
                     break
         return await run_in_daemon_thread(partial(_read_from, file, before))
@@ -175,8 +177,8 @@ async def _faulthandler(pid: int, file: Path) -> str:
         return ""
 
 
-def size(file: Path) -> int:
-    """Of a file that may not be there."""
+def file_size(file: Path) -> int:
+    """0 if the file does not exist."""
     try:
         return file.stat().st_size
     except OSError:
@@ -186,7 +188,7 @@ def size(file: Path) -> int:
 def _read_from(file: Path, offset: int) -> str:
     with file.open("rb") as dumps:
         dumps.seek(offset)
-        return dumps.read(LARGEST).decode(errors="replace")
+        return dumps.read(MAX_DUMP_BYTES).decode(errors="replace")
 
 
 def _read(pid: int, what: str) -> str:

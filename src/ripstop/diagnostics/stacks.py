@@ -1,12 +1,15 @@
-"""What stacks say: where a worker is, and which rank is the odd one out.  Pure.
+"""Interprets stacks: where a worker is, and which ranks the others wait for.  Pure.
 
-Rules: (1) a worker is where its user's own code is: the innermost frame outside of libraries gives file and line, and
-the library function that was called there, if one was, gives the name; (2) it waits for the others when that call is
-one of `torch.distributed`; (3) in a round that hangs, who waits for the others is their victim: the odd ones are
-those that do not wait; where all wait, or none does, those outside the one place that has more than half of them,
-or, if none waits, those that have shown no progress while others have.  A process that was stopped from outside is odd
-before all; then those of whom torch's flight recorder says it (`flight.py`); of these, those that do not wait in their
-stacks, if there are any.
+Rules:
+
+1. The location of a worker is the innermost frame of the user's code: its file and line, and the name of the library
+   function that it called there, if it called one.
+2. A worker waits for other ranks if that call is in `torch.distributed`.
+3. In a round that hangs, workers that wait for others are victims.  The odd ranks, which caused the hang, are the first
+   of these that exist and are not all ranks: (a) processes stopped by a signal; (b) ranks that torch's flight recorder
+   shows as odd (`flight_recorder.py`), and of these the ones that do not wait by their stacks, if any; (c) ranks that
+   do not wait; (d) ranks outside the one location that more than half of the ranks share; (e) if no rank waits, ranks
+   that made no progress while others did.
 """
 
 import re
@@ -17,14 +20,14 @@ from msgspec import Struct
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
 from ripstop.model.text import rank_list
 
-MOST_FRAMES = 200
-# compiled at their first use: most jobs never need them
+MAX_FRAMES = 200
+# compiled at first use: most jobs never need them
 _LIBRARY = r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!stdin>|string>)"
 _COLLECTIVE = r"(?:^|/)torch/distributed/(?!elastic/|launcher/|run\.py)"
-_WRAPPER = r"<locals>|torch/distributed/c10d_logger\.py:wrapper$"  # faulthandler leaves out in what it was defined
+_WRAPPER = r"<locals>|torch/distributed/c10d_logger\.py:wrapper$"  # faulthandler omits the enclosing function
 _FAULTHANDLER = r'  File "(.*)", line (\d+) in (.*)$'
-_OURS = r"/ripstop/workers/zygote/\w+\.py$"  # a thread that waits to be asked what it waits for
-_GROUPS = 4  # of ranks, in one sentence
+_RIPSTOP = r"/ripstop/workers/zygote/\w+\.py$"  # the thread that answers queries for the flight recorder
+_MAX_GROUPS = 4  # of ranks in one message
 
 
 class Frame(Struct, frozen=True):
@@ -38,78 +41,76 @@ class Frame(Struct, frozen=True):
         return f"{self.function} ({self.file}:{self.line})"
 
 
-class Spot(Struct, frozen=True):
-    """Where a worker is: the call, the user's file and line, and whether it waits for other ranks there."""
+class CodeLocation(Struct, frozen=True):
+    """The call, the user's file and line, and whether the worker waits for other ranks there (rules 1 and 2)."""
 
     call: str = ""
     where: str = ""
     waits: bool = False
 
 
-def spot(frames: Sequence[Frame]) -> Spot:
-    """Where a worker with this stack, innermost frame first, is."""
+def code_location(frames: Sequence[Frame]) -> CodeLocation:
+    """The location of a worker with this stack, innermost frame first."""
     if not frames:
-        return Spot()
+        return CodeLocation()
     inside = next((n for n, frame in enumerate(frames) if not re.search(_LIBRARY, frame.file)), len(frames))
     at = frames[inside] if inside < len(frames) else frames[0]
     called = [frame for frame in frames[:inside] if not re.search(_WRAPPER, f"{frame.file}:{frame.function}")]
     waits = any(re.search(_COLLECTIVE, frame.file) for frame in called)
     call = called[-1].function if called else at.function
-    return Spot(call, f"{at.file.rpartition('/')[2]}:{at.line}", waits)
+    return CodeLocation(call, f"{at.file.rpartition('/')[2]}:{at.line}", waits)
 
 
 def odd_ones(hangs: Mapping[int, Hang]) -> frozenset[int]:
-    """The ranks that the others wait for; empty when nothing tells them apart."""
+    """The ranks that the others wait for (rule 3); empty if nothing distinguishes them."""
     if 0 < len(stopped := [rank for rank, hang in hangs.items() if hang.state in ("T", "t")]) < len(hangs):
         return frozenset(stopped)
     if recorded := _recorded(hangs):
-        from ripstop.diagnostics import (
-            flight_recorder,
-        )  # only where something hangs: every agent loads this module at its start
+        from ripstop.diagnostics import flight_recorder  # only if a worker hangs: every agent loads this module
 
         if odd := flight_recorder.odd_ones(recorded):
             return frozenset(rank for rank in odd if not hangs[rank].waits) or odd
     known = {rank: hang for rank, hang in hangs.items() if hang.where}
-    busy = {rank for rank, hang in known.items() if not hang.waits}
-    if 0 < len(busy) < len(known):
-        return frozenset(busy)
-    crowd = max(_groups(known).values(), key=len, default=[])
-    if 2 * len(crowd) > len(known):
-        return frozenset(known.keys() - set(crowd))
-    still = {rank for rank in busy if known[rank].sign}
-    return frozenset(still) if len(still) < len(known) else frozenset()
+    not_waiting = {rank for rank, hang in known.items() if not hang.waits}
+    if 0 < len(not_waiting) < len(known):
+        return frozenset(not_waiting)
+    majority = max(_groups(known).values(), key=len, default=[])
+    if 2 * len(majority) > len(known):
+        return frozenset(known.keys() - set(majority))
+    hung = {rank for rank in not_waiting if known[rank].sign}
+    return frozenset(hung) if len(hung) < len(known) else frozenset()
 
 
 def in_words(hangs: Mapping[int, Hang]) -> str:
-    """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17)`, and what is recorded."""
-    return "; ".join(filter(None, [_by_stacks(hangs), _by_records(hangs)]))
+    """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17); flight recorder: …`."""
+    return "; ".join(filter(None, [_stacks_in_words(hangs), _recorder_in_words(hangs)]))
 
 
-def _by_records(hangs: Mapping[int, Hang]) -> str:
+def _recorder_in_words(hangs: Mapping[int, Hang]) -> str:
     if not (recorded := _recorded(hangs)):
         return ""
     from ripstop.diagnostics import flight_recorder
 
-    words = flight_recorder.in_words(recorded)
-    return f"flight recorder: {words}" if words else ""
+    text = flight_recorder.in_words(recorded)
+    return f"flight recorder: {text}" if text else ""
 
 
 def _recorded(hangs: Mapping[int, Hang]) -> dict[int, tuple[CollectiveProgress, ...]]:
     return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
 
 
-def _by_stacks(hangs: Mapping[int, Hang]) -> str:
+def _stacks_in_words(hangs: Mapping[int, Hang]) -> str:
     odd = odd_ones(hangs)
     groups = sorted(_groups(hangs).items(), key=lambda group: (group[1][0] in odd, -len(group[1])))
-    if len(groups) > _GROUPS:  # the crowd, and as many of the odd ones as there is room for
-        rest = sum(len(ranks) for _, ranks in groups[1 : -_GROUPS + 1])
-        groups = [groups[0], *groups[-_GROUPS + 1 :]]
+    if len(groups) > _MAX_GROUPS:  # the majority, and as many of the odd groups as fit
+        rest = sum(len(ranks) for _, ranks in groups[1 : -_MAX_GROUPS + 1])
+        groups = [groups[0], *groups[-_MAX_GROUPS + 1 :]]
         return f"{'; '.join(_group(*group) for group in groups)}; {rest} more elsewhere"
     return "; ".join(_group(*group) for group in groups)
 
 
 def hangs_among(failures: Iterable[Failure], round: int) -> dict[int, Hang]:
-    """What is known of the hang of this round, by rank."""
+    """The hangs of this round, by rank."""
     return {failure.rank: failure.hang for failure in failures if failure.hang and failure.round == round}
 
 
@@ -128,7 +129,7 @@ def _group(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
     return f"{rank_list(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
 
 
-# what tools print -----------------------------------------------------------------------------------------------------
+# output of tools ------------------------------------------------------------------------------------------------------
 
 
 class Thread(Struct, frozen=True):
@@ -140,8 +141,8 @@ class Thread(Struct, frozen=True):
 
 
 def from_py_spy(text: str, pid: int) -> tuple[Thread, ...]:
-    """What `py-spy dump --json` prints; empty when it is something else."""
-    import json  # the rest of this module is read by every agent at its start
+    """Parse the output of `py-spy dump --json`; empty if it is not that."""
+    import json  # every agent loads this module at its start
 
     try:
         threads = json.loads(text)
@@ -150,7 +151,7 @@ def from_py_spy(text: str, pid: int) -> tuple[Thread, ...]:
                 str(thread["thread_name"] or thread["os_thread_id"]),
                 tuple(
                     Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
-                    for frame in thread["frames"][:MOST_FRAMES]
+                    for frame in thread["frames"][:MAX_FRAMES]
                 ),
                 thread["os_thread_id"] == pid,
             )
@@ -161,7 +162,7 @@ def from_py_spy(text: str, pid: int) -> tuple[Thread, ...]:
 
 
 def from_faulthandler(text: str) -> tuple[Thread, ...]:
-    """What `faulthandler` writes.  It marks the thread that took the signal, which is a process's main one."""
+    """Parse a dump of `faulthandler`.  It marks the thread that got the signal, which is the main thread."""
     threads: list[Thread] = []
     frames: list[Frame] = []
     heading = ""
@@ -170,7 +171,7 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
             frames.append(Frame(found[3], found[1], int(found[2])))
             continue
         if heading and frames:
-            threads.append(Thread(heading, tuple(frames[:MOST_FRAMES]), heading.startswith("Current thread")))
+            threads.append(Thread(heading, tuple(frames[:MAX_FRAMES]), heading.startswith("Current thread")))
         heading, frames = line.split(" (")[0].rstrip(":"), []
     return tuple(threads)
 
@@ -181,10 +182,10 @@ def main_frames(threads: Iterable[Thread]) -> tuple[Frame, ...]:
 
 
 def as_text(threads: Iterable[Thread]) -> str:
-    """For people: the main thread first, and none of ours."""
+    """The main thread first; threads of ripstop are left out."""
     lines: list[str] = []
     for thread in sorted(threads, key=lambda thread: not thread.main):
-        if thread.frames and not thread.main and re.search(_OURS, thread.frames[-1].file):
+        if thread.frames and not thread.main and re.search(_RIPSTOP, thread.frames[-1].file):
             continue
         lines += [f"thread {thread.name}", *(f"  {frame}" for frame in thread.frames)]
     return "\n".join(lines)

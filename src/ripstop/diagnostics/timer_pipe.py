@@ -1,10 +1,13 @@
-"""The named pipe on which workers set timers, and the agent's watch on it.
+"""The named pipe on which workers set timers, and the agent's watchdog that reads it.
 
-Torch's `FileTimerClient` opens it, writes a line (`diagnostics/timers.py`) and closes it.  Rules: (1) the pipe is this
-user's alone, and nothing that is no pipe is ever replaced by one; (2) what is in the pipe when a deadline comes counts:
-a timer that was cleared in time is not missed; (3) every size is bounded, and a line that is no request is said once;
-(4) a deadline is counted down by the clock that nobody sets, from the moment the request is read; (5) who a pid is, and
-what becomes of it, is the driver's affair.
+Torch's `FileTimerClient` opens the pipe, writes a line (`diagnostics/timers.py`) and closes it.  Rules:
+
+1. Only this user can access the pipe.  A file that is not a pipe is never replaced.
+2. Requests that are in the pipe when a deadline comes are processed first, so a timer that was cleared in time is not
+   missed.
+3. Every size is bounded.  A line that is not a request is logged once.
+4. A deadline is measured by the monotonic clock, from the time at which the request is read.
+5. The driver maps pids to workers and decides what happens to them.
 """
 
 import asyncio
@@ -25,47 +28,49 @@ from ripstop.model.text import clean, truncate_bytes
 
 log = logging.getLogger("ripstop.workers")
 
-MOST = 10_000  # timers of a node
-_CHUNK = 1 << 16  # what a pipe holds
-_CHUNKS = 16  # at a time: other things want to be done too
-_SHOWN = 5  # scopes in a message
+MAX_TIMERS = 10_000  # of a node
+_PIPE_BYTES = 1 << 16  # the capacity of a pipe
+_MAX_READS = 16  # at a time, so that the event loop is not blocked
+_MAX_SHOWN_TIMERS = 5
 
 
 class Pipe:
-    """The reading end.  UsageError where there can be none."""
+    """The reading end of the pipe.  Raises UsageError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rest = b""
-        self._skipping = False  # the rest of a line that is too long
-        self._complained = False
-        examine(str(path), path)
+        self._skipping = False  # inside a line that is too long
+        self._problem_logged = False
+        check_path(str(path), path)
         try:
             with suppress(FileNotFoundError):
-                path.unlink()  # a pipe that nobody reads
+                path.unlink()  # left over: no process reads it
             os.mkfifo(path, 0o600)
-            # for writing too: so the pipe has no end when the last worker closes it
+            # also for writing, so that there is no end of file when the last worker closes the pipe
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise UsageError(f"{path}: no pipe for timers can be made ({error.strerror}); name another place") from None
+            raise UsageError(
+                f"{path}: the pipe for timers cannot be created ({error.strerror}); choose another path"
+            ) from None
 
     def fileno(self) -> int:
         return self._fd
 
     def requests(self) -> list[Request]:
-        """What has come in since; does not wait."""
+        """The requests received since the last call.  Does not wait."""
         data = b""
-        for _ in range(_CHUNKS):
+        for _ in range(_MAX_READS):
             try:
-                data += os.read(self._fd, _CHUNK)
+                data += os.read(self._fd, _PIPE_BYTES)
             except BlockingIOError:
                 break
         *lines, rest = (self._rest + data).split(b"\n")
         if self._skipping and lines:
             lines, self._skipping = lines[1:], False
-        if len(rest) > _CHUNK:
+        if len(rest) > _PIPE_BYTES:
             self._skipping = True
-            self._complain("a line is too long")
+            self._log_problem("a line is too long")
         self._rest = b"" if self._skipping else rest
         return [request for line in lines if (request := self._read(line)) is not None]
 
@@ -78,36 +83,38 @@ class Pipe:
         try:
             return read_request(line)
         except ValueError as error:
-            self._complain(str(error))
+            self._log_problem(str(error))
             return None
 
-    def _complain(self, why: str) -> None:
-        if not self._complained:
-            self._complained = True
-            log.warning("%s: what is no timer request is passed over: %s", self._path, truncate_bytes(clean(why), 200))
+    def _log_problem(self, why: str) -> None:
+        if not self._problem_logged:
+            self._problem_logged = True
+            log.warning(
+                "%s: ignoring a line that is not a timer request: %s", self._path, truncate_bytes(clean(why), 200)
+            )
 
 
-def examine(name: str, path: Path) -> None:
-    """UsageError if no pipe can be at this path; `name` is what the user calls it."""
+def check_path(name: str, path: Path) -> None:
+    """Raise UsageError if the pipe cannot be created here; `name` is the path in the error message."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         folder = path.parent
         if not folder.is_dir():
-            raise UsageError(f"{name}: {folder} is no directory; make it, or name another place") from None
+            raise UsageError(f"{name}: {folder} is not a directory; create it, or choose another path") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"{name}: {folder} cannot be written to; name another place") from None
+            raise UsageError(f"{name}: {folder} is not writable; choose another path") from None
         return
     except OSError as error:
-        raise UsageError(f"{name}: no pipe can be there ({error.strerror}); name another place") from None
+        raise UsageError(f"{name}: a pipe cannot be created there ({error.strerror}); choose another path") from None
     if not stat.S_ISFIFO(mode):
-        raise UsageError(f"{name}: is there and no pipe, and is not replaced by one; name another place")
+        raise UsageError(f"{name}: exists and is not a pipe; choose another path")
     if in_use(path):
-        raise UsageError(f"{name}: another agent reads this pipe; name another place")
+        raise UsageError(f"{name}: another agent uses this pipe; choose another path")
 
 
 def in_use(path: Path) -> bool:
-    """Whether somebody reads this pipe."""
+    """Whether another process reads this pipe."""
     try:
         if not stat.S_ISFIFO(path.stat().st_mode):
             return False
@@ -117,76 +124,75 @@ def in_use(path: Path) -> bool:
     return True
 
 
-class Missed(Struct, frozen=True):
-    """A timer that was not cleared in time: it had `seconds` when it was read, and wants this signal (0: none)."""
+class ExpiredTimer(Struct, frozen=True):
+    """A timer that was not cleared within `seconds` after its request was read; `signal` 0: none requested."""
 
     scope: str
     seconds: float
     signal: int
 
 
-def reason(missed: Sequence[Missed]) -> tuple[str, int]:
-    """What to say of a worker that missed these, in words that can travel, and the signal that it is to get.
-
-    That is the first that one of them names; 0 is none.
-    """
-    timers = [f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in missed[:_SHOWN]]
-    more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-    what = f"{'timer' if len(missed) == 1 else 'timers'} expired: {', '.join(timers)}{more}"
-    signum = next((timer.signal for timer in missed if timer.signal), 0)
-    return f"{what}; {f'ripstop sent {signal_name(signum)}' if signum else 'no signal was asked for'}", signum
+def reason(expired: Sequence[ExpiredTimer]) -> tuple[str, int]:
+    """A message for the expired timers of a worker, and the first signal that one of them requests (0: none)."""
+    timers = [
+        f"{truncate_bytes(clean(timer.scope), 200)!r} ({timer.seconds:.1f} s)" for timer in expired[:_MAX_SHOWN_TIMERS]
+    ]
+    more = f" and {len(expired) - _MAX_SHOWN_TIMERS} more" if len(expired) > _MAX_SHOWN_TIMERS else ""
+    what = f"{'timer' if len(expired) == 1 else 'timers'} expired: {', '.join(timers)}{more}"
+    signum = next((timer.signal for timer in expired if timer.signal), 0)
+    return f"{what}; {f'ripstop sent {signal_name(signum)}' if signum else 'no signal was requested'}", signum
 
 
 class Watchdog:
     """Reads the pipe in the running event loop.
 
-    `on_missed` is told, once, which process has missed timers, what to say of that, and the signal for it (0: none).
+    `on_expired` is called once for each process whose timers expire: with pid, message and signal (0: none).
     """
 
-    def __init__(self, path: Path, on_missed: Callable[[int, str, int], None]) -> None:
+    def __init__(self, path: Path, on_expired: Callable[[int, str, int], None]) -> None:
         self._pipe = Pipe(path)
-        self._on_missed = on_missed
-        self._timers: Timers[int, Missed] = Timers()
-        self._full = False
+        self._on_expired = on_expired
+        self._timers: Timers[int, ExpiredTimer] = Timers()
+        self._limit_logged = False
         self._loop = asyncio.get_running_loop()
-        self._alarm: asyncio.TimerHandle | None = None
-        self._loop.add_reader(self._pipe.fileno(), self._look)
+        self._timer_handle: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._pipe.fileno(), self._process)
 
     def new_round(self) -> None:
-        """What was set until now is a matter of the past: its workers are gone."""
+        """Discard all timers: the workers that set them have ended."""
         self._pipe.requests()
         self._timers = Timers()
         self._arm()
 
     def close(self) -> None:
         self._loop.remove_reader(self._pipe.fileno())
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._timer_handle is not None:
+            self._timer_handle.cancel()
         self._pipe.close()
 
-    def _look(self) -> None:
+    def _process(self) -> None:
         for request in self._pipe.requests():
-            self._take(request)
-        for pid, missed in self._timers.expired(self._loop.time()).items():
+            self._apply(request)
+        for pid, expired in self._timers.expired(self._loop.time()).items():
             self._timers.forget(pid)
-            self._on_missed(pid, *reason(missed))
+            self._on_expired(pid, *reason(expired))
         self._arm()
 
-    def _take(self, request: Request) -> None:
+    def _apply(self, request: Request) -> None:
         if request.expires < 0:
             self._timers.clear(request.pid, request.scope)
-        elif len(self._timers) < MOST or (request.pid, request.scope) in self._timers:
+        elif len(self._timers) < MAX_TIMERS or (request.pid, request.scope) in self._timers:
             seconds = request.expires - time.time()
-            timer = Missed(request.scope, seconds, request.signal)
+            timer = ExpiredTimer(request.scope, seconds, request.signal)
             self._timers.set(request.pid, request.scope, self._loop.time() + seconds, timer)
-        elif not self._full:
-            self._full = True
-            log.warning("there are %d timers already; more have no effect", MOST)
+        elif not self._limit_logged:
+            self._limit_logged = True
+            log.warning("%d timers are set, which is the limit; additional timers have no effect", MAX_TIMERS)
 
     def _arm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer_handle is not None:
+            self._timer_handle.cancel()
+            self._timer_handle = None
         when = self._timers.deadline()
         if when is not None:
-            self._alarm = self._loop.call_at(when, self._look)
+            self._timer_handle = self._loop.call_at(when, self._process)

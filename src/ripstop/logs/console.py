@@ -1,13 +1,17 @@
-"""Copies what workers write into their files to the console.
+"""Copies the output of workers from their log files to the console.
 
-Each console (the agent's stdout, its stderr) has a thread of its own, so that a console nobody reads stalls neither
-the agent, nor the workers, nor the other console: what waits, waits in the files.  Rules: (1) with a prefix, only whole
-lines are written, so no line is torn by another worker's; a carriage return ends a line too, or a progress bar would
-show at the end only; (2) without one, bytes are passed on as they come; (3) a console that is gone (a closed pipe, a
-full disk) hurts nobody, for the file has it all; (4) nothing polls while the kernel offers inotify; (5) a file that the
-user did not ask for never fills up under its writer: disk space is reserved ahead of it, and on a full disk what the
-console has already makes way; (6) within a program that has put an object in the place of `sys.stdout` or `sys.stderr`,
-as a notebook does, that object is the console: it is given whole lines of text.
+Each console (the agent's stdout, its stderr) has its own thread.  So a console that nobody reads blocks neither the
+agent, nor the workers, nor the other console: unread output stays in the files.  Rules:
+
+1. With a prefix, only whole lines are written, so that lines of different workers never mix.  A carriage return ends a
+   line, too; otherwise a progress bar would appear only at its end.
+2. Without a prefix, bytes are copied as they come.
+3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
+4. Nothing polls where inotify is available (`growing_file.py`).
+5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
+   ahead of the writer.  On a full disk, the part that the console has already is freed.
+6. If a program has replaced `sys.stdout` or `sys.stderr` by an object, as notebooks do, that object is the console.  It
+   gets whole lines of text.
 """
 
 import asyncio
@@ -21,38 +25,35 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from msgspec import Struct
 
+from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
 from ripstop.system.linux import free_range, reserve_range
 from ripstop.system.own_directory import no_follow
 
-if TYPE_CHECKING:
-    from ripstop.system.inotify import InotifyWatch
-
 log = logging.getLogger("ripstop.workers")
 
-AHEAD = 1 << 20  # bytes that a worker can write to a reserved file before it is visited again
-_EVIDENCE = 1 << 16  # of a reserved file, what stays where the disk is full
-_READ = 1 << 18  # one read: large enough to be cheap, small enough not to keep the agent from the interpreter
-_END = 1 << 20  # of a fleeting file, what stays on disk at least
-_TURN = 1 << 22  # what one file may copy before it is another's turn
-_LINE = 1 << 20  # a line longer than this is broken up: memory is finite
-_PAUSE_MS = 5  # between two visits, so that a stream of short writes is copied in large blocks
-_POLL_MS = 100  # between two visits where there is no inotify
+RESERVED_BYTES = 1 << 20  # that a worker can write to a file with reserved space before the next read
+_MIN_KEPT_BYTES_FULL_DISK = 1 << 16  # end of a file with reserved space that stays on a full disk, as evidence
+_MIN_KEPT_BYTES = 1 << 20  # end of a file with `keep_end_only` that stays on disk
+_MAX_TURN_BYTES = 1 << 22  # copied from one file before the next file's turn
+_MAX_LINE_BYTES = 1 << 20  # a longer line is divided, to bound memory
+_BATCH_PAUSE_MS = 5  # between two reads, so that many short writes are copied in one block
+_POLL_INTERVAL_MS = 100  # without inotify
 
 
 class Console:
-    """The files that are being copied, and to which console each.
+    """The log files that are copied, and the console of each.
 
-    `objects` stand in the place of these descriptors (rule 5); None takes nothing.
+    `objects` replace these descriptors (rule 6); output for None is discarded.
     """
 
     def __init__(self, objects: Mapping[int, TextIO | None] | None = None) -> None:
         self._objects = objects or {}
-        self._copiers: dict[tuple[int, bool], _Copier] = {}  # by descriptor, and whether its object is meant
+        self._copiers: dict[tuple[int, bool], _Copier] = {}  # by descriptor, and whether an object replaces it
         self._followed: dict[Path, tuple[int, bool]] = {}
 
     def follow(
@@ -60,31 +61,35 @@ class Console:
         path: Path,
         fd: int,
         prefix: bytes = b"",
-        kept: "Kept | None" = None,
+        line_filter: "LineFilter | None" = None,
         *,
-        fleeting: bool = False,
-        reserved: bool = False,
-        raw: bool = False,
+        keep_end_only: bool = False,
+        reserve_space: bool = False,
+        ignore_objects: bool = False,
     ) -> None:
         """Copy to `fd` what is appended to `path` from now on; an empty prefix copies bytes as they come.
 
-        A `fleeting` file is there for its end alone: the disk space of what was copied long ago is given back.
-        A `reserved` file is a copy of what the console has, and its writer never finds the disk full (rule 5).
-        What is `raw` goes to the descriptor also where an object is in its place, as if the worker had it itself.
+        `keep_end_only` frees the disk space of output that was copied; only the end of the file stays.
+        `reserve_space` is rule 5.
+        `ignore_objects` writes to the descriptor even if an object replaces it, as the worker itself would.
         """
-        to = fd, fd in self._objects and not raw
-        if to not in self._copiers:
-            self._copiers[to] = _ObjectCopier(fd, self._objects[fd]) if to[1] else _Copier(fd)
-        self._followed[path] = to
-        self._copiers[to].follow(_Stream(path, prefix, kept, fleeting=fleeting, reserved=reserved, whole_lines=to[1]))
+        target = fd, fd in self._objects and not ignore_objects
+        if target not in self._copiers:
+            self._copiers[target] = _ObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd)
+        self._followed[path] = target
+        prefixer = Prefixer(prefix) if prefix or target[1] else None
+        filtered = _FilteredFile(line_filter, prefix) if line_filter else None
+        self._copiers[target].follow(
+            _LogFile(path, prefixer, filtered, keep_end_only=keep_end_only, reserve_space=reserve_space)
+        )
 
     async def finish(self, paths: Iterable[Path]) -> None:
-        """Their writers are gone: returns when all they wrote is on the console.  Others' paths are ignored.
+        """The writers of these files have ended: wait until the console has all their output.  Ignore other paths.
 
-        A console that is not read keeps this waiting, and nothing else.
+        A console that nobody reads delays this, and nothing else.
         """
         copied = [
-            _answer(partial(self._copiers[self._followed.pop(path)].finish, path))
+            _call_back(partial(self._copiers[self._followed.pop(path)].finish, path))
             for path in paths
             if path in self._followed
         ]
@@ -92,21 +97,21 @@ class Console:
             await future
 
     async def drain(self) -> None:
-        """Finish all that is still followed, and wait for what is being finished."""
+        """Finish all files, and wait for files that `finish` has begun."""
         await self.finish(tuple(self._followed))
-        for future in [_answer(copier.reach) for copier in self._copiers.values()]:
+        for future in [_call_back(copier.call) for copier in self._copiers.values()]:
             await future
 
     def close(self) -> None:
-        """Stop copying; what is unfinished stays in the files."""
+        """Stop copying; output that was not copied stays in the files."""
         for copier in self._copiers.values():
             copier.close()
         self._copiers.clear()
         self._followed.clear()
 
 
-def _answer(ask: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]":
-    """A future that is done when the other thread calls the function that `ask` hands to it."""
+def _call_back(request: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]":
+    """A future that is done when another thread calls the function that `request` gets."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -115,22 +120,22 @@ def _answer(ask: Callable[[Callable[[], None]], None]) -> "asyncio.Future[None]"
             future.set_result(None)
 
     def call() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(resolve)
 
-    ask(call)
+    request(call)
     return future
 
 
-class Kept(Struct, frozen=True):
-    """Lines that hold one of these words also go to the end of this file."""
+class LineFilter(Struct, frozen=True):
+    """Lines that contain one of these words are appended to this file, too."""
 
     path: Path
     words: tuple[bytes, ...]
 
 
 class Prefixer:
-    """Turns pieces of a stream into whole lines with a prefix each: all, or those that hold one of the `words`."""
+    """Divides a stream into whole lines and adds a prefix to each: to all, or to those with one of the `words`."""
 
     def __init__(self, prefix: bytes, words: tuple[bytes, ...] = ()) -> None:
         self._prefix = prefix
@@ -142,7 +147,7 @@ class Prefixer:
         """The lines that are complete now."""
         if not data:
             return b""
-        if self._after_return and data.startswith(b"\n"):  # the second half of a "\r\n" that was cut in two
+        if self._after_return and data.startswith(b"\n"):  # the second half of a divided "\r\n"
             data = data[1:]
         self._after_return = data.endswith(b"\r")
         if b"\r" in data:
@@ -150,147 +155,129 @@ class Prefixer:
         end = data.rfind(b"\n")
         if end < 0:
             self._rest += data
-            return self.end() if len(self._rest) > _LINE else b""
+            return self.end() if len(self._rest) > _MAX_LINE_BYTES else b""
         lines, self._rest = self._rest + data[:end], data[end + 1 :]
         return self._prefixed(lines)
 
     def end(self) -> bytes:
-        """The last line, if it is not empty, with the end it never got."""
+        """The last line, with a newline, if it is not empty."""
         line, self._rest = self._rest, b""
         return self._prefixed(line) if line else b""
 
     def _prefixed(self, lines: bytes) -> bytes:
         if self._words:
-            kept = [line for line in lines.split(b"\n") if any(word in line for word in self._words)]
-            if not kept:
+            selected = [line for line in lines.split(b"\n") if any(word in line for word in self._words)]
+            if not selected:
                 return b""
-            lines = b"\n".join(kept)
+            lines = b"\n".join(selected)
         return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
 
 
-class _Stream:
-    """One file and how far it has been copied."""
+class _LogFile(GrowingFile):
+    """A worker's log file, and how its output is changed on the way to the console."""
 
     def __init__(
         self,
         path: Path,
-        prefix: bytes,
-        kept: Kept | None,
+        prefixer: Prefixer | None,
+        filtered: "_FilteredFile | None",
         *,
-        fleeting: bool = False,
-        reserved: bool = False,
-        whole_lines: bool = False,
+        keep_end_only: bool,
+        reserve_space: bool,
     ) -> None:
+        access = os.O_RDWR if keep_end_only or reserve_space else os.O_RDONLY
+        super().__init__(path, access | no_follow(path), from_end=True)
         self.path = path
-        access = os.O_RDWR if fleeting or reserved else os.O_RDONLY
-        self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._position = self._freed = os.fstat(self.fd).st_size  # read up to here, emptied up to there
-        self._fleeting = fleeting
-        self._reserved = self._position + AHEAD if reserved else None  # up to where there is disk space
         self.found_disk_full = False
-        self._lines = Prefixer(prefix) if prefix or whole_lines else None
-        self._keeper = _Keeper(kept, prefix) if kept else None
+        self._prefixer = prefixer
+        self._filtered = filtered
+        self._keep_end_only = keep_end_only
+        self._freed_until = self.position
+        self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
 
-    def read(self) -> tuple[bytes, bool]:
-        """What to write next, and whether there was anything to read."""
-        data = self._next()
-        self._position += len(data)
-        if self._fleeting and self._position - self._freed > 2 * _END:
-            self._freed = free_range(self.fd, self._freed, self._position - _END)
-        if self._reserved is not None and self._position + AHEAD // 2 > self._reserved:
-            self._reserved = self._reserve()
-        if self._keeper:
-            self._keeper.feed(data)
-        return (self._lines.feed(data) if self._lines else data), bool(data)
+    def next_output(self) -> tuple[bytes, bool]:
+        """What to write to the console, and whether there was anything to read."""
+        data = self.read()
+        if self._keep_end_only and self.position - self._freed_until > 2 * _MIN_KEPT_BYTES:
+            self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES)
+        if self._reserved_until is not None and self.position + RESERVED_BYTES // 2 > self._reserved_until:
+            self._reserved_until = self._reserve()
+        if self._filtered:
+            self._filtered.feed(data)
+        return (self._prefixer.feed(data) if self._prefixer else data), bool(data)
 
     def _reserve(self) -> int:
-        """Up to where there is disk space now."""
-        start = self._position + self.left()
-        if reserve_range(self.fd, start, start + AHEAD):
-            return start + AHEAD
+        """Reserve disk space after the end of the file; return the position up to which there is space."""
+        start = self.position + self.unread()
+        end = start + RESERVED_BYTES
+        if reserve_range(self.fd, start, end):
+            return end
         self.found_disk_full = True
-        self._freed = free_range(self.fd, self._freed, self._position - _EVIDENCE)
-        return start + AHEAD if reserve_range(self.fd, start, start + AHEAD) else self._position
+        self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES_FULL_DISK)
+        return end if reserve_range(self.fd, start, end) else self.position
 
     def end(self) -> bytes:
-        if self._keeper:
-            self._keeper.end()
-        return self._lines.end() if self._lines else b""
+        """What to write to the console after all output was read."""
+        if self._filtered:
+            self._filtered.end()
+        return self._prefixer.end() if self._prefixer else b""
 
     def close(self) -> None:
-        if self._reserved is not None:
+        if self._reserved_until is not None:
             with suppress(OSError):
-                os.ftruncate(self.fd, os.fstat(self.fd).st_size)  # what was reserved beyond its end is free again
-        os.close(self.fd)
-        if self._keeper:
-            self._keeper.close()
-
-    def left(self) -> int:
-        """How much there is to read now."""
-        try:
-            size = os.fstat(self.fd).st_size
-        except OSError:
-            return 0  # a file system that went away has nothing more to say
-        if size < self._position:
-            self._position = 0  # truncated by someone: what is there now is new
-        return size - self._position
-
-    def _next(self) -> bytes:
-        try:
-            return os.pread(self.fd, _READ, self._position) or os.pread(self.fd, self.left(), self._position)
-        except OSError:
-            return b""
+                os.ftruncate(self.fd, self.size())  # frees the space that was reserved after the end
+        super().close()
+        if self._filtered:
+            self._filtered.close()
 
 
-class _Keeper:
-    """Writes one stream's share of a file that several streams append to, whole lines at a time."""
+class _FilteredFile:
+    """Appends the selected lines of one log file to a file that several log files share."""
 
-    def __init__(self, kept: Kept, prefix: bytes) -> None:
-        self._fd = os.open(
-            kept.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(kept.path) | os.O_CLOEXEC, 0o666
-        )
-        self._lines = Prefixer(prefix, kept.words)
+    def __init__(self, line_filter: LineFilter, prefix: bytes) -> None:
+        path = line_filter.path
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
+        self._prefixer = Prefixer(prefix, line_filter.words)
 
     def feed(self, data: bytes) -> None:
-        self._write(self._lines.feed(data))
+        self._write(self._prefixer.feed(data))
 
     def end(self) -> None:
-        self._write(self._lines.end())
+        self._write(self._prefixer.end())
 
     def close(self) -> None:
         os.close(self._fd)
 
     def _write(self, lines: bytes) -> None:
-        with suppress(OSError):  # a full disk: the worker's own file has them, as far as it could
+        with suppress(OSError):  # a full disk: the worker's own file may have them
             while lines:
                 lines = lines[os.write(self._fd, lines) :]
 
 
 class _Copier:
-    """One console, its files, and the thread that copies them.
+    """The thread that copies log files to one console.
 
-    Only the thread touches the streams; orders reach it through a queue and a pipe that wakes it.
+    Only the thread uses the files.  Others send it calls through a queue, and wake it through a pipe.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._piece = select.PIPE_BUF if _is_pipe(fd) else _TURN
-        self._orders: deque[Callable[[], None]] = deque()
-        self._streams: dict[int, _Stream] = {}
-        self._unread: set[int] = set()  # to be visited without waiting for a word
-        self._unwatched: set[int] = set()  # for which no word will come
-        self._watch: InotifyWatch | None = None
+        self._max_write_bytes = select.PIPE_BUF if _is_pipe(fd) else _MAX_TURN_BYTES
+        self._calls: deque[Callable[[], None]] = deque()
+        self._files: dict[int, _LogFile] = {}
+        self._unread: set[int] = set()  # descriptors of files that have more to read now
+        self._watch: GrowthWatch
         self._closed = False
-        self._said_full = False
-        self._alarm, self._bell = os.pipe()
-        os.set_blocking(self._alarm, False)
-        os.set_blocking(self._bell, False)
+        self._disk_full_logged = False
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
         self._thread = threading.Thread(target=self._run, name=f"console-{fd}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
-            os.close(self._alarm)
-            os.close(self._bell)
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
             raise StartError(
                 "copying workers' output to the console needs a thread, and the system has none left; "
                 "raise `ulimit -u`, or the container's limit on processes."
@@ -298,121 +285,103 @@ class _Copier:
 
     # called by the agent
 
-    def follow(self, stream: _Stream) -> None:
-        self._order(lambda: self._begin(stream))
+    def follow(self, file: _LogFile) -> None:
+        self.call(lambda: self._add(file))
 
     def finish(self, path: Path, done: Callable[[], None]) -> None:
-        self._order(lambda: self._end(path, done))
+        self.call(lambda: self._finish(path, done))
 
-    def reach(self, done: Callable[[], None]) -> None:
-        """Call back when all earlier orders are carried out."""
-        self._order(done)
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the thread, after all earlier ones."""
+        self._calls.append(function)
+        with suppress(BlockingIOError):  # the pipe is full: the thread will wake up
+            os.write(self._wake_writer, b"!")
 
     def close(self) -> None:
-        """At last.  The pipe is closed on this side: the thread may obey before it hears the bell."""
-        self._order(self._stop)
-        self._thread.join(timeout=1.0)  # one that is stuck at its console ends with the process
+        """The pipe is closed here and not by the thread, which may end before `call` has written to it."""
+        self.call(self._stop)
+        self._thread.join(timeout=1.0)  # a thread blocked by its console ends with the process
         if not self._thread.is_alive():
-            os.close(self._alarm)
-            os.close(self._bell)
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        with suppress(BlockingIOError):  # it has rung often enough
-            os.write(self._bell, b"!")
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
 
     # the thread
 
     def _run(self) -> None:
-        from ripstop.system.inotify import InotifyWatch  # here, so that loading ctypes does not delay the agent
-
-        words, pause = select.poll(), select.poll()
-        words.register(self._alarm, select.POLLIN)
-        pause.register(self._alarm, select.POLLIN)
-        try:
-            self._watch = InotifyWatch()
-            words.register(self._watch, select.POLLIN)
-        except OSError:
-            pass  # every file is in `_unwatched` then
+        self._watch = GrowthWatch()
+        growth, pause = select.poll(), select.poll()
+        growth.register(self._wake_reader, select.POLLIN)
+        pause.register(self._wake_reader, select.POLLIN)
+        if (notifications := self._watch.fileno()) is not None:
+            growth.register(notifications, select.POLLIN)
         while not self._closed:
-            pause.poll(_PAUSE_MS)
-            words.poll(0 if self._unread else _POLL_MS if self._unwatched else None)
-            self._obey()
-            self._visit()
-        for fd in tuple(self._streams):
-            self._forget(fd)
-        if self._watch:
-            self._watch.close()
+            pause.poll(_BATCH_PAUSE_MS)
+            growth.poll(0 if self._unread else _POLL_INTERVAL_MS if self._watch.needs_polling else None)
+            self._run_calls()
+            self._copy_grown()
+        for fd in tuple(self._files):
+            self._remove(fd)
+        self._watch.close()
 
-    def _obey(self) -> None:
+    def _run_calls(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._alarm, 65536)
-        while self._orders:
-            self._orders.popleft()()
+            os.read(self._wake_reader, 65536)
+        while self._calls:
+            self._calls.popleft()()
 
-    def _begin(self, stream: _Stream) -> None:
-        self._streams[stream.fd] = stream
-        self._unread.add(stream.fd)
+    def _add(self, file: _LogFile) -> None:
+        self._files[file.fd] = file
+        self._unread.add(file.fd)
 
-    def _end(self, path: Path, done: Callable[[], None]) -> None:
-        for stream in [stream for stream in self._streams.values() if stream.path == path]:
-            self._copy(stream, stream.left())  # not to the end of time: its orphans may still be writing
-            self._write(stream.end())
-            self._forget(stream.fd)
+    def _finish(self, path: Path, done: Callable[[], None]) -> None:
+        for file in [file for file in self._files.values() if file.path == path]:
+            self._copy(file, file.unread())  # bounded: orphans of the worker may still write
+            self._write(file.end())
+            self._remove(file.fd)
         done()
 
     def _stop(self) -> None:
         self._closed = True
 
-    def _forget(self, fd: int) -> None:
-        if self._watch:
-            self._watch.disarm(fd)
+    def _remove(self, fd: int) -> None:
+        self._watch.disarm(fd)
         self._unread.discard(fd)
-        self._unwatched.discard(fd)
-        self._streams.pop(fd).close()
+        self._files.pop(fd).close()
 
-    def _visit(self) -> None:
-        changed = self._unread | self._unwatched | (self._watch.changed() if self._watch else set())
-        self._unread = set()
-        for fd in sorted(changed):
-            self._arm(fd)
-            self._copy(self._streams[fd], _TURN)
+    def _copy_grown(self) -> None:
+        grown, self._unread = self._unread | self._watch.grown(), set()
+        for fd in sorted(grown):
+            self._watch.arm(fd)
+            self._copy(self._files[fd], _MAX_TURN_BYTES)
 
-    def _arm(self, fd: int) -> None:
-        self._unwatched.add(fd)
-        if self._watch:
-            with suppress(OSError):
-                self._watch.arm(fd)
-                self._unwatched.discard(fd)
-
-    def _copy(self, stream: _Stream, limit: int) -> None:
+    def _copy(self, file: _LogFile, limit: int) -> None:
         while limit > 0:
-            lines, more = stream.read()
-            if not more:
+            output, was_read = file.next_output()
+            if not was_read:
                 return
-            if stream.found_disk_full and not self._said_full:
-                self._said_full = True
-                log.warning("the disk of %s is full: only the console has all that workers write", stream.path)
-            self._write(lines)
-            limit -= _READ
-        self._unread.add(stream.fd)
+            if file.found_disk_full and not self._disk_full_logged:
+                self._disk_full_logged = True
+                log.warning("the disk of %s is full: only the console has the complete output of workers", file.path)
+            self._write(output)
+            limit -= MAX_READ_BYTES
+        self._unread.add(file.fd)
 
     def _write(self, data: bytes) -> None:
         view, at = memoryview(data), 0
         while at < len(data):
-            end = _whole_lines(data, at, self._piece)
+            end = _end_of_lines(data, at, self._max_write_bytes)
             try:
                 at += os.write(self._fd, view[at:end])
-            except BlockingIOError:  # someone who shares the console has made it non-blocking
-                room = select.poll()
-                room.register(self._fd, select.POLLOUT)
-                room.poll()
+            except BlockingIOError:  # another process that shares the console made it non-blocking
+                writable = select.poll()
+                writable.register(self._fd, select.POLLOUT)
+                writable.poll()
             except OSError:
                 return  # rule 3
 
 
 class _ObjectCopier(_Copier):
-    """One whose console is an object of this program."""
+    """Copies to an object of this program (rule 6)."""
 
     def __init__(self, fd: int, target: TextIO | None) -> None:
         self._target = target
@@ -420,7 +389,7 @@ class _ObjectCopier(_Copier):
 
     def _write(self, data: bytes) -> None:
         if data and self._target is not None:
-            with suppress(Exception):  # rule 3: it may be closed, or not be able to write this
+            with suppress(Exception):  # rule 3
                 self._target.write(data.decode("utf-8", "replace"))
                 self._target.flush()
 
@@ -432,8 +401,8 @@ def _is_pipe(fd: int) -> bool:
         return False  # rule 3
 
 
-def _whole_lines(data: bytes, at: int, size: int) -> int:
-    """Where to end a piece of about `size` bytes: a pipe takes no more than that in one piece from several writers."""
+def _end_of_lines(data: bytes, at: int, size: int) -> int:
+    """The end of a write of about `size` bytes.  Writes of several processes to a pipe mix above PIPE_BUF bytes."""
     if len(data) - at <= size:
         return len(data)
     end = data.rfind(b"\n", at, at + size)

@@ -1,14 +1,16 @@
-"""The files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json,stacks.txt}`.
+"""The log files of a job's workers: `LOG_DIR/RUN_ID/round_N/RANK/{stdout.log,stderr.log,error.json,stacks.txt}`.
 
-Rules: (1) workers write their files themselves, appending, so that what they wrote survives the agent; (2) nothing is
-ever overwritten or deleted: logs that are there already are appended to, an error file is moved aside; only a
-directory that we made up ourselves goes again after a success, and only if it holds no byte, or where the user wants
-nothing to be kept; (3) without a word from
-the user stdout is the console's, untouched, and stderr goes to a file for the evidence's sake and from there to the
-console as it is, unless the console is a terminal: that is the worker's own then, too; where nobody named a directory,
-only the end of such a file stays on disk, and where the disk is full there is no such file; (4) a worker that is not to
-be shown writes what it would have written to the console to its stderr's file, and to nowhere for stdout; (5) LOG_DIR
-may be anybody's, and a link; what is below is this user's own, and no link is followed there.
+Rules:
+
+1. Workers write their files themselves and append to them, so that output survives the agent.
+2. Nothing is overwritten or deleted: logs are appended to, an existing error file is renamed.  Exceptions: a temporary
+   LOG_DIR of ours is removed after a success if it is empty, and at any end if the user wants no logs.
+3. By default a worker inherits the agent's stdout.  Its stderr goes to a file, as evidence of failures, and is copied
+   from there to the console unchanged.  If the console is a terminal, the worker inherits stderr, too.  In a temporary
+   LOG_DIR only the end of that file stays on disk.  If the disk is full, there is no such file.
+4. A worker that the user does not want to see on the console writes stderr to its file, and stdout to /dev/null.
+5. LOG_DIR may belong to anybody and may be a symbolic link.  The directories below it belong to this user, and no
+   symbolic link is followed there.
 """
 
 import errno
@@ -21,13 +23,13 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Protocol
 
-from ripstop.logs.console import AHEAD, Console, Kept
+from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
 from ripstop.system.linux import DISK_FULL_ERRORS, reserve_range
 from ripstop.system.own_directory import make_own_directory, no_follow
-from ripstop.telemetry.event_file import OF_JOB, OF_NODE
+from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
 
@@ -35,7 +37,7 @@ FILES = {OutputStreams.OUT: "stdout.log", OutputStreams.ERR: "stderr.log"}
 
 
 class LogDirectory:
-    """Where a job's logs are on this node: `path` is `LOG_DIR/RUN_ID`.  `made_up`: nobody asked for this LOG_DIR."""
+    """The directory of a job's logs on this node: `path` is `LOG_DIR/RUN_ID`.  `made_up`: a temporary LOG_DIR."""
 
     def __init__(self, logs: Logs, run_id: str, *, made_up: bool = False) -> None:
         self._made_up = made_up or logs.directory is None
@@ -52,7 +54,7 @@ class LogDirectory:
             raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
 
     def tidy(self, *, succeeded: bool) -> None:
-        """At the end: remove what is not to be kept, and after a success a directory that is ours and still empty."""
+        """At the end of the job: apply rule 2."""
         if not self.kept:
             from shutil import rmtree
 
@@ -60,11 +62,9 @@ class LogDirectory:
         if not (self._made_up and succeeded):
             return
         tree = list(os.walk(self._top, topdown=False))
-        with suppress(OSError):  # someone else is at work in there: it is theirs now
-            files = [
-                Path(directory, name) for directory, _, names in tree for name in names if name not in (OF_NODE, OF_JOB)
-            ]
-            if any(file.lstat().st_size for file in files):
+        with suppress(OSError):  # another process uses the directory
+            files = [Path(directory, name) for directory, _, names in tree for name in names]
+            if any(file.lstat().st_size for file in files if file.name not in (NODE_EVENTS, JOB_EVENTS)):
                 return
             for directory, _, names in tree:
                 for name in names:
@@ -73,33 +73,33 @@ class LogDirectory:
 
 
 class OutputRoute(Enum):
-    """Where one stream of one worker goes."""
+    """The destination of one stream of one worker."""
 
-    CONSOLE = auto()  # the worker has the agent's own
+    CONSOLE = auto()  # inherited from the agent
     FILE = auto()
-    TEE = auto()  # the file, and line by line with a prefix to the console
-    COPY = auto()  # the file, and byte by byte to the console
+    TEE = auto()  # the file, and whole lines with a prefix to the console
+    COPY = auto()  # the file, and bytes without a prefix to the console
     NOWHERE = auto()
 
 
 class RoundLogs:
     """The files of one round's workers on this node.
 
-    `prepare` makes them; `follow`, called before the workers start, copies to the console what belongs there.
+    `prepare` makes the files.  `follow` must be called before the workers start; it copies output to the console.
     `stdout` and `stderr` are None for a stream that the worker inherits.
     """
 
     def __init__(self, job: Path, logs: Logs, place: Place, role: str, *, terminal: bool) -> None:
         self._job = job
-        self._round = _of_round(job, place.round)
+        self._round = _round_directory(job, place.round)
         self._logs = logs
         self._place = place
         self._role = role
-        self._terminal = terminal  # whether the agent's stderr is one
+        self._terminal = terminal  # the agent's stderr is a terminal
         self._disk_full = False
 
     def environment(self, local_rank: int) -> Mapping[str, str]:
-        """What the worker's environment is to have besides."""
+        """Additional environment variables of the worker."""
         return {}
 
     def directory(self, local_rank: int) -> Path:
@@ -115,20 +115,20 @@ class RoundLogs:
         return self._file(local_rank, OutputStreams.ERR)
 
     def stack_file(self, local_rank: int) -> Path:
-        """Where faulthandler writes."""
+        """The file that faulthandler writes to."""
         return self.directory(local_rank) / "stacks.txt"
 
     def hang_directory(self) -> Path:
-        """For what is found out when workers hang."""
+        """For stacks and recorder dumps of workers that hang."""
         return self._round / "hang"
 
     def earlier(self, round: int, rank: int, stream: OutputStreams) -> Path | None:
-        """The file of a worker of an earlier round; None where there is none, or nobody knows."""
-        path = _of_round(self._job, round) / str(rank) / FILES[stream]
+        """The log file of a worker of an earlier round; None if it does not exist or is unknown."""
+        path = _round_directory(self._job, round) / str(rank) / FILES[stream]
         return path if path.is_file() else None
 
     def files(self, local_rank: int) -> tuple[Path, ...]:
-        """The log files that this worker has: what `Console.finish` wants to know at its end."""
+        """The log files of this worker, for `Console.finish`."""
         return tuple(path for path in (self.stdout(local_rank), self.stderr(local_rank)) if path)
 
     def prepare(self) -> None:
@@ -138,43 +138,45 @@ class RoundLogs:
             try:
                 self._prepare(local_rank)
             except OSError as error:
-                if error.errno not in DISK_FULL_ERRORS or self._has_files_to_keep():
+                if error.errno not in DISK_FULL_ERRORS or self._has_requested_files():
                     raise StartError(_unusable(self._round, error.strerror)) from error
                 full = True
         if full:
             self._disk_full = True
-            word = "workers write stderr to the console alone, and reports do not have the end of it"
-            log.warning("the disk of %s is full: %s; make room, or name another with --log-dir", self._job, word)
+            effect = "workers write stderr to the console only, and failure reports will not quote it"
+            log.warning("the disk of %s is full: %s; free space, or use another --log-dir", self._job, effect)
 
     def _prepare(self, local_rank: int) -> None:
         make_own_directory(self._round)
         make_own_directory(self.directory(local_rank))
-        move_aside(self.error_file(local_rank))
+        rename_existing(self.error_file(local_rank))
         for stream in (OutputStreams.OUT, OutputStreams.ERR):
             if path := self._file(local_rank, stream):
                 fd = open_log(path)
                 try:
                     size = os.fstat(fd).st_size
-                    if self._is_by_the_way(local_rank, stream) and not reserve_range(fd, size, size + AHEAD):
+                    if self._is_evidence_only(local_rank, stream) and not reserve_range(
+                        fd, size, size + RESERVED_BYTES
+                    ):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 finally:
                     os.close(fd)
 
-    def _has_files_to_keep(self) -> bool:
-        """Whether the user asked for a file."""
+    def _has_requested_files(self) -> bool:
+        """Whether the user asked for any file."""
         return any(
             self._file(local_rank, stream) not in (None, Path(os.devnull))
-            and not self._is_by_the_way(local_rank, stream)
+            and not self._is_evidence_only(local_rank, stream)
             for local_rank in range(self._place.slots)
             for stream in (OutputStreams.OUT, OutputStreams.ERR)
         )
 
-    def _is_by_the_way(self, local_rank: int, stream: OutputStreams) -> bool:
-        """Whether there is a file for the evidence's sake alone."""
+    def _is_evidence_only(self, local_rank: int, stream: OutputStreams) -> bool:
+        """Whether the user did not ask for this file (rule 3)."""
         return self._route(local_rank, stream) is OutputRoute.COPY
 
     def follow(self, console: Console) -> None:
-        """Copy to the console what these workers are going to write."""
+        """Copy the output of these workers to the console, as their routes require."""
         try:
             for local_rank in range(self._place.slots):
                 for stream, fd in ((OutputStreams.OUT, 1), (OutputStreams.ERR, 2)):
@@ -186,24 +188,26 @@ class RoundLogs:
         path = self._file(local_rank, stream)
         match self._route(local_rank, stream):
             case OutputRoute.TEE if path:
-                console.follow(path, fd, self._prefix(local_rank), self._kept(stream))
+                console.follow(path, fd, self._prefix(local_rank), self._line_filter(stream))
             case OutputRoute.COPY if path:
-                console.follow(path, fd, fleeting=self._logs.directory is None, reserved=True, raw=True)
+                end_only = self._logs.directory is None
+                console.follow(path, fd, keep_end_only=end_only, reserve_space=True, ignore_objects=True)
 
     def _prefix(self, local_rank: int) -> bytes:
-        from string import Template  # not needed where nothing is teed
+        from string import Template  # only needed for --tee
 
         names = {"role_name": self._role, "rank": self._place.first_rank + local_rank, "local_rank": local_rank}
         return os.fsencode(Template(self._logs.prefix).safe_substitute(names))
 
-    def _kept(self, stream: OutputStreams) -> Kept | None:
-        """The file of the round for lines of this stream that the user wants to have together."""
+    def _line_filter(self, stream: OutputStreams) -> LineFilter | None:
+        """The filter of this stream, which collects lines of all workers of the round in one file."""
         name, words = (
             ("stdout", self._logs.stdout_filters)
             if stream is OutputStreams.OUT
             else ("stderr", self._logs.stderr_filters)
         )
-        return Kept(self._round / f"filtered_{name}.log", tuple(map(os.fsencode, words))) if words else None
+        path = self._round / f"filtered_{name}.log"
+        return LineFilter(path, tuple(map(os.fsencode, words))) if words else None
 
     def _file(self, local_rank: int, stream: OutputStreams) -> Path | None:
         match self._route(local_rank, stream):
@@ -220,19 +224,19 @@ class RoundLogs:
             return OutputRoute.FILE if to_file or stream is OutputStreams.ERR else OutputRoute.NOWHERE
         if to_file:
             return OutputRoute.TEE if teed else OutputRoute.FILE
-        copied = stream is OutputStreams.ERR and not self._terminal and not self._disk_full
-        return OutputRoute.COPY if copied else OutputRoute.CONSOLE
+        needs_evidence = stream is OutputStreams.ERR and not self._terminal and not self._disk_full
+        return OutputRoute.COPY if needs_evidence else OutputRoute.CONSOLE
 
 
 class LogsSource(Protocol):
-    """Who says where the output of a round's workers goes, in our place."""
+    """Chooses the log files of a round instead of `RoundLogs`: a plugin, or a program that launches."""
 
     async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> RoundLogs: ...
 
     def close(self) -> None: ...
 
 
-def _of_round(job: Path, round: int) -> Path:
+def _round_directory(job: Path, round: int) -> Path:
     return job / f"round_{round}"
 
 
@@ -247,7 +251,7 @@ def file_name(run_id: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is never seen half written; OSError is the caller's to explain."""
+    """Replace a file atomically.  Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
     try:
         with draft.open("x", encoding="utf-8") as file:
@@ -261,7 +265,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _temporary_directory() -> Path:
-    """What `tempfile.mkdtemp` would make, without the price of importing it at every start."""
+    """Like `tempfile.mkdtemp`, which takes long to import."""
     first = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
     for top in (first, Path("/tmp"), Path("/var/tmp")):
         path = top / f"ripstop_{os.urandom(6).hex()}"
@@ -277,7 +281,7 @@ def _temporary_directory() -> Path:
 
 
 def open_log(path: Path) -> int:
-    """The file, made if it was not there, to be appended to."""
+    """Open a file for appending; create it if it does not exist."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
 
 
@@ -285,11 +289,11 @@ def _unusable(directory: Path, why: str | None) -> str:
     return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."
 
 
-def move_aside(path: Path) -> None:
-    """Give the file another name, if it is there."""
+def rename_existing(path: Path) -> None:
+    """Rename the file to `NAME.1`, or the next free number, if it exists."""
     if not os.path.lexists(path):
         return
     number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
+    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
         number += 1
-    path.rename(aside)
+    path.rename(free)

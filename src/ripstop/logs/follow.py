@@ -1,31 +1,26 @@
-"""Reads workers' log files for others: the last lines, a piece, and the word that there is more.
+"""Reads the log files of workers for the API: the last lines, the next chunk, and waiting for more.
 
-What is read is text, however a worker wrote: bytes that are no UTF-8 are replaced, and a character that is only half
-there waits for its rest.  Files may be emptied at their front (`console.py`): what is gone is passed over.
-
-However many wait for a file to grow, it is opened and watched once.  A file server may hang: no file is touched in the
-event loop.
+Rules: (1) the result is text: bytes that are not UTF-8 are replaced, and an incomplete character at the end is left for
+the next chunk; (2) holes at the front of a file, which `console.py` makes to free disk space, are skipped; (3) a file
+is opened and watched once, however many callers wait for it; (4) no file is accessed in the event loop, because a file
+server may hang.
 """
 
 import asyncio
 import os
 import threading
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from ripstop.logs.growing_file import GrowingFile, GrowthWatch
 from ripstop.system.blocking_calls import run_in_daemon_thread, settle
 
-if TYPE_CHECKING:
-    from ripstop.system.inotify import InotifyWatch
-
-PIECE = 24 * 1024  # bytes: as JSON within JSON, at most seven times as much
-BLOCK = 64 * 1024
-FARTHEST = 4 << 20  # bytes from the end in which last lines are looked for
-LOOK_AGAIN = 0.25  # seconds, where there is no inotify
+MAX_CHUNK_BYTES = 24 * 1024  # as JSON within JSON, at most seven times as much
+BLOCK_BYTES = 64 * 1024
+MAX_TAIL_BYTES = 4 << 20  # from the end, in which the last lines are searched
+POLL_INTERVAL_S = 0.25  # without inotify
 
 
 class LogChunk(Struct, frozen=True):
@@ -38,17 +33,17 @@ class LogChunk(Struct, frozen=True):
 
 
 def last_lines(path: Path, lines: int) -> int:
-    """Where the last so many lines of a file begin."""
+    """The offset at which the last `lines` lines of a file begin."""
     with path.open("rb", buffering=0) as file:
         size = at = os.fstat(file.fileno()).st_size
         found = 0
-        while lines and at > max(0, size - FARTHEST):
-            start = max(0, at - BLOCK)
+        while lines and at > max(0, size - MAX_TAIL_BYTES):
+            start = max(0, at - BLOCK_BYTES)
             block = os.pread(file.fileno(), at - start, start)
             end = len(block)
             while (newline := block.rfind(b"\n", 0, end)) >= 0:
                 end = newline
-                if start + newline + 1 < size:  # the last line's own end begins no other
+                if start + newline + 1 < size:  # no line begins after the last newline
                     found += 1
                     if found == lines:
                         return start + newline + 1
@@ -57,145 +52,21 @@ def last_lines(path: Path, lines: int) -> int:
 
 
 def read(path: Path, offset: int, *, finished: bool = False) -> LogChunk:
-    """The next piece from there; from the end, if the file is shorter.  To a `finished` file nothing is added."""
+    """The chunk at this offset, or at the end if the file is shorter.  `finished`: no process writes to it."""
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
         offset = min(offset, size)
-        with suppress(OSError):  # no data from here on
+        with suppress(OSError):  # no data after the offset
             offset = os.lseek(fd, offset, os.SEEK_DATA)
-        data = os.pread(fd, PIECE, offset)
+        data = os.pread(fd, MAX_CHUNK_BYTES, offset)
     if not finished or offset + len(data) < size:
-        data = data[: len(data) - _half_a_character(data)]
+        data = data[: len(data) - _incomplete_character(data)]
     return LogChunk(offset, offset + len(data), size, data.decode("utf-8", "replace"))
 
 
-_followed: dict[tuple[asyncio.AbstractEventLoop, Path], "_Followed"] = {}
-
-
-async def grown(path: Path, size: int, patience: float, over: asyncio.Future[None] | None = None) -> None:
-    """Wait until a file is larger than that, but not longer than so many seconds, nor than until it is `over`."""
-    key = (asyncio.get_running_loop(), path)
-    file = _followed.get(key)
-    if file is None:
-        file = _followed[key] = _Followed(path)
-    try:
-        await file.larger_than(size, patience, over)
-    finally:
-        if not file.waiting and _followed.get(key) is file:
-            del _followed[key]
-            file.close()
-
-
-class _Followed:
-    """A file for which somebody waits."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._loop = asyncio.get_running_loop()
-        self._size = -1  # not known yet
-        self._written = asyncio.Event()
-        self._following = self._loop.create_task(self._follow())
-        self.waiting: dict[asyncio.Future[None], int] = {}  # for more than so many bytes
-
-    async def larger_than(self, size: int, patience: float, over: asyncio.Future[None] | None) -> None:
-        if self._size > size:
-            return
-        enough: asyncio.Future[None] = self._loop.create_future()
-        self.waiting[enough] = size
-        try:
-            ends = [enough, self._following, *([over] if over is not None else [])]
-            await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            del self.waiting[enough]
-        if self._following.done() and not self._following.cancelled():
-            self._following.result()  # raises what went wrong
-
-    def close(self) -> None:
-        if not self._following.cancel() and not self._following.cancelled():
-            self._following.exception()  # nobody is left to hear it
-
-    async def _follow(self) -> None:
-        file = _File(self._path)
-        try:
-            while True:
-                self._size = await run_in_daemon_thread(file.measure)
-                for enough, size in self.waiting.items():
-                    if self._size > size:
-                        settle(enough, None)
-                await self._change(file.watch)
-        finally:
-            file.close()
-
-    async def _change(self, watch: "InotifyWatch | None") -> None:
-        if watch is None:
-            await asyncio.sleep(LOOK_AGAIN)
-            return
-        self._written.clear()
-        self._loop.add_reader(watch.fileno(), self._written.set)
-        try:
-            await self._written.wait()
-        finally:
-            self._loop.remove_reader(watch.fileno())
-        watch.changed()
-
-
-class _File:
-    """An open file; `watch` gives a word at its next change.  Whoever measures it has it until that comes back."""
-
-    def __init__(self, path: Path) -> None:
-        self.watch: InotifyWatch | None = None
-        self._path = path
-        self._file: FileIO | None = None
-        self._lock = threading.Lock()
-        self._busy = False
-        self._closed = False
-
-    def measure(self) -> int:
-        """Its size; what is written after this is a change.  For a thread."""
-        self._busy = True
-        try:
-            if self._file is None:
-                self._file = self._path.open("rb", buffering=0)
-                self.watch = _watch()
-            if self.watch is not None:
-                try:
-                    self.watch.arm(self._file.fileno())
-                except OSError:  # the user's watches are used up
-                    self.watch.close()
-                    self.watch = None
-            return os.fstat(self._file.fileno()).st_size
-        finally:
-            with self._lock:
-                self._busy = False
-                if self._closed:
-                    self._release()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if not self._busy:
-                self._release()
-
-    def _release(self) -> None:
-        for held in (self.watch, self._file):
-            if held is not None:
-                held.close()
-        self.watch = self._file = None
-
-
-def _watch() -> "InotifyWatch | None":
-    """None where the kernel has none left for this user."""
-    from ripstop.system.inotify import InotifyWatch  # ctypes: only where somebody follows
-
-    try:
-        return InotifyWatch()
-    except OSError:
-        return None
-
-
-def _half_a_character(data: bytes) -> int:
-    """How many bytes at the end are the beginning of a character whose rest is not there."""
+def _incomplete_character(data: bytes) -> int:
+    """The number of bytes at the end that begin a character which is not complete."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 == 0x80:
@@ -203,3 +74,116 @@ def _half_a_character(data: bytes) -> int:
         length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
         return back if back < length else 0
     return 0
+
+
+# waiting for more -----------------------------------------------------------------------------------------------------
+
+_waits: dict[tuple[asyncio.AbstractEventLoop, Path], "_GrowthWait"] = {}
+
+
+async def grown(path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None) -> None:
+    """Wait until a file is larger than `size`, until the timeout, or until `finished` is done."""
+    key = (asyncio.get_running_loop(), path)
+    wait = _waits.get(key)
+    if wait is None:
+        wait = _waits[key] = _GrowthWait(path)
+    try:
+        await wait.larger_than(size, timeout, finished)
+    finally:
+        if not wait.sizes and _waits.get(key) is wait:
+            del _waits[key]
+            wait.close()
+
+
+class _GrowthWait:
+    """Watches one file for all callers that wait for it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._size = -1  # not known yet
+        self._task = self._loop.create_task(self._follow())
+        self.sizes: dict[asyncio.Future[None], int] = {}  # that callers wait to be exceeded
+
+    async def larger_than(self, size: int, timeout: float, finished: asyncio.Future[None] | None) -> None:
+        if self._size > size:
+            return
+        exceeded: asyncio.Future[None] = self._loop.create_future()
+        self.sizes[exceeded] = size
+        try:
+            ends = [exceeded, self._task, *([finished] if finished is not None else [])]
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self.sizes[exceeded]
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()  # raises its error
+
+    def close(self) -> None:
+        if not self._task.cancel() and not self._task.cancelled():
+            self._task.exception()  # mark it as retrieved: no caller waits for it
+
+    async def _follow(self) -> None:
+        file = _WatchedFile(self._path)
+        try:
+            while True:
+                self._size = await run_in_daemon_thread(file.arm_and_measure)
+                for exceeded, size in self.sizes.items():
+                    if self._size > size:
+                        settle(exceeded, None)
+                await self._next_write(file)
+        finally:
+            file.close()
+
+    async def _next_write(self, file: "_WatchedFile") -> None:
+        assert file.watch is not None, "measured, and closed by this task only"
+        notifications = file.watch.fileno()
+        if file.watch.needs_polling or notifications is None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            return
+        written = asyncio.Event()
+        self._loop.add_reader(notifications, written.set)
+        try:
+            await written.wait()
+        finally:
+            self._loop.remove_reader(notifications)
+        file.watch.grown()
+
+
+class _WatchedFile:
+    """A file that is opened in a thread, and closed when neither the thread nor the event loop uses it."""
+
+    def __init__(self, path: Path) -> None:
+        self.watch: GrowthWatch | None = None
+        self._path = path
+        self._file: GrowingFile | None = None
+        self._lock = threading.Lock()
+        self._in_use = False
+        self._closed = False
+
+    def arm_and_measure(self) -> int:
+        """The size of the file; `watch` reports what is written after this.  Called in a thread."""
+        self._in_use = True
+        try:
+            if self._file is None:
+                self._file = GrowingFile(self._path)
+                self.watch = GrowthWatch()
+            assert self.watch is not None
+            self.watch.arm(self._file.fd)
+            return self._file.size()
+        finally:
+            with self._lock:
+                self._in_use = False
+                if self._closed:
+                    self._release()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if not self._in_use:
+                self._release()
+
+    def _release(self) -> None:
+        for opened in (self.watch, self._file):
+            if opened is not None:
+                opened.close()
+        self.watch = self._file = None

@@ -1,7 +1,7 @@
-"""`--logs-specs`: a plugin of torch's kind (entry point `torchrun.logs_specs`) says where workers' output goes.
+"""`--logs-specs`: a torch log plugin (entry point `torchrun.logs_specs`) chooses the log files of workers.
 
-`reify_logs.py` is the process that holds the plugin, one for the whole run, as with torchrun.  What the plugin said of
-a round becomes a `PluginLogs`: the same as `RoundLogs`, with the plugin's files in place of ours.
+`plugin_process.py` runs the plugin in one process for the whole run, as torchrun does.  The plugin's reply for a round
+becomes a `PluginLogs`: a `RoundLogs` with the plugin's files.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ripstop.logs.console import Kept
-from ripstop.logs.directory import OutputRoute, RoundLogs, move_aside, open_log
+from ripstop.logs.console import LineFilter
+from ripstop.logs.directory import OutputRoute, RoundLogs, open_log, rename_existing
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
@@ -27,7 +27,7 @@ NULL = Path(os.devnull)
 
 
 class LogsPlugin:
-    """The plugin's process; it loads while the rest of the agent gets ready."""
+    """The plugin's process.  It loads the plugin while the agent starts."""
 
     def __init__(self, logs: Logs, role: str, environ: Mapping[str, str], children: Children) -> None:
         self._children = children
@@ -36,7 +36,8 @@ class LogsPlugin:
         self._socket, theirs = socket.socketpair()
         with theirs:
             theirs.set_inheritable(True)
-            argv = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())]  # -P: our modules are not the plugin's
+            # -P: the plugin must not import modules of our directory
+            argv = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())]
             try:
                 self._pid = os.posix_spawn(sys.executable, argv, dict(environ), setsid=True)
             except OSError as error:
@@ -47,11 +48,11 @@ class LogsPlugin:
         self._loaded = False
 
     async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> "PluginLogs":
-        """Where the output of this round's workers goes; StartError with the plugin's own words if it cannot say."""
+        """The log files of this round's workers.  Raises StartError with the plugin's error."""
         if not self._loaded:
-            await self._ask(self._settings())
+            await self._request(self._settings())
             self._loaded = True
-        return PluginLogs(job, self._logs, place, self._role, await self._ask({"envs": envs}))
+        return PluginLogs(job, self._logs, place, self._role, await self._request({"envs": envs}))
 
     def close(self) -> None:
         self._socket.close()
@@ -68,36 +69,36 @@ class LogsPlugin:
             "shown": None if logs.shown is None else sorted(logs.shown),
         }
 
-    async def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, message: Mapping[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         line = b""
         try:
-            await loop.sock_sendall(self._socket, json.dumps(question).encode() + b"\n")
+            await loop.sock_sendall(self._socket, json.dumps(message).encode() + b"\n")
             while not line.endswith(b"\n") and (part := await loop.sock_recv(self._socket, 1 << 16)):
                 line += part
         except OSError:
             line = b""
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process has ended"}
-        if "error" in answer:
+        reply: dict[str, Any] = json.loads(line) if line else {"error": "its process has ended"}
+        if "error" in reply:
             raise StartError(
-                f"--logs-specs={self._logs.specs}: the plugin failed: {answer['error']}; mend it, or leave it out"
+                f"--logs-specs={self._logs.specs}: the plugin failed: {reply['error']}; fix it, or omit --logs-specs"
             )
-        return answer
+        return reply
 
 
 class PluginLogs(RoundLogs):
-    """The files of one round's workers, as a plugin named them.
+    """The log files of one round's workers, as a plugin named them.
 
-    An empty name is the console.  An error file that it does not name, or names /dev/null, is where it would be without
-    the plugin: a plugin's worker may leave evidence too.
+    An empty name is the console.  If the plugin names no error file, or /dev/null, the error file is at its default
+    path, so that failures have evidence.
     """
 
-    def __init__(self, job: Path, logs: Logs, place: Place, role: str, said: Mapping[str, Any]) -> None:
+    def __init__(self, job: Path, logs: Logs, place: Place, role: str, reply: Mapping[str, Any]) -> None:
         super().__init__(job, logs, place, role, terminal=True)
-        self._said = said
+        self._reply = reply
 
     def environment(self, local_rank: int) -> Mapping[str, str]:
-        env: dict[str, str] = self._said["envs"][str(local_rank)]
+        env: dict[str, str] = self._reply["envs"][str(local_rank)]
         return env
 
     def directory(self, local_rank: int) -> Path:
@@ -107,17 +108,17 @@ class PluginLogs(RoundLogs):
         return self._named_error_file(local_rank) or super().directory(local_rank) / "error.json"
 
     def earlier(self, round: int, rank: int, stream: OutputStreams) -> Path | None:
-        """What the plugin said of another round is not kept."""
+        """Unknown: the plugin's replies for other rounds are not kept."""
         return None
 
     def prepare(self) -> None:
-        """The plugin has made directories, or has not: nothing of what is there is touched."""
+        """Create directories and files that the plugin has not created; change no existing file."""
         try:
             for local_rank in range(self._place.slots):
                 if self._named_error_file(local_rank) is None:
                     make_own_directory(self._round)
                     make_own_directory(self.directory(local_rank))
-                    move_aside(self.error_file(local_rank))
+                    rename_existing(self.error_file(local_rank))
                 for path in self.files(local_rank):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if path.is_relative_to(self._job):
@@ -128,19 +129,19 @@ class PluginLogs(RoundLogs):
                     os.close(open_log(path))
         except OSError as error:
             raise StartError(
-                f"--logs-specs={self._logs.specs}: {error.filename} cannot be used ({error.strerror}); mend the plugin"
+                f"--logs-specs={self._logs.specs}: {error.filename} cannot be used ({error.strerror}); fix the plugin"
             ) from error
 
     def _named_error_file(self, local_rank: int) -> Path | None:
-        name = self._said["error_files"].get(str(local_rank))
+        name = self._reply["error_files"].get(str(local_rank))
         return Path(name) if name and Path(name) != NULL else None
 
     def _file(self, local_rank: int, stream: OutputStreams) -> Path | None:
-        name = self._said["stdouts" if stream is OutputStreams.OUT else "stderrs"].get(str(local_rank))
+        name = self._reply["stdouts" if stream is OutputStreams.OUT else "stderrs"].get(str(local_rank))
         return self._target(name) if name else None
 
     def _target(self, name: str) -> Path:
-        """Where the plugin's own links lead; links below the run's directory are nobody's, and are not followed."""
+        """Resolve the plugin's symbolic links.  Links below the job's directory are not followed."""
         path = Path(name).absolute()
         if path.is_relative_to(self._job) or not no_follow(path):
             return path
@@ -150,13 +151,13 @@ class PluginLogs(RoundLogs):
         path = self._file(local_rank, stream)
         if path is None:
             return OutputRoute.CONSOLE
-        teed = self._said["tee_stdouts" if stream is OutputStreams.OUT else "tee_stderrs"].get(str(local_rank))
+        teed = self._reply["tee_stdouts" if stream is OutputStreams.OUT else "tee_stderrs"].get(str(local_rank))
         return OutputRoute.TEE if teed and path != NULL else OutputRoute.FILE
 
-    def _kept(self, stream: OutputStreams) -> Kept | None:
-        kept = super()._kept(stream)
-        name = self._said["filtered_stdout" if stream is OutputStreams.OUT else "filtered_stderr"]
-        return Kept(self._target(name), kept.words) if kept and name else None
+    def _line_filter(self, stream: OutputStreams) -> LineFilter | None:
+        line_filter = super()._line_filter(stream)
+        name = self._reply["filtered_stdout" if stream is OutputStreams.OUT else "filtered_stderr"]
+        return LineFilter(self._target(name), line_filter.words) if line_filter and name else None
 
 
 def _streams(streams: StreamMap) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Asks a `LogsSpecs` plugin where workers' output goes, in a process of its own: plugins import torch, agents never do.
+"""Runs a `LogsSpecs` plugin in its own process: plugins import torch, and the agent must not.
 
-Run as `python -P reify_logs.py FD`.  On that socket come and go lines of JSON: first what the plugin is made with, then
-the environments of each round's workers; every line is answered, with what the plugin said or with what went wrong.
-Executed, not imported: the plugin finds nothing of ours but this.
+Run as `python -P plugin_process.py FD`.  Requests and replies are lines of JSON on that socket.  The first request has
+the plugin's settings, each later one the environments of a round's workers.  A reply has the plugin's result or an
+error.  This file is executed, not imported, and imports nothing of ripstop.
 """
 
 import json
@@ -18,21 +18,21 @@ def main(fd: int) -> None:
     with socket.socket(fileno=fd) as channel, channel.makefile("rw", encoding="utf-8") as lines:
         specs: Any = None
         for line in lines:
-            asked = json.loads(line)
-            answer: dict[str, Any] = {}
+            request = json.loads(line)
+            reply: dict[str, Any] = {}
             try:
                 if specs is None:
-                    specs = make(asked)
+                    specs = make(request)
                 else:
-                    answer = ask(specs, asked)
+                    reply = reify(specs, request)
             except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            lines.write(json.dumps(answer) + "\n")
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            lines.write(json.dumps(reply) + "\n")
             lines.flush()
 
 
 def make(settings: dict[str, Any]) -> Any:
-    """The plugin's class, made as torchrun makes it."""
+    """An instance of the plugin's class, with the arguments that torchrun passes."""
     (entry, *_) = metadata.entry_points(group=GROUP, name=settings["name"])
     plugin = entry.load()
     std = std_of(plugin)
@@ -45,7 +45,7 @@ def make(settings: dict[str, Any]) -> Any:
 
 
 def std_of(plugin: type) -> Any:
-    """The `Std` that belongs to the `LogsSpecs` the plugin derives from."""
+    """The `Std` class of the module that defines the plugin's `LogsSpecs`."""
     for base in plugin.__mro__:
         if std := getattr(sys.modules[base.__module__], "Std", None):
             return std
@@ -53,12 +53,12 @@ def std_of(plugin: type) -> Any:
 
 
 def choice(std: Any, streams: dict[str, Any]) -> Any:
-    """One choice for all workers, or one for some."""
+    """A `Std` for each rank, or one for all workers."""
     return {int(rank): std(value) for rank, value in streams["by_rank"]} or std(streams["default"])
 
 
-def ask(specs: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    envs = {int(rank): env for rank, env in asked["envs"].items()}
+def reify(specs: Any, request: dict[str, Any]) -> dict[str, Any]:
+    envs = {int(rank): env for rank, env in request["envs"].items()}
     dest = specs.reify(envs)
     names = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr")
     texts = {rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()}

@@ -149,16 +149,13 @@ class Tls(Struct, frozen=True):
     ca: Path | None = None
 
 
-class Tracing(Redacted, frozen=True):
-    """Where the job's spans are sent (OTLP over HTTP, as JSON), and their resource attributes.
+class Tracing(Struct, frozen=True):
+    """The collector of the job's spans, for log lines; OpenTelemetry's SDK reads its own variables.
 
-    `parent` is the trace id and the span id of which the job is a part, in hexadecimal digits.
+    `parent` has the ids of the trace and of the span that contain the job, in hexadecimal digits.
     """
 
-    url: str
-    headers: tuple[tuple[str, str], ...] = ()
-    resource: tuple[tuple[str, str], ...] = ()
-    ca: Path | None = None  # verifies the collector; None: the system's authorities
+    endpoint: str
     parent: tuple[str, str] | None = None
 
 

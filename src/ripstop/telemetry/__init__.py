@@ -1,4 +1,1 @@
-"""What happened, for people and tools.
-
-Journal, event files, log lines, metrics, goodput, traces, torch's event handlers.
-"""
+"""Event files, the journal, log lines, metrics, goodput, traces, and torch's event handlers."""

@@ -1,26 +1,26 @@
-"""How much of a job's time went into steps that were kept.  Pure.
+"""Computes the share of a job's time that was spent in steps that were kept.  Pure.
 
-A step is known by its number, which workers report and which grows over the whole job.  A round that begins at step
-`n` has gone back to before it: what earlier rounds did of the steps from `n` on was in vain, and was done again.
+Workers report steps by numbers that grow over the whole job.  A round that begins at step `n` has restored a state from
+before it: the steps from `n` on of earlier rounds are lost and are repeated.
 
 **Goodput** is the time spent in kept steps, divided by the time since the job began, by the coordinator's clock.  In a
-round, the time from its first reported step to its last is spread evenly over the steps between.  What is not in there
-is not good: starting, the first step (nobody reported its beginning), lost steps, the time between rounds.
+round, the time from the first reported step to the last is divided equally among the steps between.  Not part of it are
+start-up, the first step (its beginning is not reported), lost steps, and the time between rounds.
 
-Several nodes report the same steps: of each round, the word of its lowest rank counts, for no other reason than that it
-is one word.  Rules: (1) reports may come late, twice and in any order; (2) steps of the round that runs count as kept
-until a later round begins before them; (3) a round whose end nobody told counts as far as it was seen.
+Several nodes report the same steps; of each round, the reports of its lowest rank count.  Rules: (1) reports may arrive
+late, repeatedly and in any order; (2) steps of the current round count as kept until a later round begins before them;
+(3) a round whose end is not reported counts up to its last observed step.
 """
 
 from msgspec import Struct
 
 from ripstop.model.events import EventRecord, FirstStep, JobClosed, StepsDone
 
-MOST_ROUNDS = 1000  # looked at again when a later round begins before them; older ones are settled
+MAX_OPEN_ROUNDS = 1000  # the totals of older rounds are final
 
 
 class Spent(Struct, frozen=True):
-    """Where a job's time went, in seconds, and how many steps were done in vain."""
+    """The time of a job in seconds: in kept steps, in lost steps, in total; and the number of lost steps."""
 
     kept: float
     lost: float
@@ -32,8 +32,8 @@ class Spent(Struct, frozen=True):
         return min(1.0, self.kept / self.wall) if self.wall > 0 else 0.0
 
 
-class _Span(Struct, frozen=True):
-    """Steps `first` to `last`, so long apart, as this rank reported them."""
+class _Steps(Struct, frozen=True):
+    """Steps `first` to `last`, and the time between them, as reported by this rank."""
 
     rank: int
     first: int
@@ -41,104 +41,100 @@ class _Span(Struct, frozen=True):
     seconds: float
 
     def kept(self, limit: int | None) -> int:
-        """How many of the steps after the first are below the limit."""
+        """The number of steps after the first and below the limit."""
         steps = max(0, self.last - self.first)
         return steps if limit is None else min(steps, max(0, limit - 1 - self.first))
 
-    def before(self, limit: int | None) -> tuple[float, float, int]:
-        """The seconds of what is kept and of what is not, and the number of steps that are not."""
+    def split(self, limit: int | None) -> tuple[float, float, int]:
+        """The seconds in kept steps, the seconds in lost steps, and the number of lost steps."""
         steps = self.last - self.first
         if steps <= 0:
             return 0.0, 0.0, 0
         kept = self.kept(limit)
-        good = self.seconds * kept / steps
-        return good, self.seconds - good, steps - kept
+        kept_seconds = self.seconds * kept / steps
+        return kept_seconds, self.seconds - kept_seconds, steps - kept
 
 
 class _Round(Struct):
-    """What is known of one round."""
-
-    lowest: int  # the lowest step that anybody began with
-    began: tuple[int, str, int, float] | None = None  # the lowest rank that began: rank, node, step, when
-    seen: _Span | None = None  # how far it was seen
-    done: _Span | None = None  # how far it came
+    first_step: int  # the lowest one of all workers
+    began: tuple[int, str, int, float] | None = None  # the first step of the lowest rank: rank, node, step, time
+    observed: _Steps | None = None  # while the round runs
+    final: _Steps | None = None  # reported at its end
 
 
 class Goodput:
-    """What `Spent` says of a job, from its entries."""
+    """Computes `Spent` from the records of a job."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, _Round] = {}
-        self._settled = (0.0, 0.0, 0)
-        self._settled_round = 0
+        self._final_totals = (0.0, 0.0, 0)
+        self._last_closed_round = 0
         self._began: float | None = None
         self._ended: float | None = None
 
     @property
-    def known(self) -> bool:
-        """Has any worker reported a step?"""
+    def has_steps(self) -> bool:
         return bool(self._rounds)
 
     @property
-    def teller(self) -> tuple[str, int] | None:
-        """The node and the rank whose word counts in the latest round, unless all is told of it."""
+    def reporter(self) -> tuple[str, int] | None:
+        """The node and the rank whose reports count in the latest round; None if its end is reported."""
         round = self._rounds[max(self._rounds)] if self._rounds else None
-        if round is None or round.began is None or round.done is not None:
+        if round is None or round.began is None or round.final is not None:
             return None
         rank, node, _, _ = round.began
         return node, rank
 
-    def on(self, entry: EventRecord) -> None:
-        """Something happened in the job."""
-        if not entry.node:  # a node's clock may say anything
-            self._began = entry.at if self._began is None else min(self._began, entry.at)
-        match entry.event:
+    def on(self, record: EventRecord) -> None:
+        if not record.node:  # clocks of nodes may be wrong
+            self._began = record.at if self._began is None else min(self._began, record.at)
+        match record.event:
             case FirstStep(number, rank, step):
                 if round := self._round(number, step):
-                    began = (rank, entry.node, step, entry.at)
+                    began = (rank, record.node, step, record.at)
                     round.began = began if round.began is None else min(round.began, began)
             case StepsDone(number, rank, first, last, seconds):
-                if (round := self._round(number, first)) and (round.done is None or rank < round.done.rank):
-                    round.done = _Span(rank, first, last, max(0.0, seconds))
-            case JobClosed() if not entry.node:
-                self._ended = entry.at
+                if (round := self._round(number, first)) and (round.final is None or rank < round.final.rank):
+                    round.final = _Steps(rank, first, last, max(0.0, seconds))
+            case JobClosed() if not record.node:
+                self._ended = record.at
 
-    def progress(self, number: int, node: str, rank: int, step: int, at: float) -> None:
-        """A worker of a round that runs has come to this step, at that time of its node's clock."""
+    def on_step(self, number: int, node: str, rank: int, step: int, at: float) -> None:
+        """A worker of a running round has reached this step, at this time of its node's clock."""
         round = self._rounds.get(number)
         if round is not None and round.began is not None and round.began[:2] == (rank, node):
             first, began = round.began[2:]
-            round.seen = _Span(rank, first, step, max(0.0, at - began))
+            round.observed = _Steps(rank, first, step, max(0.0, at - began))
 
     def spent(self, now: float) -> Spent:
-        """The sums, by now."""
-        kept, lost, steps_lost = self._settled
+        """The totals at this time."""
+        kept, lost, steps_lost = self._final_totals
         limit: int | None = None
         for number in sorted(self._rounds, reverse=True):
             round = self._rounds[number]
-            if span := round.done or round.seen:
-                good, bad, vain = span.before(limit)
-                kept, lost, steps_lost = kept + good, lost + bad, steps_lost + vain
-            limit = round.lowest if limit is None else min(limit, round.lowest)
+            if steps := round.final or round.observed:
+                more = steps.split(limit)
+                kept, lost, steps_lost = kept + more[0], lost + more[1], steps_lost + more[2]
+            limit = round.first_step if limit is None else min(limit, round.first_step)
         end = now if self._ended is None else self._ended
         wall = max(0.0, end - self._began) if self._began is not None else 0.0
         return Spent(kept, lost, wall, steps_lost)
 
     def _round(self, number: int, first: int) -> _Round | None:
-        """The round, begun at this step or before; None for one that is settled."""
-        if number <= self._settled_round:
+        """The round, which began at this step or before; None if its totals are final."""
+        if number <= self._last_closed_round:
             return None
         round = self._rounds.setdefault(number, _Round(first))
-        round.lowest = min(round.lowest, first)
-        if len(self._rounds) > MOST_ROUNDS:
-            self._settle(min(self._rounds))
+        round.first_step = min(round.first_step, first)
+        if len(self._rounds) > MAX_OPEN_ROUNDS:
+            self._close(min(self._rounds))
         return self._rounds.get(number)
 
-    def _settle(self, number: int) -> None:
+    def _close(self, number: int) -> None:
         round = self._rounds.pop(number)
-        self._settled_round = number
-        if span := round.done or round.seen:
-            limit = min((later.lowest for later in self._rounds.values()), default=None)
-            kept, lost, steps = self._settled
-            good, bad, vain = span.before(limit)
-            self._settled = (kept + good, lost + bad, steps + vain)
+        self._last_closed_round = number
+        if steps := round.final or round.observed:
+            limit = min((later.first_step for later in self._rounds.values()), default=None)
+            kept, lost, steps_lost = self._final_totals
+            more = steps.split(limit)
+            self._final_totals = (kept + more[0], lost + more[1], steps_lost + more[2])

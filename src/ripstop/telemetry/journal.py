@@ -1,7 +1,7 @@
-"""The entries of a whole job, in the order in which its coordinator learned of them.
+"""The event records of a whole job, in the order in which its coordinator received them.
 
-What an agent tells again after a broken connection is taken once.  Only the latest are kept, so many entries and so
-many bytes of them; a reader that was away for longer finds the rest in the event files.
+Records that an agent sends again after a broken connection are added once.  Only the latest records are kept, bounded
+in number and bytes; older ones are in the event files.
 """
 
 from collections import deque
@@ -14,65 +14,65 @@ from msgspec.structs import fields
 from ripstop.model.config import MAX_NODES
 from ripstop.model.events import Event, EventRecord, Sink
 
-KEPT = 10_000  # entries
-KEPT_BYTES = 64 << 20  # of them, about
+MAX_RECORDS = 10_000
+MAX_BYTES = 64 << 20  # estimated
 
 
 class Journal:
-    """Numbers, keeps and passes on what happens in a job."""
+    """Numbers and keeps the records of a job, and passes them to sinks."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = list(sinks)
-        self._entries: deque[EventRecord] = deque()
-        self._sizes: deque[int] = deque()  # of each of them
-        self._bytes = 0  # of all of them
-        self._own = 0
-        self._seen: dict[str, int] = {}  # the last number of each node
-        self.count = 0  # of all that were ever here
+        self._records: deque[EventRecord] = deque()
+        self._sizes: deque[int] = deque()  # of each record
+        self._bytes = 0  # of all records
+        self._last_own_seq = 0
+        self._last_seq: dict[str, int] = {}  # the last sequence number of each node
+        self.count = 0  # of all records, including those that are no longer kept
 
     def record(self, event: Event, at: float) -> EventRecord:
-        """The coordinator itself has something to say."""
-        self._own += 1
-        entry = EventRecord(self._own, at, "", event)
-        self._append(entry)
-        return entry
+        """Add an event of the coordinator."""
+        self._last_own_seq += 1
+        record = EventRecord(self._last_own_seq, at, "", event)
+        self._append(record)
+        return record
 
-    def take(self, entry: EventRecord) -> bool:
-        """An agent's entry; false if it was here before."""
-        if entry.seq <= self._seen.get(entry.node, 0):
+    def take(self, record: EventRecord) -> bool:
+        """Add a record of an agent; false if it was added before."""
+        if record.seq <= self._last_seq.get(record.node, 0):
             return False
-        self._seen[entry.node] = entry.seq
-        if len(self._seen) > MAX_NODES:
-            del self._seen[next(iter(self._seen))]
-        self._append(entry)
+        self._last_seq[record.node] = record.seq
+        if len(self._last_seq) > MAX_NODES:
+            del self._last_seq[next(iter(self._last_seq))]
+        self._append(record)
         return True
 
     def since(self, number: int) -> list[tuple[int, EventRecord]]:
-        """The kept entries after the `number`-th of the job, numbered."""
-        first = self.count - len(self._entries)
+        """The kept records after the `number`-th of the job, with their numbers."""
+        first = self.count - len(self._records)
         skip = max(0, number - first)
-        return list(enumerate(islice(self._entries, skip, None), first + skip + 1))
+        return list(enumerate(islice(self._records, skip, None), first + skip + 1))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
-        """Have every later entry given to `sink`; the result ends that."""
+        """Pass every later record to `sink`, until the returned function is called."""
         self._sinks.append(sink)
         return lambda: self._sinks.remove(sink)
 
-    def _append(self, entry: EventRecord) -> None:
-        self._entries.append(entry)
-        self._sizes.append(_size(entry))
+    def _append(self, record: EventRecord) -> None:
+        self._records.append(record)
+        self._sizes.append(_size(record))
         self._bytes += self._sizes[-1]
-        while len(self._entries) > KEPT or self._bytes > KEPT_BYTES:
-            self._entries.popleft()
+        while len(self._records) > MAX_RECORDS or self._bytes > MAX_BYTES:
+            self._records.popleft()
             self._bytes -= self._sizes.popleft()
         self.count += 1
         for sink in tuple(self._sinks):
-            sink(entry)
+            sink(record)
 
 
-def _size(entry: EventRecord) -> int:
-    """Bytes in memory, about.  What the coordinator lists itself, names of nodes, is in memory anyway."""
-    return 200 + sum(_size_of(getattr(entry.event, field.name), bool(entry.node)) for field in fields(entry.event))
+def _size(record: EventRecord) -> int:
+    """Estimated bytes in memory.  Node names in the coordinator's own records are in memory anyway."""
+    return 200 + sum(_size_of(getattr(record.event, field.name), bool(record.node)) for field in fields(record.event))
 
 
 def _size_of(value: Any, whole: bool) -> int:

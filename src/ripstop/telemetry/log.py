@@ -1,7 +1,7 @@
-"""Our own log lines, on stderr.
+"""ripstop's own log lines, on stderr.
 
-A thread of its own writes them, so that a console nobody reads stops neither signals nor heartbeats nor restarts.
-Words that came from elsewhere cannot forge a line: control characters are taken out.
+A thread writes them, so that a console that nobody reads does not block the agent.  Control characters are removed, so
+that text from other processes cannot forge a line.
 """
 
 import logging
@@ -14,19 +14,19 @@ FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
 
 
 class StderrHandler(logging.Handler):
-    """Writes to file descriptor 2 without ever making the caller wait."""
+    """Writes to file descriptor 2; the caller never waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
-        self._lines = BackgroundWriter("log", _write, lost=_not_shown)
+        self._writer = BackgroundWriter("log", _write, lost=_dropped_lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.put(one_line(self.format(record)))
+        self._writer.put(one_line(self.format(record)))
 
     def close(self) -> None:
-        """Waits, briefly, until what was said is written."""
-        self._lines.close()
+        """Wait briefly until all lines are written."""
+        self._writer.close()
         super().close()
 
 
@@ -35,5 +35,5 @@ def _write(data: bytes) -> None:
         data = data[os.write(2, data) :]
 
 
-def _not_shown(lines: int) -> str:
+def _dropped_lines(lines: int) -> str:
     return f"[ripstop] {lines} lines were not shown: the console is not being read"

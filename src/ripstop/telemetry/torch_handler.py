@@ -1,8 +1,7 @@
-"""`--event-log-handler`: a handler of torch's kind hears of what happens to this node's workers.
+"""`--event-log-handler`: passes the events of this node's workers to a torch event handler.
 
-The handler is in a process of its own (`telemetry/torch_handler_process.py`), and a socket of limited size lies
-between: one that
-raises, blocks or crashes, or imports torch, costs the agent nothing.  What it misses by that is said once.
+The handler runs in its own process (`torch_handler_process.py`), connected by a socket with a bounded buffer.  So a
+handler that raises, blocks, crashes or imports torch does not affect the agent.  Lost events are logged once.
 """
 
 import logging
@@ -19,16 +18,16 @@ from ripstop.workers.processes import Children, cannot_start
 
 log = logging.getLogger("ripstop.workers")
 
-GOODBYE = 2.0  # seconds for what the handler has not heard yet
+CLOSE_TIMEOUT_S = 2.0  # for events that the handler has not processed yet
 
 
 class EventHandler:
-    """The handler's process; it lasts until `close`."""
+    """The handler's process; it runs until `close`."""
 
     def __init__(self, name: str, environ: Mapping[str, str], children: Children) -> None:
         self._name = name
         self._children = children
-        self._complained = False
+        self._problem_logged = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs:
@@ -42,28 +41,28 @@ class EventHandler:
         children.claim(self._pid)
 
     def put(self, line: str) -> None:
-        """Have the handler told, soon; does not wait."""
+        """Send an event to the handler; does not wait."""
         try:
             self._socket.send(line.encode("utf-8", "backslashreplace"))
         except BlockingIOError:
-            self._complain("does not keep up, and misses events")
+            self._log_problem("is too slow and loses events")
         except OSError as error:
-            self._complain(f"hears no more: {error.strerror}")
+            self._log_problem(f"cannot be reached: {error.strerror}")
 
     def close(self) -> None:
-        """Waits, briefly, until it has heard all; then it is gone."""
+        """Wait briefly until the handler has processed all events, then kill it."""
         self._socket.close()
         with suppress(OSError):
             pidfd = os.pidfd_open(self._pid)
             ended = select.poll()
             ended.register(pidfd, select.POLLIN)
-            if not ended.poll(GOODBYE * 1000):
-                self._complain(f"was not done {GOODBYE:g} s after the end")
+            if not ended.poll(CLOSE_TIMEOUT_S * 1000):
+                self._log_problem(f"had not finished {CLOSE_TIMEOUT_S:g} s after the end")
             os.close(pidfd)
         os.kill(self._pid, signal.SIGKILL)
         self._children.reap(self._pid)
 
-    def _complain(self, what: str) -> None:
-        if not self._complained:
-            self._complained = True
-            log.warning("the event handler %s %s; the job goes on", self._name, what)
+    def _log_problem(self, what: str) -> None:
+        if not self._problem_logged:
+            self._problem_logged = True
+            log.warning("the event handler %s %s; the job continues", self._name, what)

@@ -1,9 +1,9 @@
-"""Hands events to a handler of torch's kind, in a process of its own: handlers are the users', and may import torch.
+"""Runs a torch event handler in its own process: handlers are user code, and may import torch.
 
-Run as `python -P handle_events.py FD NAME`, with a socket on which events come, a message each.  The handler is a
-`logging.Handler`: one of torch's names (`null`, `console`, `dynamic_rendezvous`), or what an entry point of the group
-`torchrun.event_handlers` gives, which is a handler or something that makes one.  What it raises is said once; it is
-given the next event all the same.  Executed with nothing of ours around it, so it imports nothing of ours.
+Run as `python -P torch_handler_process.py FD NAME`; each message on the socket is one event.  The handler is a
+`logging.Handler`: one of torch's own (`null`, `console`, `dynamic_rendezvous`), or the object of an entry point of the
+group `torchrun.event_handlers`, which is a handler or a function that returns one.  The first exception that it raises
+is logged; it gets later events all the same.  This file is executed, not imported, and imports nothing of ripstop.
 """
 
 import logging
@@ -12,12 +12,12 @@ import sys
 from typing import Any
 
 GROUP = "torchrun.event_handlers"
-LONGEST = 1 << 20  # bytes of an event
-NAMES = ("null", "console", "dynamic_rendezvous")  # torch's own; the last is null, too
+MAX_EVENT_BYTES = 1 << 20
+NAMES = ("null", "console", "dynamic_rendezvous")  # torch's own; the last one is a null handler, too
 
 
 def find_handler(name: str) -> logging.Handler:
-    """LookupError where nobody has this name; TypeError where it is no handler's."""
+    """Raises LookupError for an unknown name, TypeError if the object is not a handler."""
     if name in NAMES:
         return logging.StreamHandler() if name == "console" else logging.NullHandler()
     from importlib.metadata import entry_points
@@ -32,25 +32,25 @@ def find_handler(name: str) -> logging.Handler:
 
 
 def main(fd: int, name: str) -> int:
-    logging.raiseExceptions = False  # what a handler of logging's own cannot write is not worth a traceback an event
+    logging.raiseExceptions = False  # no traceback for each event that cannot be written
     try:
         handler = find_handler(name)
     except Exception as error:
-        return _broken(name, error)
+        return _log_failure(name, error)
     logger = logging.Logger(f"torchelastic-events-{name}")
     logger.addHandler(handler)
-    said = False
+    failure_logged = False
     with socket.socket(fileno=fd) as channel:
-        while event := channel.recv(LONGEST):
+        while event := channel.recv(MAX_EVENT_BYTES):
             try:
                 logger.info(event.decode("utf-8", "replace"))
             except Exception as error:
-                said = said or bool(_broken(name, error))
+                failure_logged = failure_logged or bool(_log_failure(name, error))
     logging.shutdown()
     return 0
 
 
-def _broken(name: str, error: Exception) -> int:
+def _log_failure(name: str, error: Exception) -> int:
     print(f"ripstop: the event handler {name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return 1
 
