@@ -88,8 +88,8 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
             details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
             return json.loads(await reply("log", json.dumps(details), node))
 
-        assert [(await log(at))["end"] for at in (0, follow.PIECE)] == [False, False]
-        waiting = asyncio.create_task(log(follow.PIECE + 8, wait=8.0))
+        assert [(await log(at))["end"] for at in (0, follow.MAX_CHUNK_BYTES)] == [False, False]
+        waiting = asyncio.create_task(log(follow.MAX_CHUNK_BYTES + 8, wait=8.0))
         leaving = asyncio.create_task(node.log_followers.wait(60.0))
         done, _ = await asyncio.wait([waiting, leaving], timeout=0.05)
         assert not done

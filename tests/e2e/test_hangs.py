@@ -36,8 +36,8 @@ def logged(agent: Agent, pattern: str) -> bool:
 
 
 def assert_recovered(job: Job, *agents: Agent) -> None:
-    assert [agent.wait() for agent in agents] == [0] * len(agents), job.story()
-    assert {h["rank"] for h in job.happenings(event="done", restart=1)} == {0, 1}
+    assert [agent.wait() for agent in agents] == [0] * len(agents), job.describe()
+    assert {h["rank"] for h in job.worker_events(event="done", restart=1)} == {0, 1}
 
 
 def test_the_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_recovers(job: Job) -> None:

@@ -63,7 +63,7 @@ def until_running(job: Job, round: int = 1, *argv: str) -> dict[str, Any]:
         found = json.loads(out) if code == 0 else {"phase": "", "round": 0}
         return found if found["phase"] == "running" and found["round"] >= round else None
 
-    return wait_until(running, why=job.story)
+    return wait_until(running, why=job.describe)
 
 
 @pytest.fixture
@@ -385,9 +385,9 @@ def test_commands_work_on_the_machine_of_the_elected_coordinator(job: Job, tmp_p
             agents[-1].wait_for_log("ranks=")
         host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
         here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
-        wait_until(lambda: True if "world size 2" in output_of(job, "status", **here) else None, why=job.story)
+        wait_until(lambda: True if "world size 2" in output_of(job, "status", **here) else None, why=job.describe)
         assert error_of(job, "status", **there).startswith("a job without a secret is not steered over the network; ")
         agents[host].signal(signal.SIGKILL)
-        wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.story)
+        wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.describe)
         output_of(job, "stop", **there)
         assert agents[1 - host].wait() == 1
