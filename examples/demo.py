@@ -25,7 +25,7 @@ def main() -> int:
             *("--log-dir", f"{scratch}/logs", str(TRAINING)),
             *("--checkpoint", f"{scratch}/checkpoint.pt", "--steps", str(STEPS)),
         ]
-        say("starting two workers: " + " ".join(command[:5]) + " examples/ddp_resume.py")
+        report("starting two workers: " + " ".join(command[:5]) + " examples/ddp_resume.py")
         started = time.monotonic()
         job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         signal.signal(signal.SIGALRM, lambda *_: job.kill())
@@ -51,11 +51,11 @@ def watch(job: subprocess.Popen[str], started: float) -> float | None:
                 workers[int(rank)] = int(pid)
             case ["training", *_] if killed_at is not None:
                 healed = time.monotonic() - killed_at
-                say(f"training goes on from the checkpoint, {healed:.2f} s after the kill")
+                report(f"training continues from the checkpoint, {healed:.2f} s after the kill")
             case ["training", *_]:
-                say(f"both are training, {time.monotonic() - started:.1f} s after the command was given")
+                report(f"both are training, {time.monotonic() - started:.1f} s after the command was given")
             case ["step", step, *_] if int(step) == KILL_AT and killed_at is None:
-                say(f"worker 1 is killed now: kill -9 {workers[1]}")
+                report(f"worker 1 is killed now: kill -9 {workers[1]}")
                 killed_at = time.monotonic()
                 os.kill(workers[1], signal.SIGKILL)
     return healed
@@ -63,13 +63,13 @@ def watch(job: subprocess.Popen[str], started: float) -> float | None:
 
 def conclude(code: int, healed: float | None) -> int:
     if code == 0 and healed is not None:
-        say(f"finished: all {STEPS} steps, one worker lost, {healed:.2f} s of interruption")
+        report(f"finished: all {STEPS} steps, one worker lost, {healed:.2f} s of interruption")
         return 0
-    say(f"the demo failed: exit code {code}, " + ("no recovery seen" if healed is None else "after the recovery"))
+    report(f"the demo failed: exit code {code}, " + ("no recovery seen" if healed is None else "after the recovery"))
     return code or 1
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(f"\033[1m» {text}\033[0m" if sys.stdout.isatty() else f"» {text}", flush=True)
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,22 @@ from ripstop.workers.processes import Children
 from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner
 
 DEADLINE = 60.0
+
+
+@contextmanager
+def new_spawner(
+    entry: Entrypoint,
+    env: Mapping[str, str],
+    start: StartMethod = StartMethod.ZYGOTE,
+    preload: tuple[str, ...] | None = (),
+) -> Iterator[Spawner]:
+    """A spawner with its own children, in the running event loop."""
+    spawner = Spawner(Children().open(), entry, env, start, preload)
+    try:
+        yield spawner
+    finally:
+        spawner.close()
+        spawner.children.close()
 
 
 @dataclass
@@ -75,10 +92,8 @@ class Stage:
             if len(exits) == workers:
                 done.set()
 
-        children = Children().open()
-        spawner = Spawner(children, entry, env, start, preload)
-        try:
-            group = Group(children, spawner, specs, on_exit)
+        with new_spawner(entry, env, start, preload) as spawner:
+            group = Group(spawner.children, spawner, specs, on_exit)
             async with asyncio.timeout(DEADLINE):
                 try:
                     await group.start()
@@ -87,9 +102,6 @@ class Stage:
                 finally:
                     await group.stop(0)
             ready = await spawner.wait_ready()
-        finally:
-            spawner.close()
-            children.close()
         exits.sort(key=lambda end: end.local_rank)
         return Outcome(exits, [out.read_text() for out, _ in files], [err.read_text() for _, err in files], ready)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from ripstop.diagnostics import flight_dump
-from ripstop.diagnostics.flight_dump import FlightDump, query
+from ripstop.diagnostics import flight_dump, stacks
+from ripstop.diagnostics.flight_dump import Flight, ask
 from ripstop.diagnostics.flight_recorder import in_words, odd_ones
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
-from ripstop.workers.zygote.worker_hooks import flight_recorder_dump
+from ripstop.workers.zygote.worker_hooks import flight_recorder_dump, serve_flight_recorder
 from tests.e2e.harness import wait_until
 
 DEADLINE = 60.0
@@ -175,3 +176,7 @@ def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "s"))
     (found,) = asyncio.run(query([str(tmp_path / "s")]))
     assert found.standings is None and "refused" in found.why
+
+
+def test_the_recorders_own_thread_is_recognised_in_stacks() -> None:
+    assert re.search(stacks._OURS, serve_flight_recorder.__code__.co_filename)

@@ -17,9 +17,8 @@ from ripstop.system.linux import memory_policy_call
 from ripstop.system.numa import Cpu, Topology, bindings, format_ranges, parse_ranges
 from ripstop.system.topology import GpuDevice, choose, read_topology, visible_gpus
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.processes import Children
-from ripstop.workers.spawner import ProcessSpec, Spawner
-from tests.worker_fixtures import Stage
+from ripstop.workers.spawner import ProcessSpec
+from tests.worker_fixtures import Stage, new_spawner
 
 NAME = "--numa-binding"
 
@@ -323,18 +322,15 @@ def start_bound(stage: Stage, binding: Binding | None, start: StartMethod) -> tu
 
     async def run() -> Exit:
         ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        children = Children().open()
-        spawner = Spawner(children, script, dict(os.environ), start, ())
-        try:
-            group = Group(children, spawner, [ProcessSpec(dict(os.environ), script, *files, binding)], ended.set_result)
+        with new_spawner(script, dict(os.environ), start) as spawner:
+            group = Group(
+                spawner.children, spawner, [ProcessSpec(dict(os.environ), script, *files, binding)], ended.set_result
+            )
             try:
                 await group.start()
                 return await asyncio.wait_for(ended, 60)
             finally:
                 await group.stop(0)
-        finally:
-            spawner.close()
-            children.close()
 
     return asyncio.run(run()), files[0].read_text(), files[1].read_text()
 

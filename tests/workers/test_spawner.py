@@ -13,6 +13,7 @@ from ripstop.model.config import Executable, Function, Module, Script, StartMeth
 from ripstop.model.errors import StartError
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Spawner
+from tests.worker_fixtures import new_spawner
 
 HELLO = "import os, sys; print('hello', os.environ['RANK'], *sys.argv[1:])"
 
@@ -84,22 +85,17 @@ def test_processes_with_other_arguments_or_another_script_share_a_zygote(stage):
     one, two = stage.script(HELLO), stage.script("print('another')", "two.py")
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(one), ("a",)), stage.env, StartMethod.ZYGOTE, ())
-        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        try:
+        with new_spawner(Script(str(one), ("a",)), stage.env) as spawner:
+            ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
             entries = [Script(str(one), ("a",)), Script(str(one), ("b", "c")), Script(str(two)), Module("this")]
             specs = [
                 ProcessSpec({**stage.env, "RANK": str(n)}, entry, stage.directory / f"{n}.out")
                 for n, entry in enumerate(entries)
             ]
             for pid in await spawner.spawn(specs):
-                children.watch(pid, ended.put_nowait)
+                spawner.children.watch(pid, ended.put_nowait)
             for _ in entries:
                 assert (await ended.get()).exitcode == 0
-        finally:
-            spawner.close()
-            children.close()
 
     asyncio.run(scenario())
     texts = [(stage.directory / f"{n}.out").read_text() for n in range(4)]
@@ -134,25 +130,20 @@ def test_a_worker_has_its_own_environment_in_proc_python_libc_and_its_children(s
     own = {"KEPT": "é", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "LONG": long}
 
     async def scenario() -> list[int]:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(script), ("${local_rank}",)), zygotes, start, ())
-        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        specs = [
-            ProcessSpec(
-                path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                Script(str(script), (str(rank),)),
-                stage.directory / f"{rank}.out",
-            )
-            for rank in range(2)
-        ]
-        try:
+        with new_spawner(Script(str(script), ("${local_rank}",)), zygotes, start) as spawner:
+            ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
+            specs = [
+                ProcessSpec(
+                    path | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    Script(str(script), (str(rank),)),
+                    stage.directory / f"{rank}.out",
+                )
+                for rank in range(2)
+            ]
             async with asyncio.timeout(60):
                 for pid in await spawner.spawn(specs):
-                    children.watch(pid, ended.put_nowait)
+                    spawner.children.watch(pid, ended.put_nowait)
                 return [(await ended.get()).exitcode for _ in specs]
-        finally:
-            spawner.close()
-            children.close()
 
     assert asyncio.run(scenario()) == [0, 0]
     for rank in range(2):
@@ -179,8 +170,7 @@ def test_an_output_file_that_cannot_be_opened_is_a_start_error(stage):
     path = stage.script(HELLO)
 
     async def scenario() -> None:
-        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
-        try:
+        with new_spawner(Script(str(path)), stage.env) as spawner:
             specs = [
                 ProcessSpec({**stage.env, "RANK": "0"}, Script(str(path)), stage.directory / "0.out"),
                 ProcessSpec({**stage.env, "RANK": "1"}, Script(str(path)), stage.directory / "absent" / "out"),
@@ -191,8 +181,6 @@ def test_an_output_file_that_cannot_be_opened_is_a_start_error(stage):
             pids = await spawner.spawn(specs)  # the zygote still works
             for pid in pids:
                 assert spawner.children.reap(pid)[:2] == (0, None)
-        finally:
-            spawner.close()
 
     asyncio.run(scenario())
     assert (stage.directory / "0.out").read_text() == "hello 0\n"
@@ -266,15 +254,12 @@ def test_an_edited_script_is_read_again_at_the_next_start(stage):
     path = stage.script("print('old')")
 
     async def scenario() -> None:
-        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
-        try:
+        with new_spawner(Script(str(path)), stage.env) as spawner:
             for text in ("print('old')", "import helper; print(helper.text)"):
                 path.write_text(text)
                 stage.script("text = 'new'", "helper.py")
                 (pid,) = await spawner.spawn([ProcessSpec(stage.env, Script(str(path)), stage.directory / "out")])
                 assert spawner.children.reap(pid)[:2] == (0, None)
-        finally:
-            spawner.close()
 
     asyncio.run(scenario())
     assert (stage.directory / "out").read_text() == "old\nnew\n"
@@ -284,26 +269,21 @@ def test_a_zygote_that_died_is_replaced_and_its_workers_live_on(stage):
     path = stage.script("print('up'); input()")
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",))
-        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        spec = ProcessSpec(stage.env, Executable(("sleep", "60")))
-        try:
+        with new_spawner(Script(str(path)), stage.env, StartMethod.ZYGOTE, ("json",)) as spawner:
+            ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
+            spec = ProcessSpec(stage.env, Executable(("sleep", "60")))
             first = await spawner.spawn([spec])
-            children.watch(first[0], ended.put_nowait)
+            spawner.children.watch(first[0], ended.put_nowait)
             zygote = spawner._pid
             os.kill(zygote, signal.SIGKILL)
             second = await spawner.spawn([spec])
-            children.watch(second[0], ended.put_nowait)
+            spawner.children.watch(second[0], ended.put_nowait)
             assert spawner._pid != zygote
             assert (await spawner.wait_ready()).preloaded == ("json",)
             assert ended.empty()
             for pid in first + second:
                 os.kill(pid, signal.SIGTERM)
             assert {(await ended.get()).signal, (await ended.get()).signal} == {signal.SIGTERM}
-        finally:
-            spawner.close()
-            children.close()
 
     asyncio.run(scenario())
 
@@ -312,11 +292,9 @@ def test_a_zygote_killed_during_a_start_is_replaced_and_leaves_no_process(stage)
     path = stage.script("import time; time.sleep(600)")
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(path)), stage.env, StartMethod.ZYGOTE, ())
-        ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
-        specs = [ProcessSpec(stage.env, Script(str(path)))] * 2
-        try:
+        with new_spawner(Script(str(path)), stage.env) as spawner:
+            ended: asyncio.Queue[ProcessExit] = asyncio.Queue()
+            specs = [ProcessSpec(stage.env, Script(str(path)))] * 2
             for n in range(20):
                 await spawner.wait_ready()
                 zygote = spawner._pid
@@ -327,14 +305,11 @@ def test_a_zygote_killed_during_a_start_is_replaced_and_leaves_no_process(stage)
                 pids = await spawn
                 for pid in pids:
                     assert os.getsid(pid) == pid
-                    children.watch(pid, ended.put_nowait)
+                    spawner.children.watch(pid, ended.put_nowait)
                 for pid in pids:
                     os.kill(pid, signal.SIGTERM)
                 assert {(await ended.get()).signal for _ in pids} == {signal.SIGTERM}
-            await children.end_trees((), 0)  # an intermediate process may have lost its zygote
-        finally:
-            spawner.close()
-            children.close()
+            await spawner.children.end_trees((), 0)  # an intermediate process may have lost its zygote
 
     asyncio.run(scenario())
 
@@ -344,13 +319,10 @@ def test_a_start_cancelled_during_preloading_starts_nothing(stage):
     path = stage.script("raise SystemExit('was started')")
 
     async def scenario() -> None:
-        spawner = Spawner(Children(), Script(str(path)), stage.env, StartMethod.ZYGOTE, ("slow",))
-        try:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await spawner.spawn([ProcessSpec(stage.env, Script(str(path)))])
-        finally:
-            spawner.close()
+        entry = Script(str(path))
+        with new_spawner(entry, stage.env, preload=("slow",)) as spawner, pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await spawner.spawn([ProcessSpec(stage.env, entry)])
 
     asyncio.run(scenario())
 

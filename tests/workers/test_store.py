@@ -15,6 +15,7 @@ from ripstop.workers.group import Exit, Group
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
 from ripstop.workers.store import StorePort
+from tests.worker_fixtures import new_spawner
 
 DEADLINE = 60.0
 
@@ -44,26 +45,25 @@ def test_clients_share_values_through_the_store(stage, preload):
     script = stage.script("")
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, preload)
-        store = StorePort("127.0.0.1")
-        try:
-            async with asyncio.timeout(DEADLINE):
-                await spawner.wait_ready()
-                store.serve(spawner, stage.env, children)
-                assert await asyncio.gather(client(store.port, "a", "b"), client(store.port, "b", "a")) == ["here"] * 2
-                pid = store._pid
-                assert pid is not None
-                assert os.getsid(pid) == pid
-                assert shown_as(pid) == ["ripstop-store"] * 2  # no second script in `ps`
+        with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, preload) as spawner:
+            store = StorePort("127.0.0.1")
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    await spawner.wait_ready()
+                    store.serve(spawner, stage.env, spawner.children)
+                    assert (
+                        await asyncio.gather(client(store.port, "a", "b"), client(store.port, "b", "a")) == ["here"] * 2
+                    )
+                    pid = store._pid
+                    assert pid is not None
+                    assert os.getsid(pid) == pid
+                    assert shown_as(pid) == ["ripstop-store"] * 2  # no second script in `ps`
+                    await store.close()
+                    with pytest.raises(ProcessLookupError):
+                        os.kill(pid, 0)
+                    StorePort("127.0.0.1", store.port)._close_socket()  # the port is free again
+            finally:
                 await store.close()
-                with pytest.raises(ProcessLookupError):
-                    os.kill(pid, 0)
-                StorePort("127.0.0.1", store.port)._close_socket()  # the port is free again
-        finally:
-            await store.close()
-            spawner.close()
-            children.close()
 
     asyncio.run(scenario())
 
@@ -120,17 +120,12 @@ else:
         return exits
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, entry, stage.env, StartMethod.ZYGOTE, None)
-        try:
+        with new_spawner(entry, stage.env, StartMethod.ZYGOTE, None) as spawner:
             async with asyncio.timeout(DEADLINE):
                 ready = await spawner.wait_ready()
                 assert ready.start is StartMethod.ZYGOTE, ready.fallback_reason
                 assert "torch._dynamo" in ready.preloaded
-                rounds = [await a_round(number, spawner, children) for number in range(4)]
-        finally:
-            spawner.close()
-            children.close()
+                rounds = [await a_round(number, spawner, spawner.children) for number in range(4)]
         assert rounds == [{0: None, 1: None}] * 3 + [{0: 0, 1: 0}]
 
     asyncio.run(scenario())
@@ -138,18 +133,15 @@ else:
 
 def test_a_store_without_clients_has_no_process(stage):
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Executable(("true",)), stage.env, StartMethod.EXEC, ())
-        store = StorePort("localhost")
-        try:
-            await spawner.wait_ready()
-            store.serve(spawner, stage.env, children)
-            await asyncio.sleep(0)
-            assert store._pid is None
-        finally:
-            await store.close()
-            spawner.close()
-            children.close()
+        with new_spawner(Executable(("true",)), stage.env, StartMethod.EXEC) as spawner:
+            store = StorePort("localhost")
+            try:
+                await spawner.wait_ready()
+                store.serve(spawner, stage.env, spawner.children)
+                await asyncio.sleep(0)
+                assert store._pid is None
+            finally:
+                await store.close()
 
     asyncio.run(scenario())
 
@@ -159,23 +151,20 @@ def test_without_torch_clients_are_refused_and_the_reason_is_printed(stage, capf
     env = {**stage.env, "PYTHONPATH": str(stage.directory)}
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Executable(("true",)), env, StartMethod.EXEC, ())
-        store = StorePort("127.0.0.1")
-        try:
-            await spawner.wait_ready()
-            store.serve(spawner, env, children)
-            async with asyncio.timeout(DEADLINE):
-                reader, writer = await asyncio.open_connection("127.0.0.1", store.port)
-                with pytest.raises(ConnectionResetError):
-                    await reader.readexactly(1)
-                writer.close()
-                with pytest.raises(ConnectionRefusedError):
-                    await asyncio.open_connection("127.0.0.1", store.port)
-        finally:
-            await store.close()
-            spawner.close()
-            children.close()
+        with new_spawner(Executable(("true",)), env, StartMethod.EXEC) as spawner:
+            store = StorePort("127.0.0.1")
+            try:
+                await spawner.wait_ready()
+                store.serve(spawner, env, spawner.children)
+                async with asyncio.timeout(DEADLINE):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", store.port)
+                    with pytest.raises(ConnectionResetError):
+                        await reader.readexactly(1)
+                    writer.close()
+                    with pytest.raises(ConnectionRefusedError):
+                        await asyncio.open_connection("127.0.0.1", store.port)
+            finally:
+                await store.close()
 
     asyncio.run(scenario())
     assert capfd.readouterr().err == (
@@ -188,23 +177,20 @@ def test_a_store_that_died_refuses_its_clients(stage):
     script = stage.script("")
 
     async def scenario() -> None:
-        children = Children().open()
-        spawner = Spawner(children, Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",))
-        store = StorePort("127.0.0.1")
-        try:
-            async with asyncio.timeout(DEADLINE):
-                await spawner.wait_ready()
-                store.serve(spawner, stage.env, children)
-                assert await client(store.port, "a", "a") == "here"
-                assert store._pid is not None
-                os.kill(store._pid, signal.SIGKILL)
-                await store._has_ended.wait()
-                with pytest.raises(ConnectionRefusedError):
-                    await asyncio.open_connection("127.0.0.1", store.port)
-        finally:
-            await store.close()
-            spawner.close()
-            children.close()
+        with new_spawner(Script(str(script)), stage.env, StartMethod.ZYGOTE, ("torch",)) as spawner:
+            store = StorePort("127.0.0.1")
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    await spawner.wait_ready()
+                    store.serve(spawner, stage.env, spawner.children)
+                    assert await client(store.port, "a", "a") == "here"
+                    assert store._pid is not None
+                    os.kill(store._pid, signal.SIGKILL)
+                    await store._has_ended.wait()
+                    with pytest.raises(ConnectionRefusedError):
+                        await asyncio.open_connection("127.0.0.1", store.port)
+            finally:
+                await store.close()
 
     asyncio.run(scenario())
 

@@ -177,7 +177,7 @@ def test_with_numpy_and_torch_preloaded(stage):
 ENDS = {
     "returns": "print('hello')",
     "exits with a number": "import sys; sys.exit(7)",
-    "exits with a word": "import sys; sys.exit('so long')",
+    "exits with a text": "import sys; sys.exit('so long')",
     "exits with None": "import sys; sys.exit(None)",
     "exits with a big number": "import sys; sys.exit(300)",
     "raises": "def f():\n    raise RuntimeError('no')\nf()",

@@ -185,12 +185,17 @@ def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
 
 def _written(pid: int) -> int:
     """Bytes; 0 if we may not read it, as for a program of another user."""
+    return int(_proc_value(pid, "io", b"wchar:"))
+
+
+def _proc_value(pid: int, file_name: str, key: bytes) -> bytes:
+    """The first word after this key in a file of /proc/PID; 0 if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/io", "rb", buffering=0) as file:
-            lines = file.read(1024).splitlines()
+        with open(f"/proc/{pid}/{file_name}", "rb", buffering=0) as file:
+            lines = file.read(1 << 16).splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(b"wchar:")), 0)
+        return b"0"
+    return next((line.split()[1] for line in lines if line.startswith(key)), b"0")
 
 
 def own_memory() -> int:
@@ -201,12 +206,7 @@ def own_memory() -> int:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal."""
-    try:
-        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-            lines = file.read(1 << 16).splitlines()
-    except OSError:
-        return False
-    caught = next((int(line.split()[1], 16) for line in lines if line.startswith(b"SigCgt:")), 0)
+    caught = int(_proc_value(pid, "status", b"SigCgt:"), 16)
     return bool(caught >> (signum - 1) & 1)
 
 

@@ -68,11 +68,9 @@ class Group:
         for pid in self._pids:
             try:
                 self._children.watch(pid, self._ended)
-            except OSError as error:
-                self._children.kill(self._pids[len(self._live) :])  # nothing would report their end
-                raise StartError(
-                    f"the agent needs a file descriptor for every worker: {error.strerror}; raise `ulimit -n`."
-                ) from error
+            except StartError:
+                self._children.kill(self._pids[len(self._live) + 1 :])  # nothing would report their end
+                raise
             self._live.add(pid)
             self._all_ended.clear()
 

@@ -154,7 +154,10 @@ class Children:
             linux.release_subreaper()
 
     def watch(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
-        """Claim this child; call `on_end` once, when it has ended and was reaped."""
+        """Claim this child; call `on_end` once, when it has ended and was reaped.
+
+        StartError: no file descriptor is left to watch it, so it was killed.
+        """
         assert self._loop is not None, "open comes first"
         self.claim(pid)
         try:
@@ -162,6 +165,11 @@ class Children:
         except ProcessLookupError:  # another process's child, already reaped
             self._loop.call_soon(self._report_end, pid, on_end)
             return
+        except OSError as error:
+            self.kill([pid])
+            raise StartError(
+                f"the agent needs a file descriptor for every process it starts: {error.strerror}; raise `ulimit -n`."
+            ) from error
         self._pidfds[pid] = pidfd
         self._loop.add_reader(pidfd, self._ended, pid, on_end)
 

@@ -52,22 +52,13 @@ class StorePort:
         spec = ProcessSpec(env, ServeStore(self._socket.fileno(), self._host, self.port))
         try:
             (pid,) = await spawner.spawn([spec])
-            self._watch(pid, children)
+            children.watch(pid, self._ended)
+            self._pid = pid
+            self._has_ended.clear()
         except StartError as error:
             log.error("store port=%d has no process: %s", self.port, error)
         finally:
             self._close_socket()  # only the store keeps a copy: when it dies, the kernel refuses clients
-
-    def _watch(self, pid: int, children: Children) -> None:
-        try:
-            children.watch(pid, self._ended)
-        except OSError as error:
-            children.kill([pid])
-            raise StartError(
-                f"the agent needs a file descriptor for the store: {error.strerror}; raise `ulimit -n`."
-            ) from error
-        self._pid = pid
-        self._has_ended.clear()
 
     def _ended(self, end: ProcessExit) -> None:
         if not self._closing:

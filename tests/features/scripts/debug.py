@@ -18,6 +18,6 @@ try:
 except RuntimeError as error:
     assert "mismatch" in str(error) or "Detected" in str(error), error
 else:
-    raise AssertionError("two ranks called different collectives, and nobody said so")
+    raise AssertionError("two ranks called different collectives, and torch did not detect it")
 print("ok", flush=True)
 os._exit(0)  # a group that disagrees cannot be destroyed

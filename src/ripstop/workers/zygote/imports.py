@@ -27,7 +27,7 @@ PRELOAD_ROOTS = ("torch", "numpy")
 
 # Packages that import torch.  The worker imports them itself: not all of them can be forked.
 TORCH_DEPENDENTS = frozenset(
-    (  # noqa: SIM905 - a column of sixty names helps nobody
+    (  # noqa: SIM905 - a column of sixty names is too long
         "accelerate bitsandbytes deepspeed detectron2 diffusers fairscale fairseq fairseq2 flash_attn ignite kornia "
         "lightning lightning_fabric megatron mmcv mmengine monai nemo open_clip peft pyro pytorch_lightning "
         "sentence_transformers tensordict timm torch_geometric torchao torchaudio torchdata torchft torchmetrics "

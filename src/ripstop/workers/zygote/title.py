@@ -1,7 +1,7 @@
 """What `ps` and /proc show of a process: its name, its command line and its environment.
 
 The kernel shows the memory in which it placed command line and environment at exec.  A fork shares its parent's, so the
-zygote, its workers and the store process overwrite that memory to be told apart.
+zygote, its workers and the store process overwrite that memory.
 """
 
 # Pathlib is slow to import.
