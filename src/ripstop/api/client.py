@@ -39,6 +39,7 @@ def request(
     method: str,
     path: str,
     *,
+    host: str = "localhost",
     token: str = "",
     query: Mapping[str, Any] = {},
     body: Mapping[str, Any] | None = None,
@@ -47,7 +48,7 @@ def request(
     max_bytes: int,
 ) -> bytes:
     """Return the body of the reply.  Raises `ErrorReply`, `OSError` or `http.client.HTTPException`."""
-    with _reply(connect, method, path, token, query, body, accept, timeout_s) as (response, _):
+    with _reply(connect, method, path, host, token, query, body, accept, timeout_s) as (response, _):
         content = response.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise http.client.HTTPException(f"the reply is larger than {max_bytes} bytes")
@@ -58,6 +59,7 @@ def stream_lines(
     connect: Connect,
     path: str,
     *,
+    host: str = "localhost",
     token: str = "",
     query: Mapping[str, Any] = {},
     accept: str,
@@ -65,7 +67,7 @@ def stream_lines(
     idle_timeout_s: float | None,
 ) -> Iterator[str]:
     """Yield the lines of a stream until it ends.  `idle_timeout_s` is the longest silence; None: no limit."""
-    with _reply(connect, "GET", path, token, query, None, accept, timeout_s) as (response, reader):
+    with _reply(connect, "GET", path, host, token, query, None, accept, timeout_s) as (response, reader):
         reader.wait_at_most(idle_timeout_s)
         while line := response.readline(MAX_LINE_BYTES):
             yield line.decode("utf-8", "replace").rstrip("\n")
@@ -76,6 +78,7 @@ def _reply(
     connect: Connect,
     method: str,
     path: str,
+    host: str,
     token: str,
     query: Mapping[str, Any],
     body: Mapping[str, Any] | None,
@@ -83,7 +86,7 @@ def _reply(
     timeout_s: float,
 ) -> Iterator[tuple[http.client.HTTPResponse, "_Reader"]]:
     deadline = time.monotonic() + timeout_s
-    headers = {"Accept": accept, "Connection": "close"}
+    headers = {"Host": host, "Accept": accept, "Connection": "close"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     if body is not None:

@@ -111,6 +111,10 @@ class Target(Struct, frozen=True):
     token: str
     tls: ssl.SSLContext | None
 
+    @property
+    def host_header(self) -> str:
+        return str(self.endpoint or "localhost")
+
     def __str__(self) -> str:
         return f"job {self.name} at {self.socket or self.endpoint}"
 
@@ -206,6 +210,7 @@ def _request(target: Target, method: str, path: str, **options: Any) -> bytes:
             _connector(target),
             method,
             path,
+            host=target.host_header,
             token=target.token,
             timeout_s=REPLY_TIMEOUT_S,
             max_bytes=MAX_REPLY_BYTES,
@@ -220,6 +225,7 @@ def stream_lines(target: Target, path: str, accept: str, idle_timeout_s: float |
     lines = client.stream_lines(
         _connector(target),
         PREFIX + path,
+        host=target.host_header,
         token=target.token,
         query=query,
         accept=accept,

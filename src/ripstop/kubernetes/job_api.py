@@ -14,6 +14,7 @@ from typing import Any
 from ripstop.api.client import ErrorReply, request
 from ripstop.kubernetes.spec import PORT
 from ripstop.model.errors import QueryFailed
+from ripstop.model.round import Address
 
 TIMEOUT_S = 2.0  # from the connection to the last byte
 MAX_REPLY_BYTES = 1 << 20
@@ -50,6 +51,7 @@ class JobApi:
                 partial(socket.create_connection, (address, self._port)),
                 method,
                 f"/api/v1/{operation}",
+                host=str(Address(address, self._port)),
                 token=self._api_token(secret, run_id),
                 body=body,
                 timeout_s=TIMEOUT_S,
