@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ripstop.diagnostics import flight_dump, stacks
-from ripstop.diagnostics.flight_dump import Flight, ask
+from ripstop.diagnostics.flight_dump import FlightDump, query
 from ripstop.diagnostics.flight_recorder import in_words, odd_ones
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
@@ -179,4 +179,4 @@ def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
 
 
 def test_the_recorders_own_thread_is_recognised_in_stacks() -> None:
-    assert re.search(stacks._OURS, serve_flight_recorder.__code__.co_filename)
+    assert re.search(stacks._RIPSTOP, serve_flight_recorder.__code__.co_filename)

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
 from tests.e2e.harness import TRAIN, Agent, Job, free_port, hurried, wait_until
 from tests.e2e.test_nodes import finish, tree
-from tests.e2e.test_operator_commands import refused
+from tests.e2e.test_operator_commands import error_of
 
 pytestmark = needs_etcd
 
@@ -153,7 +153,7 @@ def test_training_continues_while_etcd_is_unreachable(job: Job, etcd: Member) ->
     leader = host(agents)
     etcd.signal(signal.SIGSTOP)
     leader.wait_for_log("steps down: its lease was not renewed in time")
-    assert "coordinator is not in this process now" in refused(job, "stop")
+    assert "coordinator is not in this process now" in error_of(job, "stop")
     job.steps(2, after=time.time())
     etcd.signal(signal.SIGCONT)
     for agent in agents:

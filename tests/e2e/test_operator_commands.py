@@ -282,7 +282,7 @@ def test_a_socket_that_was_removed_with_its_directory_is_recreated(job: Job, ask
     if asked_before:
         until_running(job)
     shutil.rmtree(run_directory(job.env))
-    agent.says("were recreated")
+    agent.wait_for_log("were recreated")
     until_running(job)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
