@@ -42,10 +42,11 @@ from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.events import get_logging_handler
 from ripstop.compat.launcher.custom_logs import CustomLogs, is_custom
 from ripstop.compat.launcher.event_thread import EventThread
-from ripstop.compat.launcher.function_spawner import METHODS, FunctionSpawner, Inherited, descriptors
+from ripstop.compat.launcher.function_spawner import METHODS, FunctionSpawner
 from ripstop.compat.launcher.handler_link import TIMEOUT, HandlerLink
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from ripstop.compat.multiprocessing.errors import ChildFailedError, ProcessFailure
+from ripstop.compat.multiprocessing.function_worker import Inherited, open_descriptors
 from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler, rendezvous_handler_registry
 from ripstop.compat.utils import macros
 from ripstop.logs.console import Console
@@ -343,14 +344,14 @@ class CommandSpawner:
         self.warm = self._spawner.warm
         self.close = self._spawner.close
         self._ranks: tuple[int, ...] = ()
-        self.started = False  # any worker
+        self.has_started = False  # any worker
 
     async def spawn(self, births: Sequence[ProcessSpec]) -> list[int]:
         if not isinstance(births[0].entry, ServeStore):
             self._ranks = tuple(int(birth.env["RANK"]) for birth in births)
             births = [replace(birth, entry=_substituted(birth.entry, rank)) for rank, birth in enumerate(births)]
             pids = await self._spawner.spawn(births)
-            self.started = True
+            self.has_started = True
             return pids
         return await self._spawner.spawn(births)
 
@@ -379,7 +380,7 @@ def _launch(
     environ: dict[str, str],
     server: HealthCheckServer | None,
 ) -> tuple[ExitAgent, dict[int, Any]]:
-    inherited = Inherited(descriptors(), _handled(run))
+    inherited = Inherited(_handled(run), open_descriptors())
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
     source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
     try:
@@ -388,7 +389,7 @@ def _launch(
         try:
             directory = LogDirectory(run.logs, run.run_id, made_up=_made_up(run.logs.directory))
             if server is not None:
-                server.ready_callback = lambda: spawner.started
+                server.ready_callback = lambda: spawner.has_started
             told = _told_to_handler(run, config.event_log_handler, _name(entrypoint, args))
             with processes.within_a_program(), _endpoint(run) as bound, told as sinks:
                 link = _link(run, config)
