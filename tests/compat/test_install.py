@@ -82,7 +82,7 @@ def test_what_torch_itself_imports_of_the_names_is_there() -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     print(record.__module__, LaunchConfig.__module__)
     """
-    assert python(source) == "ripstop.compat.multiprocessing.errors ripstop.compat.launcher"
+    assert python(source) == "ripstop.compat.multiprocessing.errors ripstop.compat.launcher.configuration"
 
 
 NOT_FOR_USERS = {"cas_delay", "get_libc"}

@@ -107,7 +107,7 @@ def test_nothing_of_it_needs_torch_until_there_is_a_store() -> None:
     source = """
     import sys
     from ripstop.compat.rendezvous import *
-    import ripstop.compat.rendezvous.c10d, ripstop.compat.rendezvous.static, ripstop.compat.handler_link
+    import ripstop.compat.rendezvous.c10d, ripstop.compat.rendezvous.static, ripstop.compat.launcher.handler_link
     class Store(dict):
         set, get = dict.__setitem__, dict.__getitem__
     info = RendezvousStoreInfo.build(0, Store(), "here", 29)
@@ -521,7 +521,7 @@ def test_workers_go_on_while_the_handler_cannot_be_reached(caplog: pytest.LogCap
         return 7
 
     assert launch(Unreachable, work) == {0: 7, 1: 7}
-    assert caplog.text.count("the rendezvous cannot be asked, workers go on: nobody there") == 1
+    assert caplog.text.count("the rendezvous handler cannot be reached, workers continue: nobody there") == 1
 
 
 class Silent(OneNode):
@@ -538,8 +538,8 @@ class Silent(OneNode):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_link, "GOODBYE", 0.1)
-    monkeypatch.setattr(handler_link, "EXIT_BARRIER", 0.3)
+    monkeypatch.setattr(handler_link, "SHUTDOWN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(handler_link, "EXIT_BARRIER_TIMEOUT_S", 0.3)
     Silent.asked.clear()
 
 

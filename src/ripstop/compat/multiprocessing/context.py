@@ -126,7 +126,7 @@ class PContext(abc.ABC):
         return result
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes: send `death_sig` (SIGTERM), then SIGKILL to those that are alive after `timeout` seconds."""
+        """Stop all processes: send `death_sig` (SIGTERM), then SIGKILL to those alive after `timeout` seconds."""
         try:
             self._close(death_sig=death_sig or signal.SIGTERM, timeout=timeout)
         finally:
