@@ -580,9 +580,9 @@ def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
         link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
         for message in (Events(("{}",)), Reply(1), Heartbeat(), Problems(("sick",)), Inspected(1)):
             link.send(message)
-        assert link._heard.empty()
+        assert link._inbox.empty()
         link.send(Failed(1, ()))
-        assert link._heard.qsize() == 1
+        assert link._inbox.qsize() == 1
 
     asyncio.run(main())
 
