@@ -150,8 +150,8 @@ def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not()
         raise SystemExit
     os.wait()
     server.get_client().write({b"still": b"here"}, 5)
-    assert os.path.isdir(server._made)
-    print(server.get_port(), server._made)
+    assert os.path.isdir(server._temporary_dir)
+    print(server.get_port(), server._temporary_dir)
     """
     done = run(source)
     port, made = done.stdout.split()
@@ -163,7 +163,7 @@ def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not()
 @pytest.mark.parametrize(
     ("program", "error", "word"),
     [
-        ("#!/bin/sh\nexit 3\n", RuntimeError, "ended with code 3 before it answered"),
+        ("#!/bin/sh\nexit 3\n", RuntimeError, "exited with code 3 before it answered"),
         ("#!/bin/sh\nexec sleep 60\n", TimeoutError, "did not answer at localhost:.* in 0.5 s"),
     ],
 )
@@ -260,7 +260,7 @@ def test_additions_of_many_are_all_counted(server: EtcdServer, client: Client, p
 def test_a_text_is_no_number_to_add_to(client: Client, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     store.set("t", "text")
-    with pytest.raises(ValueError, match="add to 't': it holds b'text', which is no number"):
+    with pytest.raises(ValueError, match="add to 't': it holds b'text', which is not a number"):
         store.add("t", 1)
 
 
@@ -388,7 +388,7 @@ def test_a_state_that_is_none_is_a_state_error(client: Client, prefix: str) -> N
     backend = EtcdRendezvousBackend(client, "run", prefix)
     client.write({f"{prefix}/run".encode(): b"non_base64"}, 5)
     for ask in (backend.get_state, lambda: backend.set_state(b"mine")):
-        with pytest.raises(RendezvousStateError, match="holds no state of a rendezvous: found b'non_base64'"):
+        with pytest.raises(RendezvousStateError, match="is not the state of a rendezvous: found b'non_base64'"):
             ask()
 
 

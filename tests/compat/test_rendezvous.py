@@ -168,7 +168,7 @@ def node() -> Iterator[Callable[..., DynamicRendezvousHandler]]:
 
     yield make
     for one in made:
-        one._stop_beating()
+        one._stop_heartbeats()
 
 
 def go(handler: DynamicRendezvousHandler) -> "Future[Any]":
@@ -231,7 +231,7 @@ def test_a_node_beyond_the_maximum_is_a_spare_until_one_is_lost(node: Node) -> N
     with pytest.raises(TimeoutError):
         spare.result(1.0)  # longer than its time to join: a spare's has not begun
     assert nodes[0].num_nodes_waiting() == 0
-    nodes[1]._stop_beating()
+    nodes[1]._stop_heartbeats()
     eventually(lambda: nodes[0].num_nodes_waiting() > 0, "the spare is waited for")
     (stayed,) = meet(nodes[0])
     assert stayed.rank == before[0].rank and spare.result(DEADLINE).rank == before[1].rank
@@ -255,7 +255,7 @@ def test_a_spare_of_a_closed_job_ends_well_and_nobody_else_gets_in(node: Node) -
 def test_too_few_nodes_are_an_error_that_says_so_and_leaves_nothing(node: Node) -> None:
     store = dist.HashStore()
     alone = node(store, "2:3", timeout={"join": timedelta(seconds=0.2)})
-    with pytest.raises(rendezvous.RendezvousTimeoutError, match="1 of at least 2 nodes have come"):
+    with pytest.raises(rendezvous.RendezvousTimeoutError, match="1 of at least 2 nodes have joined"):
         alone.next_rendezvous()
     assert b'"coming":[]' in C10dRendezvousBackend(store, "job").get_state()[0]
 
@@ -317,7 +317,7 @@ def test_a_node_beats_on_after_whatever_its_backend_raises(
         eventually(lambda: not backend.errors, "it looks")
         (before, _), plain = backend.get_state(), C10dRendezvousBackend(store, "job")
         eventually(lambda: plain.get_state()[0] != before, "it beats")  # noqa: B023 - called here
-    assert caplog.text.count(f"did not beat: {type(error).__name__}: {error}") == 2
+    assert caplog.text.count(f"could not write a heartbeat: {type(error).__name__}: {error}") == 2
 
 
 def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:

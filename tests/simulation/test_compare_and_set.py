@@ -1,4 +1,4 @@
-"""Random schedules of a rendezvous over a blob: none ends badly, and every broken rule is noticed."""
+"""Random schedules of a compare-and-set rendezvous: none breaks a rule, and every broken rule is found."""
 
 import os
 from collections.abc import Callable
@@ -6,14 +6,13 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from ripstop.compat.rendezvous.compare_and_set import Candidate, Formed, Participant, SharedState, Step
-from ripstop.model.round import Address
+from ripstop.compat.rendezvous.compare_and_set import Candidate, Formed, Participant, SharedState, Step, StoreAddress
 from tests.simulation.compare_and_set_world import World
 from tests.simulation.rules import Violation
 
 SCHEDULES = max(200, int(os.environ.get("RIPSTOP_SCHEDULES", "21000")) // 105)  # each as long as a hundred others
 LONG = 10_000
-MOST = 300  # schedules until a mutant is noticed
+MAX_SCHEDULES = 300  # until a mutant is found
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -29,108 +28,120 @@ def run(first: int, count: int) -> list[World]:
     return worlds
 
 
-def test_every_schedule_that_stops_hurting_comes_to_rest() -> None:
+def test_every_schedule_settles_when_its_faults_end() -> None:
     worlds = run(0, SCHEDULES)
-    assert sum(len(world.formed) for world in worlds) > SCHEDULES  # they have rounds in them
+    assert sum(len(world.formed) for world in worlds) > SCHEDULES  # rounds form
     assert any(world.store.states[-1].closed for world in worlds)
-    assert any(world.store.states[-1].coming for world in worlds)
+    assert any(world.store.states[-1].candidates for world in worlds)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_many_more_schedules_come_to_rest() -> None:
+def test_many_more_schedules_settle() -> None:
     run(1_000_000, LONG)
 
 
 def a_round_forms_while_others_are_in_the_last(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._form
+    right = Participant._with_next_round
     patch.setattr(
-        Participant, "_form", lambda member, state: right(member, replace(state, gone=frozenset(state.seats)))
+        Participant,
+        "_with_next_round",
+        lambda member, state: right(member, replace(state, departed=frozenset(state.members))),
     )
 
 
-def nobody_beats(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "_is_due", lambda member, state: False)
+def no_node_writes_heartbeats(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Participant, "_is_heartbeat_due", lambda member, state: False)
 
 
-def silence_is_never_a_loss(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "_without_the_lost", lambda member, state: state)
+def silent_nodes_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Participant, "_without_lost_nodes", lambda member, state: state)
 
 
-def a_jump_of_the_clock_is_the_others_silence(patch: pytest.MonkeyPatch) -> None:
-    def look(member: Participant, now: float) -> None:
+def a_clock_jump_counts_as_silence_of_others(patch: pytest.MonkeyPatch) -> None:
+    def advance_time(member: Participant, now: float) -> None:
         member._time = now
 
-    patch.setattr(Participant, "_look", look)
+    patch.setattr(Participant, "_advance_time", advance_time)
 
 
-def the_end_is_not_final(patch: pytest.MonkeyPatch) -> None:
+def closing_is_not_final(patch: pytest.MonkeyPatch) -> None:
     right = Participant.join
 
-    def join(member: Participant, state: SharedState, store: Address, now: float) -> Step:
+    def join(member: Participant, state: SharedState, store: StoreAddress, now: float) -> Step:
         return right(member, replace(state, closed=False), store, now)
 
     patch.setattr(Participant, "join", join)
 
 
-def a_node_that_waits_comes_again(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._come
+def a_waiting_node_joins_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Participant._with_candidate
 
-    def come(member: Participant, state: SharedState, comer: Candidate) -> SharedState:
-        after = right(member, state, comer)
-        return replace(after, coming=(*after.coming, comer)) if member._time > 5 and not member.round else after
+    def with_candidate(member: Participant, state: SharedState, candidate: Candidate) -> SharedState:
+        after = right(member, state, candidate)
+        return (
+            replace(after, candidates=(*after.candidates, candidate))
+            if member._time > 5 and not member.round
+            else after
+        )
 
-    patch.setattr(Participant, "_come", come)
+    patch.setattr(Participant, "_with_candidate", with_candidate)
 
 
-def more_than_the_maximum_are_taken(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._form
+def more_than_max_nodes_form_a_round(patch: pytest.MonkeyPatch) -> None:
+    right = Participant._with_next_round
 
-    def form(member: Participant, state: SharedState) -> SharedState:
+    def with_next_round(member: Participant, state: SharedState) -> SharedState:
         after = right(member, state)
         if after.round == state.round:
             return after
-        return replace(after, seats=after.seats + tuple(comer.node for comer in after.coming), coming=())
+        return replace(
+            after, members=after.members + tuple(candidate.node for candidate in after.candidates), candidates=()
+        )
 
-    patch.setattr(Participant, "_form", form)
-
-
-def ranks_are_dealt_anew(patch: pytest.MonkeyPatch) -> None:
-    right = Participant._come
-    patch.setattr(Participant, "_come", lambda member, state, comer: right(member, state, replace(comer, rank=None)))
+    patch.setattr(Participant, "_with_next_round", with_next_round)
 
 
-def an_offer_that_was_taken_back_is_used(patch: pytest.MonkeyPatch) -> None:
+def survivors_lose_their_ranks(patch: pytest.MonkeyPatch) -> None:
+    right = Participant._with_candidate
+    patch.setattr(
+        Participant,
+        "_with_candidate",
+        lambda member, state, candidate: right(member, state, replace(candidate, rank=None)),
+    )
+
+
+def an_outdated_store_address_is_used(patch: pytest.MonkeyPatch) -> None:
     right = Participant._enter
 
-    def enter(member: Participant, state: SharedState, store: Address) -> Formed | None:
+    def enter(member: Participant, state: SharedState, store: StoreAddress) -> Formed | None:
         assert state.store is not None
         return right(member, state, state.store)
 
     patch.setattr(Participant, "_enter", enter)
 
 
-def who_was_left_behind_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Participant, "waiting", lambda member, state: len(state.coming))
+def a_removed_node_does_not_notice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Participant, "waiting", lambda member, state: len(state.candidates))
 
 
 MUTANTS: list[Patch] = [
     a_round_forms_while_others_are_in_the_last,
-    nobody_beats,
-    silence_is_never_a_loss,
-    a_jump_of_the_clock_is_the_others_silence,
-    the_end_is_not_final,
-    a_node_that_waits_comes_again,
-    more_than_the_maximum_are_taken,
-    ranks_are_dealt_anew,
-    an_offer_that_was_taken_back_is_used,
-    who_was_left_behind_is_not_told,
+    no_node_writes_heartbeats,
+    silent_nodes_stay,
+    a_clock_jump_counts_as_silence_of_others,
+    closing_is_not_final,
+    a_waiting_node_joins_twice,
+    more_than_max_nodes_form_a_round,
+    survivors_lose_their_ranks,
+    an_outdated_store_address_is_used,
+    a_removed_node_does_not_notice,
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
-def test_the_simulation_notices_when(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_that(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises((Violation, AssertionError, KeyError, StopIteration)):
-        for seed in range(MOST):
+        for seed in range(MAX_SCHEDULES):
             World(seed).run()
