@@ -405,7 +405,7 @@ def test_an_event_handler_that_raises_or_blocks_disturbs_nobody(
 ) -> None:
     name = handler.__name__
     monkeypatch.setitem(events._log_handlers, name, handler())
-    monkeypatch.setattr("ripstop.compat.launcher.event_thread.GOODBYE", 0.1)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("ripstop.compat.launcher.event_thread.WAITING", 2)
     spec = ours.WorkerSpec("r", 3, OneNode(), entrypoint=print, event_log_handler=name)
     result = recording(ours.SimpleElasticAgent)(spec, [ours.WorkerState.SUCCEEDED]).run()
@@ -472,7 +472,7 @@ def test_the_health_check_tells_live_and_ready() -> None:
         server.ready_callback = lambda: False
         assert ask(server, "/ready") == (503, "no workers are running") and ask(server, "/live")[0] == 200
         signs[0] -= 31
-        assert ask(server, "/live")[0] == 503 and "no sign of life for 31 s" in ask(server, "/live")[1]
+        assert ask(server, "/live")[0] == 503 and "no activity for 31 s" in ask(server, "/live")[1]
         assert ask(server, "/else")[0] == 404
     finally:
         server.stop()

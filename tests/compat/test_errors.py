@@ -295,7 +295,7 @@ def test_a_childs_file_that_is_no_error_file_is_handed_on_as_a_message(tmp_path:
 
 def test_a_childs_file_that_is_gone_is_said(error_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours.ErrorHandler().dump_error_file("/nowhere/error.json", 3)
-    assert "/nowhere/error.json is not there" in caplog.text and not error_file.exists()
+    assert "/nowhere/error.json does not exist" in caplog.text and not error_file.exists()
 
 
 # ProcessFailure -----------------------------------------------------------------------------------------------------

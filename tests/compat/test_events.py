@@ -144,7 +144,7 @@ def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
             begun.set()
             threading.Event().wait()
 
-    begun, event_thread.GOODBYE = threading.Event(), 0.1
+    begun, event_thread.CLOSE_TIMEOUT_S = threading.Event(), 0.1
     events._log_handlers["blocked"] = Blocked()
     teller = event_thread.Teller("blocked")
     teller.put("event")

@@ -97,7 +97,7 @@ def test_a_logger_has_its_callers_name_and_the_level_of_the_environment(
 
 def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGLEVEL", "loud")
-    with pytest.raises(ValueError, match="LOGLEVEL=loud is no level; set it to DEBUG"):
+    with pytest.raises(ValueError, match="LOGLEVEL=loud is not a level; set it to DEBUG"):
         our_utils.get_logger("compat.three")
 
 
@@ -108,7 +108,16 @@ def test_a_processes_state_is_read() -> None:
 
 
 def test_the_tools_do_not_import_torch() -> None:
-    modules = ("binding", "data", "distributed", "function_worker", "multiprocessing", "redirects", "store", "utils")
+    modules = (
+        "multiprocessing",
+        "multiprocessing.function_worker",
+        "multiprocessing.numa_binding",
+        "multiprocessing.redirects",
+        "utils",
+        "utils.data",
+        "utils.distributed",
+        "utils.store",
+    )
     imports = "; ".join(f"import ripstop.compat.{module}" for module in modules)
     check = f"{imports}; import sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", check], text=True) == "False\n"

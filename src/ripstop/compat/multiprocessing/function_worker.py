@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 from ripstop.compat.multiprocessing.errors import record
-from ripstop.compat.multiprocessing.redirects import send
+from ripstop.compat.multiprocessing.redirects import redirect_permanently
 from ripstop.system import linux
 from ripstop.workers.error_file import users_part
 
@@ -76,7 +76,7 @@ def work(task: Task, connection: Connection | None = None) -> None:
 def _run(task: Task) -> None:
     for std, path in (("stdout", task.stdout), ("stderr", task.stderr)):
         if path:
-            send(std, path)
+            redirect_permanently(std, path)
     if task.bind is not None:
         task.bind()
     try:
