@@ -406,7 +406,7 @@ def test_an_event_handler_that_raises_or_blocks_disturbs_nobody(
     name = handler.__name__
     monkeypatch.setitem(events._log_handlers, name, handler())
     monkeypatch.setattr("ripstop.compat.launcher.event_thread.CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("ripstop.compat.launcher.event_thread.WAITING", 2)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.MAX_QUEUED_EVENTS", 2)
     spec = ours.WorkerSpec("r", 3, OneNode(), entrypoint=print, event_log_handler=name)
     result = recording(ours.SimpleElasticAgent)(spec, [ours.WorkerState.SUCCEEDED]).run()
     assert result.state is ours.WorkerState.SUCCEEDED

@@ -137,7 +137,8 @@ def test_a_handler_may_be_an_installed_plugin(tmp_path: Path, monkeypatch: pytes
 def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
     source = """
     import logging, threading
-    from ripstop.compat import event_thread, events
+    from ripstop.compat import events
+    from ripstop.compat.launcher import event_thread
 
     class Blocked(logging.Handler):
         def emit(self, record):
@@ -146,10 +147,10 @@ def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
 
     begun, event_thread.CLOSE_TIMEOUT_S = threading.Event(), 0.1
     events._log_handlers["blocked"] = Blocked()
-    teller = event_thread.Teller("blocked")
-    teller.put("event")
+    thread = event_thread.EventThread("blocked")
+    thread.put("event")
     begun.wait()
-    teller.close()
+    thread.close()
     """
     words = [sys.executable, "-c", textwrap.dedent(source)]
     end = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
