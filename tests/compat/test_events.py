@@ -48,7 +48,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name", [name for name in events.__all__ if name not in ("EventMetadataValue", "EventSource", "NodeState")]
 )
-def test_what_can_be_called_is_torchs(name: str) -> None:
+def test_the_signatures_are_torchs(name: str) -> None:
     taken_by_both(getattr(torch_events, name), getattr(events, name))
 
 
@@ -60,7 +60,7 @@ def test_the_enumerations_are_torchs() -> None:
     assert events.EventMetadataValue == torch_events.EventMetadataValue
 
 
-def test_an_event_is_the_same_text_and_comes_back_from_it() -> None:
+def test_an_event_serializes_as_torchs_does_and_deserializes() -> None:
     facts: dict[str, Any] = {"rank": 1, "why": "ü", "ok": True, "none": None, "ratio": 0.5}
     one = events.Event("name", events.EventSource.WORKER, 17, facts)
     other = torch_events.Event("name", torch_events.EventSource.WORKER, 17, facts)
@@ -92,7 +92,7 @@ def test_events_go_to_the_handler_that_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_a_rendezvous_is_told_with_its_place(kind: str) -> None:
+def test_a_step_of_a_rendezvous_is_recorded_with_its_file_and_function(kind: str) -> None:
     module: Any = KINDS[kind]
     handlers = torch_handlers._log_handlers if kind == "torch" else events._log_handlers
     module.construct_and_record_rdzv_event("run", "nobody listens", module.NodeState.RUNNING)
@@ -103,7 +103,7 @@ def test_a_step_of_a_rendezvous_is_told_with_its_place(kind: str) -> None:
     except KeyError:
         module.construct_and_record_rdzv_event("run", "failed", module.NodeState.FAILED, name="mine", hostname="h")
     first, second = (json.loads(line) for line in collector.seen)
-    place = "test_events.py:test_a_step_of_a_rendezvous_is_told_with_its_place"
+    place = "test_events.py:test_a_step_of_a_rendezvous_is_recorded_with_its_file_and_function"
     assert (first["name"], first["message"], first["pid"], first["rank"], first["error_trace"]) == (
         place,
         "went on",

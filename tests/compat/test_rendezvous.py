@@ -86,7 +86,7 @@ def test_settings_are_read_as_torch_reads_them(value: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [("", 1, 1), ("b", 0, 1), ("b", 2, 1)])
-def test_parameters_that_cannot_be_right_are_refused(wrong: tuple[str, int, int]) -> None:
+def test_invalid_parameters_are_rejected(wrong: tuple[str, int, int]) -> None:
     for kind in (RendezvousParameters, torch_rendezvous.RendezvousParameters):
         with pytest.raises(ValueError):
             kind(wrong[0], "e", "r", wrong[1], wrong[2])
@@ -98,12 +98,12 @@ def test_endpoints_are_read_as_torch_reads_them(text: str | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["node0:", "node0:x", "node0:65536", "no/de", "node 0:1"])
-def test_endpoints_that_are_none_are_refused(text: str) -> None:
+def test_invalid_endpoints_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         endpoint.parse_rendezvous_endpoint(text, 5)
 
 
-def test_nothing_of_it_needs_torch_until_there_is_a_store() -> None:
+def test_rendezvous_imports_no_torch_before_there_is_a_store() -> None:
     source = """
     import sys
     from ripstop.compat.rendezvous import *
@@ -116,7 +116,7 @@ def test_nothing_of_it_needs_torch_until_there_is_a_store() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True, timeout=DEADLINE)
 
 
-def test_an_error_of_torchs_is_as_good_as_one_of_ours() -> None:
+def test_torchs_errors_are_recognised_as_ripstops() -> None:
     for module in (rendezvous, torch_rendezvous):
         assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousClosedError)
         assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousError)
@@ -196,7 +196,7 @@ def ranks(infos: list[Any]) -> list[tuple[int, int]]:
 Node = Callable[..., DynamicRendezvousHandler]
 
 
-def test_nodes_meet_again_with_the_same_ranks_and_a_new_store(store: Any, node: Node) -> None:
+def test_nodes_form_the_next_round_with_the_same_ranks_and_a_new_store(store: Any, node: Node) -> None:
     nodes = [node(store) for _ in range(3)]
     first = meet(*nodes)
     assert sorted(ranks(first)) == [(0, 3), (1, 3), (2, 3)]
@@ -237,7 +237,7 @@ def test_a_node_beyond_the_maximum_is_a_spare_until_one_is_lost(node: Node) -> N
     assert stayed.rank == before[0].rank and spare.result(DEADLINE).rank == before[1].rank
 
 
-def test_a_spare_of_a_closed_job_ends_well_and_nobody_else_gets_in(node: Node) -> None:
+def test_a_spare_of_a_closed_job_exits_gracefully_and_no_node_joins(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store, "1:1") for _ in range(3)]
     meet(nodes[0])
@@ -252,7 +252,7 @@ def test_a_spare_of_a_closed_job_ends_well_and_nobody_else_gets_in(node: Node) -
         nodes[2].next_rendezvous()
 
 
-def test_too_few_nodes_are_an_error_that_says_so_and_leaves_nothing(node: Node) -> None:
+def test_too_few_nodes_are_an_error_that_leaves_no_candidate(node: Node) -> None:
     store = dist.HashStore()
     alone = node(store, "2:3", timeout={"join": timedelta(seconds=0.2)})
     with pytest.raises(rendezvous.RendezvousTimeoutError, match="1 of at least 2 nodes have joined"):
@@ -261,7 +261,7 @@ def test_too_few_nodes_are_an_error_that_says_so_and_leaves_nothing(node: Node) 
 
 
 @pytest.mark.parametrize("value", [b64encode(b'{"ripstop":1,"run_id":"x"}'), b64encode(pickle.dumps({})), b"%"])
-def test_state_of_another_is_refused_and_left_as_it_is(value: bytes, node: Node) -> None:
+def test_the_state_of_another_program_is_rejected_and_not_changed(value: bytes, node: Node) -> None:
     store = dist.HashStore()
     store.set("torch.rendezvous.job", value)
     one = node(store)
@@ -285,7 +285,7 @@ class Lossy(C10dRendezvousBackend):
         return answer
 
 
-def test_a_write_whose_answer_is_lost_is_found_and_not_made_again(node: Node) -> None:
+def test_a_write_whose_reply_is_lost_is_found_and_not_repeated(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store, "3", backend=Lossy(store, "job")) for _ in range(3)]
     assert sorted(ranks(meet(*nodes))) == [(0, 3), (1, 3), (2, 3)]
@@ -305,7 +305,7 @@ class Stumbling(C10dRendezvousBackend):
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), torch_rendezvous.RendezvousConnectionError("away")], ids=repr)
-def test_a_node_beats_on_after_whatever_its_backend_raises(
+def test_heartbeats_continue_after_any_error_of_the_backend(
     error: Exception, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = dist.HashStore()
@@ -320,7 +320,7 @@ def test_a_node_beats_on_after_whatever_its_backend_raises(
     assert caplog.text.count(f"could not write a heartbeat: {type(error).__name__}: {error}") == 2
 
 
-def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
+def test_torchs_connection_error_is_handled_as_a_lost_reply(node: Node) -> None:
     class Away(C10dRendezvousBackend):
         def set_state(self, state: bytes, token: Any = None) -> Any:
             super().set_state(state, token)
@@ -331,7 +331,7 @@ def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
     assert ranks(meet(one)) == [(0, 1)] and one.shutdown()
 
 
-def test_a_job_whose_name_was_used_before_finds_nothing_of_it(node: Node) -> None:
+def test_a_job_with_a_reused_name_does_not_see_the_earlier_jobs_keys(node: Node) -> None:
     store = dist.HashStore()
     (old,) = meet(node(store, "1"))
     old.store.set("key", "old")
@@ -340,7 +340,7 @@ def test_a_job_whose_name_was_used_before_finds_nothing_of_it(node: Node) -> Non
     assert not new.store.check(["key"])
 
 
-def test_nodes_with_fixed_ranks_meet() -> None:
+def test_nodes_with_fixed_ranks_form_a_round() -> None:
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free again at once
     made = [RendezvousParameters("static", f"localhost:{port}", "job", 2, 2, rank=rank) for rank in range(2)]
     infos = meet(*(rendezvous.get_rendezvous_handler(one) for one in made))  # type: ignore[arg-type]
@@ -361,14 +361,14 @@ def test_nodes_with_fixed_ranks_meet() -> None:
         ("nobodys", "", {}, "torchrun.handlers"),
     ],
 )
-def test_what_a_handler_cannot_be_made_from_is_a_word(
+def test_invalid_handler_parameters_are_errors_with_a_remedy(
     backend: str, endpoint: str, settings: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(ValueError, match=word):
         rendezvous.get_rendezvous_handler(RendezvousParameters(backend, endpoint, "job", 1, 1, **settings))
 
 
-def test_a_store_that_cannot_be_reached_is_a_word_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(rendezvous.RendezvousConnectionError, match="name one that can be written"):
         c10d.create_backend(RendezvousParameters("c10d", f"{tmp_path}/no/file", "job", 1, 1, store_type="file"))
 
@@ -484,7 +484,7 @@ def launch(kind: type[OneNode], function: Callable[..., Any], *args: Any) -> dic
     return elastic_launch(config, function)(*args)
 
 
-def test_a_launch_meets_through_a_handler_that_the_program_registered() -> None:
+def test_a_launch_uses_a_handler_that_the_program_registered() -> None:
     values = launch(OneNode, answer, "hello")
     assert values == {0: ("hello", "0", "2", "j"), 1: ("hello", "1", "2", "j")}
     params = OneNode.made[0].params
@@ -515,7 +515,7 @@ class Unreachable(OneNode):
         raise torch_rendezvous.RendezvousConnectionError("nobody there")
 
 
-def test_workers_go_on_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_continue_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> int:
         time.sleep(0.5)  # so that it is asked meanwhile
         return 7
@@ -554,7 +554,7 @@ def test_a_failure_is_a_failure_while_the_handler_does_not_answer() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_success_is_one_while_the_handler_does_not_answer() -> None:
+def test_a_success_counts_while_the_handler_does_not_answer() -> None:
     assert launch(Silent, Silent.asked.wait, DEADLINE) == {0: True, 1: True}
 
 
@@ -571,11 +571,11 @@ class NodeDisconnected(OneNode):
         return rendezvous.RendezvousInfo(self.Store(), 0, 1, RendezvousStoreInfo("unused", 1))
 
 
-def test_a_success_that_nobody_can_be_told_is_one() -> None:
+def test_a_success_counts_if_it_cannot_be_reported() -> None:
     assert launch(NodeDisconnected, answer, "done")[0][0] == "done"
 
 
-def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
+def test_messages_for_a_coordinator_do_not_reach_the_handler() -> None:
     async def main() -> None:
         link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
         for message in (Events(("{}",)), Reply(1), Heartbeat(), Problems(("sick",)), Inspected(1)):
@@ -674,7 +674,7 @@ def end(agent: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return agent.returncode, out, err
 
 
-def test_nodes_meet_through_another_packages_handler_and_heal_a_crash(package: Path) -> None:
+def test_nodes_use_another_packages_handler_and_recover_from_a_crash(package: Path) -> None:
     agents = [start(package, "--nnodes=2", "--max-restarts=1") for _ in range(2)]
     ends = [end(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends
@@ -699,7 +699,7 @@ def test_a_signal_ends_an_agent_whose_handler_waits_and_closes_nothing(package: 
     assert not list(package.parent.glob("meet.*"))
 
 
-def test_a_handler_that_cannot_be_made_is_one_line(package: Path) -> None:
+def test_a_handler_that_cannot_be_created_is_an_error_of_one_line(package: Path) -> None:
     (package / "meeting_point.py").write_text("def creator():\n    raise LookupError('no such place')\n")
     code, _, err = end(start(package))
     assert code == 1 and "--rdzv-backend=meeting-point: LookupError: no such place" in err

@@ -43,7 +43,7 @@ def test_accelerate_launches_on_our_engine() -> None:
     assert found == [[rank, 2, "DistributedDataParallel", True, True] for rank in range(2)]
 
 
-def test_a_failing_script_under_accelerate_is_told_by_our_report(tmp_path: Path) -> None:
+def test_a_failing_script_under_accelerate_is_in_the_report(tmp_path: Path) -> None:
     need("accelerate")
     script = tmp_path / "broken.py"
     script.write_text("raise ValueError('broken')")
