@@ -58,31 +58,13 @@ def start_processes(
     """
     validate_full_rank(args, len(args), "args")
     validate_full_rank(envs, len(args), "envs")
+    filters = duplicate_stdout_filters, duplicate_stderr_filters
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
-        )
+        context = SubprocessContext(name, entrypoint, args, envs, logs_specs, log_line_prefixes, numa_options, *filters)
     else:
         context = MultiprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            start_method,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
+            name, entrypoint, args, envs, start_method, logs_specs, log_line_prefixes, numa_options, *filters
         )
     try:
         context.start()

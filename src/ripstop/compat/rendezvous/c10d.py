@@ -5,19 +5,18 @@ placeholder until the first state is written.  Values are base64, because torch'
 the fencing token.
 """
 
-import binascii
 import logging
 import os
 import tempfile
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_base64
 from ripstop.compat.rendezvous.endpoint import is_this_machine, parse_rendezvous_endpoint
-from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters
 from ripstop.model.config import COORDINATOR_PORT
 
 __all__ = ["C10dRendezvousBackend", "create_backend"]
@@ -66,13 +65,7 @@ class C10dRendezvousBackend(RendezvousBackend):
     def _decoded(self, value: bytes) -> tuple[bytes, Token] | None:
         if value == _EMPTY:
             return None
-        try:
-            return b64decode(value, validate=True), value
-        except binascii.Error:
-            raise RendezvousStateError(
-                f"the key {self._key} of the store is not the state of a rendezvous: found {value[:80]!r}; "
-                "it is left as it is: use another run id"
-            ) from None
+        return decode_base64(value, f"the key {self._key} of the store"), value
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:

@@ -9,6 +9,7 @@ same name.
 
 from __future__ import annotations
 
+import binascii
 import logging
 import os
 import random
@@ -18,6 +19,7 @@ import time
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,6 +92,16 @@ class RendezvousBackend(ABC):
         Returns the state that is stored afterwards, its token, and whether it is this one.  Raises
         `RendezvousConnectionError`; the state may have been written even then.
         """
+
+
+def decode_base64(value: bytes, where: str) -> bytes:
+    """A stored state; backends store base64, as torch does, to detect other values."""
+    try:
+        return b64decode(value, validate=True)
+    except binascii.Error:
+        raise RendezvousStateError(
+            f"{where} is not the state of a rendezvous: found {value[:80]!r}; it is left as it is: use another run id"
+        ) from None
 
 
 class RendezvousTimeout:

@@ -8,16 +8,15 @@ torch, so other values are detected.
 
 from __future__ import annotations
 
-import binascii
 import os
 import threading
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend
+from ripstop.compat.rendezvous import RendezvousConnectionError
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, decode_base64
 from ripstop.compat.rendezvous.etcd import Client, Denied, Unavailable
 from ripstop.model import parsers
 from ripstop.model.errors import UsageError
@@ -85,13 +84,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return stored, now.revision, now.lease == lease and stored == state
 
     def _decoded(self, value: bytes) -> bytes:
-        try:
-            return b64decode(value, validate=True)
-        except binascii.Error:
-            raise RendezvousStateError(
-                f"the key {self._key.decode()} of etcd is not the state of a rendezvous: found {value[:80]!r}; "
-                "it is left as it is: use another run id"
-            ) from None
+        return decode_base64(value, f"the key {self._key.decode()} of etcd")
 
     def lease(self, timeout: float) -> int:
         """This node's lease, renewed."""
