@@ -1,4 +1,4 @@
-"""The agent classes: with torch's own rendezvous handler, beside torch's agent, and as something to extend."""
+"""The agent classes: with torch's rendezvous handler, compared with torch's agent, and as base classes."""
 
 import gc
 import inspect
@@ -51,7 +51,7 @@ def signals_given_back() -> Iterator[None]:
 
 @pytest.fixture
 def handler() -> Iterator[Callable[..., Any]]:
-    """Makes torch's c10d rendezvous handlers; those with the same run id and endpoint meet."""
+    """Creates torch's c10d rendezvous handlers; those with the same run id and endpoint form a job."""
     made: list[Any] = []
 
     def make(nodes: int = 1, endpoint: str = "localhost:0", run_id: str = "r") -> Any:

@@ -1,4 +1,4 @@
-"""`worker_main`, with torch's own worker server behind it."""
+"""`worker_main` with torch's worker server."""
 
 import json
 import os

@@ -61,7 +61,7 @@ def client(server: EtcdServer) -> Iterator[Client]:
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    """Below which nobody else writes."""
+    """A prefix that no other test uses."""
     return f"/{request.node.name}"
 
 
@@ -393,7 +393,7 @@ def test_a_value_that_is_no_state_is_a_state_error(client: Client, prefix: str) 
 
 
 def test_handlers_of_the_first_etcd_rendezvous_form_a_round(server: EtcdServer, prefix: str) -> None:
-    def meet(_: int) -> tuple[int, int, str]:
+    def join(_: int) -> tuple[int, int, str]:
         endpoint = f"127.0.0.1:{server.get_port()}"
         params = OurParameters("etcd", endpoint, "run", 2, 2, "127.0.0.1", etcd_prefix=prefix, timeout=60)
         handler = create_rdzv_handler(params)
@@ -405,7 +405,7 @@ def test_handlers_of_the_first_etcd_rendezvous_form_a_round(server: EtcdServer, 
         return info.rank, info.world_size, handler.get_backend()
 
     with ThreadPoolExecutor() as threads:
-        assert sorted(threads.map(meet, range(2))) == [(0, 2, "etcd"), (1, 2, "etcd")]
+        assert sorted(threads.map(join, range(2))) == [(0, 2, "etcd"), (1, 2, "etcd")]
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_parameters_that_cannot_be_right_are_a_value_error(config: dict[str, str
 
 
 def test_torchs_dynamic_rendezvous_runs_on_it(server: EtcdServer, prefix: str) -> None:
-    def meet(_: int) -> tuple[int, int]:
+    def join(_: int) -> tuple[int, int]:
         with closing(server.get_client()) as client:
             backend = EtcdRendezvousBackend(client, "run", prefix)
             store = EtcdStore(client, f"{prefix}-store")
@@ -433,7 +433,7 @@ def test_torchs_dynamic_rendezvous_runs_on_it(server: EtcdServer, prefix: str) -
             return info.rank, info.world_size
 
     with ThreadPoolExecutor() as threads:
-        assert sorted(threads.map(meet, range(2))) == [(0, 2), (1, 2)]
+        assert sorted(threads.map(join, range(2))) == [(0, 2), (1, 2)]
 
 
 # launches -------------------------------------------------------------------------------------------------------------

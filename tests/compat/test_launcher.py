@@ -51,7 +51,7 @@ Program = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
-    """Starts a program that launches; it and all it started are gone when the test is over."""
+    """Starts a program that launches; it and its children are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(source: str, *args: str, launcher: str = OURS, **env: str) -> "subprocess.Popen[str]":
@@ -77,7 +77,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def said(process: "subprocess.Popen[str]") -> list[Any]:
-    """What a program said until its end, which must be a good one."""
+    """The program's output; it must exit with 0."""
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
@@ -331,7 +331,7 @@ def test_teed_output_goes_to_the_object_that_the_program_has_for_its_stdout(
     assert (shown.out, lines(shown.err, 0), lines(shown.err, 1)) == ("", ["to stderr"], ["to stderr"])
     with contextlib.redirect_stdout(io.StringIO()) as closed:
         closed.close()
-        elastic_launch(config(logs_specs=specs), work)()  # which hurts nobody
+        elastic_launch(config(logs_specs=specs), work)()  # must not fail
 
 
 def test_teed_output_follows_what_the_program_printed_before(program: Program) -> None:
@@ -377,7 +377,7 @@ def test_custom_logs_specs_choose_output_and_error_files(tmp_path: Path, capfd: 
 
 
 class Silent(LogsSpecs):
-    """Names no error files, and is made without a word to its parent."""
+    """Names no error files, and does not call the base class's constructor."""
 
     def __init__(self) -> None:
         pass
@@ -661,11 +661,11 @@ def test_two_nodes_form_a_job(program: Program, backend: str) -> None:
 
     if __name__ == "__main__":
         backend, port, rank = sys.argv[1:]
-        meet = config("spawn", workers=1, rdzv_backend=backend, rdzv_endpoint=f"127.0.0.1:{port}")
-        meet.min_nodes = meet.max_nodes = 2
+        both = config("spawn", workers=1, rdzv_backend=backend, rdzv_endpoint=f"127.0.0.1:{port}")
+        both.min_nodes = both.max_nodes = 2
         if backend == "static":
-            meet.rdzv_configs["rank"] = int(rank)
-        say(elastic_launch(meet, work)())
+            both.rdzv_configs["rank"] = int(rank)
+        say(elastic_launch(both, work)())
     """
     nodes = [program(source, backend, str(port), rank, RIPSTOP_TOKEN="t") for rank in "01"]
     values = [said(node)[0][0] for node in nodes]

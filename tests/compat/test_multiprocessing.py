@@ -1,4 +1,4 @@
-"""Groups of functions and commands: torch's behaviour and ours side by side, and what is ours alone."""
+"""Groups of functions and commands: torch's behaviour compared with ripstop's, and ripstop's additions."""
 
 import io
 import os
@@ -630,7 +630,7 @@ def test_a_file_that_is_created_late_is_tailed_to_its_end(api: Any, tmp_path: Pa
     for rank, path in paths.items():
         path.write_text("".join(f"{rank} line {number}\n" for number in range(1000)))
     assert not tail.stopped()
-    if api is their_tail_log:  # it does not look again for a file that came just before the stop
+    if api is their_tail_log:  # it does not check again for a file that was created just before the stop
         eventually(lambda: target.getvalue().count("line 999") == 2, "the lines")
     tail.stop()
     assert tail.stopped()
@@ -699,7 +699,7 @@ def test_a_destination_that_fails_does_not_affect_the_workers(
 
 
 def run_on(mount: str, tmp_path: Path, body: str) -> str:
-    """Runs a program that has this file system, of its own, at `tmp_path/disk`."""
+    """Runs a program with its own mount of this file system at `tmp_path/disk`."""
     disk, script = tmp_path / "disk", tmp_path / "program.py"
     disk.mkdir()
     script.write_text(

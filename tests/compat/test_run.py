@@ -1,4 +1,4 @@
-"""`torch.distributed.run` and `torch.distributed.launch` as other tools call them: beside torch's own."""
+"""`torch.distributed.run` and `torch.distributed.launch` as other tools call them, compared with torch."""
 
 import argparse
 import json
@@ -205,7 +205,7 @@ def test_a_failing_script_ends_the_launcher_with_one_and_the_report(tmp_path: Pa
     assert (
         "ChildFailedError" in done.stderr and f"{script} FAILED" in done.stderr and "ValueError: broken" in done.stderr
     )
-    assert "broken" in error_file.read_text()  # for whoever launched the launcher
+    assert "broken" in error_file.read_text()  # for the process that started the launcher
 
 
 def test_a_signal_to_the_launcher_stops_the_workers(tmp_path: Path) -> None:

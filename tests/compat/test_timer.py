@@ -1,4 +1,4 @@
-"""Timers beside torch's: the same names and calls, the same words on the pipe, and who misses one is killed."""
+"""Timers compared with torch's: the same API, the same lines on the pipe, and a worker that misses one is killed."""
 
 import multiprocessing
 import os
@@ -94,7 +94,7 @@ def test_a_client_may_be_given_and_one_is_needed() -> None:
 
 
 def hanging(path: str, client: str) -> None:
-    """What a worker does; run in a process of its own."""
+    """A worker; runs in its own process."""
     module = MODULES[client]
     module.configure(module.FileTimerClient(path))
     with module.expires(after=60, scope="left in time"):
@@ -129,7 +129,7 @@ def test_our_server_kills_a_worker_that_misses_its_timer_and_lives_on(client: st
 
 
 def test_torchs_server_understands_our_client(tmp_path: Path) -> None:
-    """With signal 0 nobody is killed: torch's server would kill this process too."""
+    """Signal 0 kills no process; with another, torch's server would kill this process too."""
     steps: list[tuple[str, Any]] = []
     path = str(tmp_path / "pipe")
     server = torch_timer.FileTimerServer(
@@ -235,7 +235,7 @@ def test_a_worker_that_cannot_be_ended_is_retried_every_interval_and_logged_once
             return super()._reap_worker(worker_id)
 
     server = Server(queue.Queue(), max_interval=0.1)
-    server.register_timers([timer.TimerRequest(1 << 40, "stays", 1.0)])  # no pid: nobody may send a signal there
+    server.register_timers([timer.TimerRequest(1 << 40, "stays", 1.0)])  # not a valid pid: the signal fails
     server.start()
     eventually(lambda: len(tries) >= 3, "it is tried again")
     server.stop()
@@ -257,7 +257,7 @@ def test_a_queue_returns_its_requests_and_waits_at_most_the_timeout() -> None:
     ]
 
 
-# a server of one's own ------------------------------------------------------------------------------------------------
+# a custom server ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODULES)

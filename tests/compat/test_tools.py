@@ -26,7 +26,7 @@ def need(*modules: str) -> None:
 
 
 def said(*words: str, **env: str) -> list[Any]:
-    """What the workers of this command said, in the order of their ranks; the command succeeded."""
+    """The output of this command's workers, by rank; the command must succeed."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": beside}
     done = subprocess.run(

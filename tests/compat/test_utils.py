@@ -1,4 +1,4 @@
-"""The small tools: torch's behaviour and ours side by side, and meetings of both at one store."""
+"""The helpers: torch's behaviour compared with ripstop's, and both at one store."""
 
 import logging
 import os

@@ -57,7 +57,7 @@ class MultiprocessContext(SupervisedContext):
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}  # readable when the worker has returned; written to release it
         self._unreturned: dict[int, Connection] = {}
-        self._results = Path()
+        self._results: Path | None = None  # a temporary directory, from start to close
         self._released = False
 
     def pids(self) -> dict[int, int]:
@@ -67,7 +67,7 @@ class MultiprocessContext(SupervisedContext):
         for path in (*self.stdouts.values(), *self.stderrs.values()):
             if path and path != os.devnull:
                 Path(path).write_bytes(b"")  # fail here, not in the worker, if the file cannot be written
-        if not self._processes:
+        if self._results is None:
             self._results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
         super()._start()
 
@@ -112,6 +112,7 @@ class MultiprocessContext(SupervisedContext):
         )
 
     def _result_file(self, rank: int) -> Path:
+        assert self._results is not None, "the context has been started"
         return self._results / str(rank)
 
     def _has_returned(self, rank: int) -> bool:
@@ -186,7 +187,7 @@ class MultiprocessContext(SupervisedContext):
         for connection in self._connections.values():
             connection.close()
         self._unreturned = {}
-        if self._processes:
+        if self._results is not None:
             shutil.rmtree(self._results, ignore_errors=True)
 
 
