@@ -1,4 +1,4 @@
-"""The agent classes: with torch's own rendezvous handler, beside torch's agent, and as something to extend."""
+"""The agent classes: with torch's rendezvous handler, compared with torch's agent, and as base classes."""
 
 import gc
 import inspect
@@ -51,7 +51,7 @@ def signals_given_back() -> Iterator[None]:
 
 @pytest.fixture
 def handler() -> Iterator[Callable[..., Any]]:
-    """Makes torch's c10d rendezvous handlers; those with the same run id and endpoint meet."""
+    """Creates torch's c10d rendezvous handlers; those with the same run id and endpoint form a job."""
     made: list[Any] = []
 
     def make(nodes: int = 1, endpoint: str = "localhost:0", run_id: str = "r") -> Any:
@@ -108,7 +108,9 @@ def test_functions_return_values_by_global_rank(kind: str, handler: Callable[...
     assert agent.get_worker_group().state.value == "SUCCEEDED"
 
 
-def test_a_large_value_does_not_come_at_the_pace_of_the_interval(handler: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_large_return_value_does_not_wait_for_the_monitor_interval(
+    handler: Callable[..., Any], tmp_path: Path
+) -> None:
     size = 16 << 20  # hundreds of times what a pipe holds
 
     def work() -> bytes:
@@ -121,7 +123,7 @@ def test_a_large_value_does_not_come_at_the_pace_of_the_interval(handler: Callab
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_is_told_by_global_rank_after_the_restarts(
+def test_a_failure_is_reported_by_global_rank_after_the_restarts(
     kind: str, handler: Callable[..., Any], tmp_path: Path
 ) -> None:
     def work() -> None:
@@ -152,9 +154,7 @@ def test_workers_find_each_other_through_the_handlers_store(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_command_runs_with_its_local_rank_in_its_words(
-    kind: str, handler: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_command_gets_its_local_rank_in_its_arguments(kind: str, handler: Callable[..., Any], tmp_path: Path) -> None:
     words = ("-c", f"echo ${{local_rank}} $RANK $ROLE_NAME > {tmp_path}/said.$RANK")
     _, result = run(kind, handler(), tmp_path / "logs", "sh", args=words)
     assert result.return_values == {0: None, 1: None}
@@ -162,7 +162,7 @@ def test_a_command_runs_with_its_local_rank_in_its_words(
 
 
 @pytest.mark.parametrize("kinds", [("torch", "ripstop"), ("ripstop", "torch"), ("ripstop", "ripstop")])
-def test_agents_of_both_kinds_meet_and_agree_on_ranks(
+def test_agents_of_torch_and_ripstop_agree_on_ranks_in_one_job(
     kinds: tuple[str, str], handler: Callable[..., Any], tmp_path: Path
 ) -> None:
     with socket.socket() as free:
@@ -221,7 +221,7 @@ def test_a_newcomer_restarts_the_workers_and_costs_no_restart(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_spec_refuses_what_cannot_be_right(kind: str) -> None:
+def test_the_spec_rejects_invalid_values(kind: str) -> None:
     spec, _, _ = local(kind)
     for wrong in ({"local_world_size": 0}, {"monitor_interval": 0}, {"entrypoint": None}):
         with pytest.raises(AssertionError):
@@ -364,7 +364,7 @@ def test_a_rendezvous_that_ends_gracefully_ends_the_agent_without_a_result(base:
 
 
 @pytest.mark.parametrize("base", BASES, ids=KINDS)
-def test_what_is_no_workers_failure_is_raised_after_the_shutdown(base: Any) -> None:
+def test_an_error_that_is_not_a_workers_failure_is_raised_after_the_shutdown(base: Any) -> None:
     module = torch_server if base is torch_server.SimpleElasticAgent else ours
     agent = recording(base)(module.WorkerSpec("r", 1, OneNode(OSError("net")), entrypoint=print), [])
     with pytest.raises(OSError, match="net"):
@@ -400,20 +400,20 @@ class Blocked(logging.Handler):
 
 
 @pytest.mark.parametrize("handler", [Broken, Blocked])
-def test_an_event_handler_that_raises_or_blocks_disturbs_nobody(
+def test_an_event_handler_that_raises_or_blocks_does_not_affect_the_job(
     handler: type[logging.Handler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = handler.__name__
     monkeypatch.setitem(events._log_handlers, name, handler())
-    monkeypatch.setattr("ripstop.compat.launcher.event_thread.GOODBYE", 0.1)
-    monkeypatch.setattr("ripstop.compat.launcher.event_thread.WAITING", 2)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ripstop.compat.launcher.event_thread.MAX_QUEUED_EVENTS", 2)
     spec = ours.WorkerSpec("r", 3, OneNode(), entrypoint=print, event_log_handler=name)
     result = recording(ours.SimpleElasticAgent)(spec, [ours.WorkerState.SUCCEEDED]).run()
     assert result.state is ours.WorkerState.SUCCEEDED
     assert f"the event handler {name}" in caplog.text
 
 
-def test_an_event_handler_that_there_is_not_is_refused_before_any_worker() -> None:
+def test_an_unknown_event_handler_is_rejected_before_any_worker_starts() -> None:
     agent = recording(ours.SimpleElasticAgent)(
         ours.WorkerSpec("r", 1, OneNode(), entrypoint=print, event_log_handler="nobody's"), []
     )
@@ -463,7 +463,7 @@ def ask(server: HealthCheckServer, path: str) -> tuple[int, str]:
         return error.code, error.read().decode().strip()
 
 
-def test_the_health_check_tells_live_and_ready() -> None:
+def test_the_health_check_reports_live_and_ready() -> None:
     signs = [time.time()]
     server = create_healthcheck_server(lambda: signs[0], port=0, timeout=30)
     server.start()
@@ -472,7 +472,7 @@ def test_the_health_check_tells_live_and_ready() -> None:
         server.ready_callback = lambda: False
         assert ask(server, "/ready") == (503, "no workers are running") and ask(server, "/live")[0] == 200
         signs[0] -= 31
-        assert ask(server, "/live")[0] == 503 and "no sign of life for 31 s" in ask(server, "/live")[1]
+        assert ask(server, "/live")[0] == 503 and "no activity for 31 s" in ask(server, "/live")[1]
         assert ask(server, "/else")[0] == 404
     finally:
         server.stop()
@@ -481,7 +481,7 @@ def test_the_health_check_tells_live_and_ready() -> None:
         ask(server, "/live")
 
 
-def test_a_health_check_whose_port_is_taken_leaves_the_job_alone() -> None:
+def test_a_health_check_port_in_use_does_not_affect_the_job() -> None:
     first = create_healthcheck_server(time.time, port=0, timeout=30)
     first.start()
     second = create_healthcheck_server(time.time, port=first.port, timeout=30)

@@ -1,4 +1,4 @@
-"""`worker_main`, with torch's own worker server behind it."""
+"""`worker_main` with torch's worker server."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_torchs_handlers_and_the_programs_own_answer_and_a_failure_is_recorded(p
     assert not path.exists()
 
 
-def test_a_main_function_that_returns_at_once_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_main_function_may_return_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_WORKER_SERVER_SOCKET", str(path))
     for _ in range(20):
         with worker_main():
@@ -60,7 +60,7 @@ def test_without_the_variable_it_records_alone(tmp_path: Path, monkeypatch: pyte
     assert "ValueError: mine" in (tmp_path / "error.json").read_text()
 
 
-def test_a_server_that_cannot_be_had_does_not_keep_the_worker_from_its_work(
+def test_a_worker_runs_without_a_server_that_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_WORKER_SERVER_SOCKET", str(tmp_path / "nowhere" / "w.sock"))

@@ -49,7 +49,7 @@ def no_fault_handler() -> Any:
 
 
 @pytest.mark.parametrize("name", theirs.__all__)
-def test_what_torch_takes_is_taken(name: str) -> None:
+def test_torchs_arguments_are_accepted(name: str) -> None:
     taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
@@ -66,7 +66,7 @@ def failed(decorated: Callable[..., Any], *args: Any) -> None:
 
 
 @either_way
-def test_what_record_writes_is_read(writer: Any, reader: Any, error_file: Path) -> None:
+def test_an_error_file_of_record_is_read(writer: Any, reader: Any, error_file: Path) -> None:
     before = int(time.time())
     failed(writer.record(broken), "because")
     failure = reader.ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file=str(error_file))
@@ -126,7 +126,7 @@ def test_an_error_file_that_cannot_be_written_does_not_hide_the_exception(
 
 
 @pytest.mark.parametrize("record", [ours.record, ripstop.record])
-def test_an_error_file_that_is_a_device_or_a_link_stays_one(
+def test_an_error_file_that_is_a_device_or_a_link_is_not_replaced(
     record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     master, slave = os.openpty()  # a device that we may write to and read from
@@ -207,7 +207,7 @@ def test_an_exception_without_a_text_or_with_too_much_is_recorded_for_the_agent(
 
 
 @both
-def test_a_handler_of_ones_own_is_used(api: Any) -> None:
+def test_a_custom_error_handler_is_used(api: Any) -> None:
     seen: list[str] = []
 
     class Handler(api.ErrorHandler):  # type: ignore[misc, name-defined]
@@ -224,9 +224,7 @@ def test_a_handler_of_ones_own_is_used(api: Any) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_a_fault_handler_that_cannot_be_enabled_keeps_nobody_from_working(
-    api: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_runs_if_faulthandler_cannot_be_enabled(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
 
@@ -279,7 +277,7 @@ def test_a_childs_failure_without_an_error_file_just_passes(api: Any, error_file
     assert not error_file.exists()
 
 
-def test_an_error_file_that_is_there_is_kept_aside(tmp_path: Path, error_file: Path) -> None:
+def test_an_existing_error_file_is_renamed(tmp_path: Path, error_file: Path) -> None:
     error_file.write_text("mine")
     failure = child_failure(ours, tmp_path, {"message": "a text"})
     ours.ErrorHandler().dump_error_file(failure.error_file, 3)
@@ -293,9 +291,9 @@ def test_a_childs_file_that_is_no_error_file_is_handed_on_as_a_message(tmp_path:
     assert "is not JSON, or was cut off" in json.loads(error_file.read_text())["message"]
 
 
-def test_a_childs_file_that_is_gone_is_said(error_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_error_file_of_a_child_is_logged(error_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours.ErrorHandler().dump_error_file("/nowhere/error.json", 3)
-    assert "/nowhere/error.json is not there" in caplog.text and not error_file.exists()
+    assert "/nowhere/error.json does not exist" in caplog.text and not error_file.exists()
 
 
 # ProcessFailure -----------------------------------------------------------------------------------------------------
@@ -311,7 +309,7 @@ def test_an_error_file_gives_message_and_time(api: Any, content: dict[str, Any],
 
 
 @both
-def test_a_failure_without_an_error_file_is_told_by_its_end(api: Any) -> None:
+def test_a_failure_without_an_error_file_is_described_by_its_exit(api: Any) -> None:
     killed = api.ProcessFailure(0, 7, -9, "/nowhere")
     assert killed.message == "Signal 9 (SIGKILL) received by PID 7"
     assert (killed.signal_name(), killed.error_file) == ("SIGKILL", "<N/A>")
@@ -352,7 +350,7 @@ def test_an_error_file_with_a_strange_time_has_that_of_the_file(extra: Any, tmp_
     assert "traceback : x" in str(ours.ChildFailedError("trainer", {0: failure}))
 
 
-def test_a_huge_error_file_is_not_read_whole(tmp_path: Path) -> None:
+def test_a_very_large_error_file_is_not_read_completely(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     with path.open("wb") as file:
         file.write(b'{"message": "')
@@ -363,7 +361,7 @@ def test_a_huge_error_file_is_not_read_whole(tmp_path: Path) -> None:
     assert "is too long (1.0 GiB)" in failure.message and len(failure.message) < 5000
 
 
-def test_a_pipe_in_place_of_an_error_file_blocks_nobody(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_an_error_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "error.json")
     assert ours.ProcessFailure(0, 7, 1, str(tmp_path / "error.json")).error_file == "<N/A>"
 
@@ -413,12 +411,12 @@ def test_the_first_failure_is_the_earliest(api: Any, tmp_path: Path) -> None:
 
 
 @both
-def test_an_error_about_no_failure_is_refused(api: Any) -> None:
+def test_an_error_without_failures_is_rejected(api: Any) -> None:
     with pytest.raises(AssertionError):
         api.ChildFailedError("trainer", {})
 
 
-def test_failures_of_the_same_second_are_told_apart(tmp_path: Path) -> None:
+def test_failures_of_the_same_second_are_ordered(tmp_path: Path) -> None:
     second = int(time.time())
     made = {}
     for rank, at in ((0, second + 0.9), (1, second + 0.1)):

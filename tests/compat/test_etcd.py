@@ -61,7 +61,7 @@ def client(server: EtcdServer) -> Iterator[Client]:
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    """Below which nobody else writes."""
+    """A prefix that no other test uses."""
     return f"/{request.node.name}"
 
 
@@ -112,7 +112,7 @@ def forgotten(forgetful: Forgetful) -> Iterator[Client]:
     assert forgetful.forgotten == 1
 
 
-def test_what_torch_takes_is_taken() -> None:
+def test_torchs_arguments_are_accepted() -> None:
     taken_by_both(their_server.EtcdServer, EtcdServer)
     taken_by_both(their_server.find_free_port, find_free_port)
     taken_by_both(their_server.stop_etcd, stop_etcd)
@@ -150,8 +150,8 @@ def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not()
         raise SystemExit
     os.wait()
     server.get_client().write({b"still": b"here"}, 5)
-    assert os.path.isdir(server._made)
-    print(server.get_port(), server._made)
+    assert os.path.isdir(server._temporary_dir)
+    print(server.get_port(), server._temporary_dir)
     """
     done = run(source)
     port, made = done.stdout.split()
@@ -163,7 +163,7 @@ def test_the_end_of_the_program_ends_its_server_and_the_end_of_a_fork_does_not()
 @pytest.mark.parametrize(
     ("program", "error", "word"),
     [
-        ("#!/bin/sh\nexit 3\n", RuntimeError, "ended with code 3 before it answered"),
+        ("#!/bin/sh\nexit 3\n", RuntimeError, "exited with code 3 before it answered"),
         ("#!/bin/sh\nexec sleep 60\n", TimeoutError, "did not answer at localhost:.* in 0.5 s"),
     ],
 )
@@ -215,7 +215,7 @@ def test_the_store_answers_as_torchs_own_do(client: Client, prefix: str) -> None
     assert (seen[:-2], seen[-2][:2]) == (expected[:-2], (True, False)), "all but the number of keys, which are all keys"
 
 
-def test_more_keys_than_etcd_takes_at_once(client: Client, prefix: str) -> None:
+def test_more_keys_than_one_etcd_transaction_allows(client: Client, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     keys = [str(number) for number in range(300)]
     store.multi_set(keys, keys)
@@ -223,7 +223,7 @@ def test_more_keys_than_etcd_takes_at_once(client: Client, prefix: str) -> None:
     assert store.check(keys) and not store.check([*keys, "no"]) and store.num_keys() == 300
 
 
-def test_a_get_waits_for_the_key_and_is_told(client: Client, prefix: str) -> None:
+def test_a_get_waits_until_the_key_exists(client: Client, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     with ThreadPoolExecutor() as threads:
         got = threads.submit(store.multi_get, ["late", "later"])
@@ -233,7 +233,7 @@ def test_a_get_waits_for_the_key_and_is_told(client: Client, prefix: str) -> Non
         assert got.result(DEADLINE) == [b"late", b"later"]
 
 
-def test_who_waits_in_vain_is_told_which_key(client: Client, prefix: str) -> None:
+def test_a_wait_that_times_out_names_the_key(client: Client, prefix: str) -> None:
     store = EtcdStore(client, prefix, timedelta(seconds=0.3))
     store.set("there", "1")
     with pytest.raises(LookupError, match=f"no key 'gone' below {prefix}/ after 0.3 s"):
@@ -260,7 +260,7 @@ def test_additions_of_many_are_all_counted(server: EtcdServer, client: Client, p
 def test_a_text_is_no_number_to_add_to(client: Client, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     store.set("t", "text")
-    with pytest.raises(ValueError, match="add to 't': it holds b'text', which is no number"):
+    with pytest.raises(ValueError, match="add to 't': it holds b'text', which is not a number"):
         store.add("t", 1)
 
 
@@ -274,7 +274,7 @@ def test_a_text_is_no_number_to_add_to(client: Client, prefix: str) -> None:
     ],
     ids=["add", "append", "compare_set", "set"],
 )
-def test_a_change_whose_answer_is_lost_is_made_once(
+def test_a_change_whose_reply_is_lost_is_made_once(
     change: Callable[[EtcdStore], Any], value: bytes, client: Client, forgetful: Forgetful, prefix: str
 ) -> None:
     EtcdStore(client, prefix).set("n", "5")
@@ -292,7 +292,7 @@ def test_a_store_waits_for_an_etcd_that_is_away_as_long_as_its_timeout(tmp_path:
             store.set("a", "1")
 
 
-def test_a_process_group_meets_at_a_store_in_etcd(server: EtcdServer, prefix: str) -> None:
+def test_a_process_group_uses_a_store_in_etcd(server: EtcdServer, prefix: str) -> None:
     source = f"""
     import os, sys, torch, torch.distributed as dist
     from ripstop.compat import install
@@ -320,7 +320,7 @@ def test_a_process_group_meets_at_a_store_in_etcd(server: EtcdServer, prefix: st
 # the rendezvous backend -----------------------------------------------------------------------------------------------
 
 
-def test_a_state_is_written_where_nobody_has_written_since(client: Client, prefix: str) -> None:
+def test_a_state_is_written_if_it_has_not_changed_since_the_read(client: Client, prefix: str) -> None:
     one, other = (EtcdRendezvousBackend(client, "run", prefix) for _ in range(2))
     assert one.name == "etcd-v2" and one.get_state() is None
     first = one.set_state(b"one")
@@ -334,7 +334,7 @@ def test_a_state_is_written_where_nobody_has_written_since(client: Client, prefi
 
 
 @pytest.mark.long
-def test_a_state_that_is_gone_is_not_made_anew_by_an_old_token(client: Client, prefix: str) -> None:
+def test_a_deleted_state_is_not_recreated_with_an_old_token(client: Client, prefix: str) -> None:
     backend = EtcdRendezvousBackend(client, "run", prefix, ttl=1)
     first = backend.set_state(b"one")
     assert first is not None
@@ -343,13 +343,13 @@ def test_a_state_that_is_gone_is_not_made_anew_by_an_old_token(client: Client, p
     assert backend.set_state(b"two") is not None
 
 
-def test_a_state_whose_answer_is_lost_is_known_as_ones_own(client: Client, forgotten: Client, prefix: str) -> None:
+def test_a_write_whose_reply_is_lost_is_recognised(client: Client, forgotten: Client, prefix: str) -> None:
     told = EtcdRendezvousBackend(forgotten, "run", prefix).set_state(b"mine")
     held = EtcdRendezvousBackend(client, "run", prefix).get_state()
     assert held is not None and told == (*held, True)
 
 
-def test_what_a_job_writes_goes_with_its_nodes_lease(server: EtcdServer, client: Client) -> None:
+def test_the_keys_of_a_job_expire_with_its_nodes_lease(server: EtcdServer, client: Client) -> None:
     backend, store = create_backend(RendezvousParameters("etcd-v2", server.get_endpoint(), "leased", 1, 1))
     backend.set_state(b"state")
     store.set("leased", "1")
@@ -384,16 +384,16 @@ def test_an_etcd_that_does_not_answer_is_known_when_the_backend_is_made(make: Ca
         make(params)
 
 
-def test_a_state_that_is_none_is_a_state_error(client: Client, prefix: str) -> None:
+def test_a_value_that_is_no_state_is_a_state_error(client: Client, prefix: str) -> None:
     backend = EtcdRendezvousBackend(client, "run", prefix)
     client.write({f"{prefix}/run".encode(): b"non_base64"}, 5)
     for ask in (backend.get_state, lambda: backend.set_state(b"mine")):
-        with pytest.raises(RendezvousStateError, match="holds no state of a rendezvous: found b'non_base64'"):
+        with pytest.raises(RendezvousStateError, match="is not the state of a rendezvous: found b'non_base64'"):
             ask()
 
 
-def test_handlers_of_the_first_etcd_rendezvous_meet(server: EtcdServer, prefix: str) -> None:
-    def meet(_: int) -> tuple[int, int, str]:
+def test_handlers_of_the_first_etcd_rendezvous_form_a_round(server: EtcdServer, prefix: str) -> None:
+    def join(_: int) -> tuple[int, int, str]:
         endpoint = f"127.0.0.1:{server.get_port()}"
         params = OurParameters("etcd", endpoint, "run", 2, 2, "127.0.0.1", etcd_prefix=prefix, timeout=60)
         handler = create_rdzv_handler(params)
@@ -405,7 +405,7 @@ def test_handlers_of_the_first_etcd_rendezvous_meet(server: EtcdServer, prefix: 
         return info.rank, info.world_size, handler.get_backend()
 
     with ThreadPoolExecutor() as threads:
-        assert sorted(threads.map(meet, range(2))) == [(0, 2, "etcd"), (1, 2, "etcd")]
+        assert sorted(threads.map(join, range(2))) == [(0, 2, "etcd"), (1, 2, "etcd")]
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_parameters_that_cannot_be_right_are_a_value_error(config: dict[str, str
 
 
 def test_torchs_dynamic_rendezvous_runs_on_it(server: EtcdServer, prefix: str) -> None:
-    def meet(_: int) -> tuple[int, int]:
+    def join(_: int) -> tuple[int, int]:
         with closing(server.get_client()) as client:
             backend = EtcdRendezvousBackend(client, "run", prefix)
             store = EtcdStore(client, f"{prefix}-store")
@@ -433,13 +433,13 @@ def test_torchs_dynamic_rendezvous_runs_on_it(server: EtcdServer, prefix: str) -
             return info.rank, info.world_size
 
     with ThreadPoolExecutor() as threads:
-        assert sorted(threads.map(meet, range(2))) == [(0, 2), (1, 2)]
+        assert sorted(threads.map(join, range(2))) == [(0, 2), (1, 2)]
 
 
 # launches -------------------------------------------------------------------------------------------------------------
 
 
-def test_launches_meet_through_etcd_by_either_of_its_names(server: EtcdServer) -> None:
+def test_launches_form_a_job_through_both_names_of_etcd(server: EtcdServer) -> None:
     source = f"""
     import os
     from ripstop.compat.launcher import LaunchConfig, elastic_launch

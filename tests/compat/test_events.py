@@ -48,7 +48,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name", [name for name in events.__all__ if name not in ("EventMetadataValue", "EventSource", "NodeState")]
 )
-def test_what_can_be_called_is_torchs(name: str) -> None:
+def test_the_signatures_are_torchs(name: str) -> None:
     taken_by_both(getattr(torch_events, name), getattr(events, name))
 
 
@@ -60,7 +60,7 @@ def test_the_enumerations_are_torchs() -> None:
     assert events.EventMetadataValue == torch_events.EventMetadataValue
 
 
-def test_an_event_is_the_same_text_and_comes_back_from_it() -> None:
+def test_an_event_serializes_as_torchs_does_and_deserializes() -> None:
     facts: dict[str, Any] = {"rank": 1, "why": "ü", "ok": True, "none": None, "ratio": 0.5}
     one = events.Event("name", events.EventSource.WORKER, 17, facts)
     other = torch_events.Event("name", torch_events.EventSource.WORKER, 17, facts)
@@ -92,7 +92,7 @@ def test_events_go_to_the_handler_that_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_a_rendezvous_is_told_with_its_place(kind: str) -> None:
+def test_a_step_of_a_rendezvous_is_recorded_with_its_file_and_function(kind: str) -> None:
     module: Any = KINDS[kind]
     handlers = torch_handlers._log_handlers if kind == "torch" else events._log_handlers
     module.construct_and_record_rdzv_event("run", "nobody listens", module.NodeState.RUNNING)
@@ -103,7 +103,7 @@ def test_a_step_of_a_rendezvous_is_told_with_its_place(kind: str) -> None:
     except KeyError:
         module.construct_and_record_rdzv_event("run", "failed", module.NodeState.FAILED, name="mine", hostname="h")
     first, second = (json.loads(line) for line in collector.seen)
-    place = "test_events.py:test_a_step_of_a_rendezvous_is_told_with_its_place"
+    place = "test_events.py:test_a_step_of_a_rendezvous_is_recorded_with_its_file_and_function"
     assert (first["name"], first["message"], first["pid"], first["rank"], first["error_trace"]) == (
         place,
         "went on",
@@ -137,19 +137,20 @@ def test_a_handler_may_be_an_installed_plugin(tmp_path: Path, monkeypatch: pytes
 def test_a_handler_that_blocks_does_not_keep_the_program_from_its_end() -> None:
     source = """
     import logging, threading
-    from ripstop.compat import event_thread, events
+    from ripstop.compat import events
+    from ripstop.compat.launcher import event_thread
 
     class Blocked(logging.Handler):
         def emit(self, record):
             begun.set()
             threading.Event().wait()
 
-    begun, event_thread.GOODBYE = threading.Event(), 0.1
+    begun, event_thread.CLOSE_TIMEOUT_S = threading.Event(), 0.1
     events._log_handlers["blocked"] = Blocked()
-    teller = event_thread.Teller("blocked")
-    teller.put("event")
+    thread = event_thread.EventThread("blocked")
+    thread.put("event")
     begun.wait()
-    teller.close()
+    thread.close()
     """
     words = [sys.executable, "-c", textwrap.dedent(source)]
     end = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)

@@ -71,7 +71,7 @@ def test_installing_imports_nothing() -> None:
     assert python(source) == "[]"
 
 
-def test_what_torch_itself_imports_of_the_names_is_there() -> None:
+def test_the_names_that_torch_itself_imports_exist() -> None:
     source = """
     from ripstop.compat import install
     install()
@@ -82,7 +82,7 @@ def test_what_torch_itself_imports_of_the_names_is_there() -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     print(record.__module__, LaunchConfig.__module__)
     """
-    assert python(source) == "ripstop.compat.multiprocessing.errors ripstop.compat.launcher"
+    assert python(source) == "ripstop.compat.multiprocessing.errors ripstop.compat.launcher.configuration"
 
 
 NOT_FOR_USERS = {"cas_delay", "get_libc"}
@@ -114,7 +114,7 @@ def test_a_program_runs_with_our_names(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("True ['z']\n", 0), done.stderr
 
 
-def test_a_program_on_the_path_and_what_it_starts_have_our_names(tmp_path: Path) -> None:
+def test_a_program_on_the_path_and_its_children_use_ripstop(tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     tool = tmp_path / "tool"
     tool.write_text(f"#!{sys.executable}\n{child}\n")
@@ -133,7 +133,7 @@ def test_a_program_on_the_path_and_what_it_starts_have_our_names(tmp_path: Path)
         ("echo python\n", False),
     ],
 )
-def test_a_program_is_pythons_by_what_starts_it(text: str, is_one: bool, tmp_path: Path) -> None:
+def test_a_python_program_is_recognised_by_its_first_line(text: str, is_one: bool, tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text(text)
     done = execute("-m", "ripstop.compat", str(tool))
@@ -149,7 +149,7 @@ def test_a_program_is_pythons_by_what_starts_it(text: str, is_one: bool, tmp_pat
         (["/bin/ls"], "not a Python program"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_two(words: list[str], error: str) -> None:
+def test_a_wrong_command_line_prints_one_line_and_exits_with_2(words: list[str], error: str) -> None:
     done = execute("-m", "ripstop.compat", *words)
     assert done.returncode == 2 and error in done.stderr and len(done.stderr.splitlines()) == 1
 

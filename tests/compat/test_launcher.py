@@ -51,7 +51,7 @@ Program = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
-    """Starts a program that launches; it and all it started are gone when the test is over."""
+    """Starts a program that launches; it and its children are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(source: str, *args: str, launcher: str = OURS, **env: str) -> "subprocess.Popen[str]":
@@ -77,7 +77,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def said(process: "subprocess.Popen[str]") -> list[Any]:
-    """What a program said until its end, which must be a good one."""
+    """The program's output; it must exit with 0."""
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
@@ -106,7 +106,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_function_of_the_program_runs_in_every_worker_and_its_values_come_back_by_rank(
+def test_a_function_of_the_program_runs_in_every_worker_and_returns_values_by_rank(
     program: Program, method: str
 ) -> None:
     source = """
@@ -148,7 +148,7 @@ def test_a_queue_of_the_same_context_can_be_an_argument(program: Program, method
 
 
 @pytest.mark.parametrize("method", ("spawn", "fork"))
-def test_functions_meet_in_a_process_group(program: Program, method: str) -> None:
+def test_functions_form_a_process_group(program: Program, method: str) -> None:
     source = """
     import torch, torch.distributed as dist
 
@@ -165,7 +165,7 @@ def test_functions_meet_in_a_process_group(program: Program, method: str) -> Non
     assert said(program(source, method)) == [[{"0": 3.0, "1": 3.0}]]
 
 
-def test_a_large_return_value_comes_back_whole() -> None:
+def test_a_large_return_value_is_complete() -> None:
     assert elastic_launch(config(workers=1), lambda: b"x" * (64 << 20))() == {0: b"x" * (64 << 20)}
 
 
@@ -215,7 +215,7 @@ def test_a_failure_has_torchs_fields(program: Program, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("method", ("spawn", "forkserver"))
-def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_started(method: str) -> None:
+def test_a_function_that_cannot_be_pickled_is_rejected_before_anything_starts(method: str) -> None:
     with pytest.raises(pickle.PicklingError, match=r"cannot be pickled.*start_method='fork'"):
         elastic_launch(config(method), lambda: None)()
     with pytest.raises(pickle.PicklingError, match="an argument"):
@@ -223,7 +223,7 @@ def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_started(me
 
 
 @pytest.mark.parametrize("static", (False, True))
-def test_a_launch_that_was_refused_can_be_tried_again_at_the_same_endpoint(static: bool) -> None:
+def test_a_rejected_launch_can_be_retried_at_the_same_endpoint(static: bool) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -239,7 +239,7 @@ def test_a_launch_that_was_refused_can_be_tried_again_at_the_same_endpoint(stati
         again.bind(("localhost", port))
 
 
-def test_a_function_that_exits_instead_of_returning_returns_nothing_or_is_told() -> None:
+def test_a_function_that_exits_returns_none_or_is_an_error() -> None:
     assert elastic_launch(config(workers=1), lambda: sys.exit(0))() == {0: None}
     assert elastic_launch(config(workers=1), sys.exit)() == {0: None}
     with pytest.raises(ChildFailedError):
@@ -257,7 +257,7 @@ def test_a_return_value_that_cannot_be_sent_is_the_workers_failure() -> None:
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_gets_its_words_and_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gets_its_arguments_and_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
     monkeypatch.chdir(tmp_path)
@@ -290,7 +290,7 @@ def test_output_goes_where_the_logs_specs_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stand_in", ("io.StringIO()", "None"))
-def test_what_a_fork_prints_is_in_its_file_wherever_the_programs_own_output_goes(
+def test_the_output_of_a_fork_is_in_its_file_wherever_the_programs_output_goes(
     program: Program, tmp_path: Path, stand_in: str
 ) -> None:
     source = f"""
@@ -331,10 +331,10 @@ def test_teed_output_goes_to_the_object_that_the_program_has_for_its_stdout(
     assert (shown.out, lines(shown.err, 0), lines(shown.err, 1)) == ("", ["to stderr"], ["to stderr"])
     with contextlib.redirect_stdout(io.StringIO()) as closed:
         closed.close()
-        elastic_launch(config(logs_specs=specs), work)()  # which hurts nobody
+        elastic_launch(config(logs_specs=specs), work)()  # must not fail
 
 
-def test_teed_output_comes_behind_what_the_program_printed_before(program: Program) -> None:
+def test_teed_output_follows_what_the_program_printed_before(program: Program) -> None:
     source = """
     from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std
     def work():
@@ -362,7 +362,7 @@ class Flat(LogsSpecs):
         return str(self._root_log_dir)
 
 
-def test_logs_specs_of_ones_own_say_where_output_and_error_files_are(tmp_path: Path, capfd: Any) -> None:
+def test_custom_logs_specs_choose_output_and_error_files(tmp_path: Path, capfd: Any) -> None:
     def work() -> None:
         os.write(1, f"{os.environ['MINE']}\n".encode())
         if os.environ["RANK"] == "1":
@@ -377,7 +377,7 @@ def test_logs_specs_of_ones_own_say_where_output_and_error_files_are(tmp_path: P
 
 
 class Silent(LogsSpecs):
-    """Names no error files, and is made without a word to its parent."""
+    """Names no error files, and does not call the base class's constructor."""
 
     def __init__(self) -> None:
         pass
@@ -461,7 +461,7 @@ def test_the_programs_signal_handlers_are_its_own_again_afterwards() -> None:
             signal.signal(number, handler)
 
 
-def test_the_programs_own_children_are_left_alone() -> None:
+def test_the_programs_own_children_are_not_touched() -> None:
     own = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         elastic_launch(config(), os.getppid)()
@@ -471,7 +471,7 @@ def test_the_programs_own_children_are_left_alone() -> None:
         assert own.wait() == -signal.SIGKILL
 
 
-def test_a_child_that_the_program_starts_meanwhile_is_left_alone_and_can_be_waited_for(tmp_path: Path) -> None:
+def test_a_child_that_the_program_starts_during_a_launch_is_not_touched(tmp_path: Path) -> None:
     def work() -> None:
         (tmp_path / "up").touch()
         wait_for((tmp_path / "go").exists)
@@ -651,7 +651,7 @@ def test_a_launch_is_live_and_ready_while_its_workers_run(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("backend", ("c10d", "static"))
-def test_two_nodes_meet(program: Program, backend: str) -> None:
+def test_two_nodes_form_a_job(program: Program, backend: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -661,11 +661,11 @@ def test_two_nodes_meet(program: Program, backend: str) -> None:
 
     if __name__ == "__main__":
         backend, port, rank = sys.argv[1:]
-        meet = config("spawn", workers=1, rdzv_backend=backend, rdzv_endpoint=f"127.0.0.1:{port}")
-        meet.min_nodes = meet.max_nodes = 2
+        both = config("spawn", workers=1, rdzv_backend=backend, rdzv_endpoint=f"127.0.0.1:{port}")
+        both.min_nodes = both.max_nodes = 2
         if backend == "static":
-            meet.rdzv_configs["rank"] = int(rank)
-        say(elastic_launch(meet, work)())
+            both.rdzv_configs["rank"] = int(rank)
+        say(elastic_launch(both, work)())
     """
     nodes = [program(source, backend, str(port), rank, RIPSTOP_TOKEN="t") for rank in "01"]
     values = [said(node)[0][0] for node in nodes]
@@ -709,7 +709,7 @@ def test_the_variable_for_the_shutdown_is_a_time(monkeypatch: pytest.MonkeyPatch
         ({"no_such_wait": 3}, ["--rdzv-conf: there is no no_such_wait, so it has no effect"]),
     ],
 )
-def test_settings_that_torch_takes_are_taken_and_those_without_effect_are_said(
+def test_torchs_settings_are_accepted_and_those_without_effect_are_logged(
     configs: dict[str, Any], notes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert elastic_launch(config(workers=1, rdzv_configs=configs), os.getppid)() == {0: os.getpid()}
@@ -733,7 +733,7 @@ def test_a_configuration_that_cannot_be_right_is_a_value_error(setting: dict[str
         elastic_launch(LaunchConfig(1, 1, 1, **(settings | setting)), os.getpid)()
 
 
-def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_numa_binding_is_rejected_or_skipped(caplog: pytest.LogCaptureFixture) -> None:
     for mode in AffinityMode:
         with pytest.raises(ValueError, match="numa-binding"):
             elastic_launch(config(workers=4000, numa_options=NumaOptions(mode)), os.getppid)()
@@ -746,7 +746,7 @@ def test_a_numa_binding_that_cannot_be_made_is_refused_or_fallen_back_from(caplo
     assert "not bound" not in caplog.text
 
 
-def test_a_run_id_is_made_up_when_there_is_none() -> None:
+def test_a_missing_run_id_is_generated() -> None:
     nameless = config(workers=1, run_id="")
     assert elastic_launch(nameless, lambda: os.environ["TORCHELASTIC_RUN_ID"])() == {0: nameless.run_id}
     assert nameless.run_id
@@ -755,7 +755,7 @@ def test_a_run_id_is_made_up_when_there_is_none() -> None:
 # events and metrics ---------------------------------------------------------------------------------------------------
 
 
-def test_a_launch_tells_torchs_events_and_metrics_to_the_programs_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_sends_torchs_events_and_metrics_to_the_programs_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     numbers: dict[str, Any] = {}
 
@@ -789,6 +789,6 @@ def test_a_launch_tells_torchs_events_and_metrics_to_the_programs_handlers(monke
     }  # fmt: skip
 
 
-def test_an_event_handler_that_there_is_not_is_refused() -> None:
+def test_an_unknown_event_handler_is_rejected() -> None:
     with pytest.raises(ValueError, match="event_log_handler: nobody's: there is no such event handler"):
         elastic_launch(config(event_log_handler="nobody's"), os.getpid)()

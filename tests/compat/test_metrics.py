@@ -28,7 +28,7 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [name for name in metrics.__all__ if name != "MetricData"])
-def test_what_can_be_called_is_torchs(name: str) -> None:
+def test_the_signatures_are_torchs(name: str) -> None:
     taken_by_both(getattr(torch_metrics, name, None) or getattr(torch_api, name), getattr(metrics, name))
 
 
@@ -101,7 +101,7 @@ def test_the_console_shows_a_line(kind: str, capsys: pytest.CaptureFixture[str])
     assert module.initialize_metrics(module.MetricsConfig()) is None
 
 
-def test_a_handler_that_raises_is_said_once_and_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_a_handler_is_logged_once_and_goes_no_further(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(metrics.MetricHandler):
         def emit(self, metric_data: metrics.MetricData) -> None:
             raise ValueError("no route to the metrics host")
@@ -112,7 +112,7 @@ def test_a_handler_that_raises_is_said_once_and_disturbs_nobody(caplog: pytest.L
     assert caplog.text.count("Broken failed at a metric") == 1
 
 
-def test_what_is_not_configured_here_goes_to_torchs_own() -> None:
+def test_metrics_without_a_handler_go_to_torchs_module() -> None:
     seen = collecting(torch_metrics.MetricHandler)
     torch_metrics.configure(seen, "torchelastic")
     metrics.put_metric("a", 1)

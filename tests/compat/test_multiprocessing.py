@@ -1,4 +1,4 @@
-"""Groups of functions and commands: torch's behaviour and ours side by side, and what is ours alone."""
+"""Groups of functions and commands: torch's behaviour compared with ripstop's, and ripstop's additions."""
 
 import io
 import os
@@ -70,11 +70,11 @@ def text(path: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in theirs.__all__ if name != "Std"])
-def test_what_torch_takes_is_taken(name: str) -> None:
+def test_torchs_arguments_are_accepted(name: str) -> None:
     taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
-def test_tails_take_what_torchs_take() -> None:
+def test_tails_accept_torchs_arguments() -> None:
     for name in their_tail_log.__all__:
         taken_by_both(getattr(their_tail_log, name), getattr(our_tail_log, name))
 
@@ -89,7 +89,7 @@ def test_a_choice_of_streams_reads_as_torch_reads_it(written: str) -> None:
 
 @both
 @pytest.mark.parametrize("written", ["", "4", "-1", "1,2", "0:4", "a:1", "0:1,", "0:1;1:2", "3 "])
-def test_what_is_no_choice_of_streams_is_refused(api: Any, written: str) -> None:
+def test_an_invalid_choice_of_streams_is_rejected(api: Any, written: str) -> None:
     with pytest.raises(ValueError):
         api.Std.from_str(written)
 
@@ -99,7 +99,7 @@ def test_a_local_rank_of_two_digits_is_read() -> None:
 
 
 @both
-def test_a_choice_for_all_or_for_some_becomes_one_for_each(api: Any) -> None:
+def test_a_choice_for_all_or_some_ranks_becomes_one_for_each(api: Any) -> None:
     assert api.to_map(api.Std.OUT, 2) == {0: api.Std.OUT, 1: api.Std.OUT}
     assert api.to_map({1: api.Std.OUT}, 2) == {0: api.Std.NONE, 1: api.Std.OUT}
 
@@ -162,19 +162,19 @@ def test_specifications_with_the_same_settings_are_equal(api: Any, tmp_path: Pat
 
 
 @both
-def test_a_file_in_place_of_the_log_directory_is_refused(api: Any, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_log_directory_is_rejected(api: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file"):
         api.DefaultLogsSpecs(str(tmp_path / "file"))
 
 
-def test_a_log_directory_that_cannot_be_made_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_the_error_for_an_unusable_log_directory_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=r"file/logs cannot be used \(Not a directory\); give another log_dir"):
         ours.DefaultLogsSpecs(str(tmp_path / "file" / "logs"))
 
 
-def test_logs_of_the_same_attempt_are_kept_aside(tmp_path: Path) -> None:
+def test_logs_of_an_earlier_start_of_the_attempt_are_renamed(tmp_path: Path) -> None:
     specs = ours.DefaultLogsSpecs(str(tmp_path), redirects=ours.Std.OUT)
     first = Path(specs.reify({0: {}}).stdouts[0])
     first.write_text("of the first time")
@@ -225,14 +225,14 @@ def test_an_error_file_that_a_command_wrote_is_its_failures_message(
 
 
 @both
-def test_waiting_with_a_timeout_says_none_while_they_run(api: Any, start: Callable[..., Any]) -> None:
+def test_wait_with_a_timeout_returns_none_while_workers_run(api: Any, start: Callable[..., Any]) -> None:
     context = start(api, SHELL, shell("exec sleep 600"))
     assert context.wait(0) is None
     assert context.wait(0.1, period=0.01) is None
     assert is_alive(context.pids()[0])
 
 
-def test_the_end_is_known_at_once_whatever_the_period(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_wait_returns_at_the_exit_whatever_the_period(start: Callable[..., Any], tmp_path: Path) -> None:
     context = start(ours, SHELL, shell(f"while ! [ -e {tmp_path}/go ]; do sleep 0.01; done"))
     threading.Timer(0.2, (tmp_path / "go").touch).start()
     before = time.monotonic()
@@ -240,7 +240,7 @@ def test_the_end_is_known_at_once_whatever_the_period(start: Callable[..., Any],
     assert time.monotonic() - before < DEADLINE
 
 
-def test_the_result_stays_the_same_when_it_is_asked_for_again(start: Callable[..., Any]) -> None:
+def test_a_second_wait_returns_the_same_result(start: Callable[..., Any]) -> None:
     context = start(ours, SHELL, shell("exit 3"))
     assert context.wait(DEADLINE, PERIOD) is context.wait(0)
 
@@ -255,7 +255,7 @@ def test_a_command_that_ignores_the_signal_is_killed_after_the_timeout(
     assert not is_alive(context.pids()[0])
 
 
-def test_a_stopped_command_takes_the_signal(start: Callable[..., Any]) -> None:
+def test_a_stopped_command_receives_the_signal(start: Callable[..., Any]) -> None:
     context = start(ours, SHELL, shell("exec sleep 600"))
     pid = context.pids()[0]
     os.kill(pid, signal.SIGSTOP)
@@ -264,7 +264,7 @@ def test_a_stopped_command_takes_the_signal(start: Callable[..., Any]) -> None:
     assert context.subprocess_handlers[0].proc.returncode == -signal.SIGTERM
 
 
-def test_what_a_dead_command_left_behind_is_ended(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_children_of_a_dead_command_are_killed(start: Callable[..., Any], tmp_path: Path) -> None:
     result = start(ours, SHELL, shell(f"sleep 600 & echo $! > {tmp_path}/pid; kill -9 $$")).wait(DEADLINE, PERIOD)
     assert result.failures[0].exitcode == -signal.SIGKILL
     child = int((tmp_path / "pid").read_text())
@@ -277,7 +277,7 @@ def test_a_command_that_is_not_there_is_an_error(api: Any, start: Callable[..., 
         start(api, "no-such-command", [(), ()])
 
 
-def test_a_start_that_fails_half_way_ends_what_was_started(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_start_that_fails_stops_the_workers_that_have_started(start: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="null byte"):
         start(ours, SHELL, [*shell(f"echo $$ > {tmp_path}/pid; exec sleep 600"), ("-c", "\0")])
     # that nothing is left is what the fixture asserts
@@ -290,7 +290,7 @@ def test_local_ranks_must_be_complete(api: Any, tmp_path: Path) -> None:
 
 
 @both
-def test_a_context_of_ones_own_is_asked_every_period(api: Any, tmp_path: Path) -> None:
+def test_a_custom_context_is_polled_every_period(api: Any, tmp_path: Path) -> None:
     class Countdown(api.PContext):  # type: ignore[misc, name-defined]
         left = 3
 
@@ -419,7 +419,7 @@ def test_a_function_that_was_ended_has_recorded_nothing(start: Callable[..., Any
 
 
 @both
-def test_a_function_that_has_returned_stays_until_all_have(api: Any, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_worker_that_has_returned_exits_when_all_have(api: Any, start: Callable[..., Any], tmp_path: Path) -> None:
     context = start(
         api, functions.at_once_or_late, [(0, str(tmp_path / "go")), (1, str(tmp_path / "go"))], start_method="fork"
     )
@@ -448,7 +448,7 @@ def test_a_value_that_cannot_be_read_here_is_a_failure(start: Callable[..., Any]
 
 @both
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_function_that_cannot_be_pickled_is_refused(api: Any, method: str, start: Callable[..., Any]) -> None:
+def test_a_function_that_cannot_be_pickled_is_rejected(api: Any, method: str, start: Callable[..., Any]) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         start(api, lambda: None, [()], start_method=method)
 
@@ -458,7 +458,7 @@ def test_an_argument_that_cannot_be_pickled_ends_those_that_were_started(start: 
         start(ours, functions.double, [(1,), (threading.Lock(),)], start_method="spawn")
 
 
-def test_an_unknown_start_method_is_refused(start: Callable[..., Any]) -> None:
+def test_an_unknown_start_method_is_rejected(start: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="start_method='thread': there is no such method; choose one of"):
         start(ours, functions.double, [(1,)], start_method="thread")
 
@@ -473,7 +473,7 @@ def test_a_function_that_ignores_the_signal_is_killed_after_the_timeout(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_dead_function_left_behind_is_ended(method: str, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_children_of_a_dead_function_are_killed(method: str, start: Callable[..., Any], tmp_path: Path) -> None:
     result = start(ours, functions.with_child, [(str(tmp_path / "pid"),)], start_method=method).wait(DEADLINE, PERIOD)
     assert result.failures[0].exitcode == -signal.SIGKILL
     child = int((tmp_path / "pid").read_text())
@@ -567,7 +567,7 @@ def test_workers_die_with_their_parent(start_worker: str, tmp_path: Path) -> Non
     eventually(lambda: not is_alive(worker), "the end of the worker")
 
 
-def test_a_signal_that_is_none_is_said_and_passed_over(
+def test_an_unknown_signal_is_logged_and_ignored(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGNONE,SIGKILL")
@@ -594,7 +594,7 @@ def test_teed_lines_are_on_the_console_with_their_heads(
 
 
 @both
-def test_lines_with_one_of_the_filters_texts_are_copied_to_one_file(
+def test_lines_that_contain_a_filter_are_copied_to_one_file(
     api: Any, start: Callable[..., Any], tmp_path: Path
 ) -> None:
     specs = api.DefaultLogsSpecs(str(tmp_path), tee=api.Std.ALL)
@@ -610,7 +610,7 @@ def test_lines_with_one_of_the_filters_texts_are_copied_to_one_file(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_functions_write_can_be_teed(
+def test_the_output_of_functions_can_be_teed(
     method: str, start: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     specs = ours.DefaultLogsSpecs(str(tmp_path), tee=ours.Std.OUT)
@@ -623,14 +623,14 @@ def test_what_functions_write_can_be_teed(
 
 
 @both_tails
-def test_a_file_that_comes_late_is_tailed_to_its_end(api: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_created_late_is_tailed_to_its_end(api: Any, tmp_path: Path) -> None:
     target = io.StringIO()
     paths = {rank: tmp_path / f"{rank}.log" for rank in (0, 1)}
     tail = api.TailLog("x", {rank: str(path) for rank, path in paths.items()}, target, interval_sec=0.01).start()
     for rank, path in paths.items():
         path.write_text("".join(f"{rank} line {number}\n" for number in range(1000)))
     assert not tail.stopped()
-    if api is their_tail_log:  # it does not look again for a file that came just before the stop
+    if api is their_tail_log:  # it does not check again for a file that was created just before the stop
         eventually(lambda: target.getvalue().count("line 999") == 2, "the lines")
     tail.stop()
     assert tail.stopped()
@@ -640,7 +640,7 @@ def test_a_file_that_comes_late_is_tailed_to_its_end(api: Any, tmp_path: Path) -
 
 
 @both_tails
-def test_a_file_that_never_comes_does_not_keep_the_tail(api: Any, tmp_path: Path) -> None:
+def test_a_tail_of_a_missing_file_can_be_stopped(api: Any, tmp_path: Path) -> None:
     target = io.StringIO()
     tail = api.TailLog("x", {0: str(tmp_path / "never")}, target, interval_sec=0.01).start()
     tail.stop()
@@ -656,7 +656,7 @@ def test_one_file_can_be_tailed_until_an_event(api: Any, tmp_path: Path) -> None
     assert target.getvalue() == "> t\ufffdo\n"
 
 
-def test_a_line_that_comes_in_pieces_is_written_whole(tmp_path: Path) -> None:
+def test_a_line_written_in_pieces_is_copied_complete(tmp_path: Path) -> None:
     target = io.StringIO()
     tail = ours.TailLog("x", {0: str(tmp_path / "log")}, target, interval_sec=0.01).start()
     with (tmp_path / "log").open("w") as file:
@@ -681,7 +681,7 @@ def test_lines_are_seen_while_they_are_written(tmp_path: Path) -> None:
         tail.stop()
 
 
-def test_a_target_that_fails_hurts_nobody(
+def test_a_destination_that_fails_does_not_affect_the_workers(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
@@ -699,7 +699,7 @@ def test_a_target_that_fails_hurts_nobody(
 
 
 def run_on(mount: str, tmp_path: Path, body: str) -> str:
-    """Runs a program that has this file system, of its own, at `tmp_path/disk`."""
+    """Runs a program with its own mount of this file system at `tmp_path/disk`."""
     disk, script = tmp_path / "disk", tmp_path / "program.py"
     disk.mkdir()
     script.write_text(
@@ -744,7 +744,7 @@ def test_a_read_only_log_directory_is_an_error_with_a_remedy(tmp_path: Path) -> 
 
 
 @can_mount
-def test_a_full_log_directory_is_an_error_and_ends_what_was_started(tmp_path: Path) -> None:
+def test_a_full_log_directory_is_an_error_and_stops_the_workers(tmp_path: Path) -> None:
     out = run_on(
         "-o nr_inodes=6",
         tmp_path,
@@ -761,7 +761,7 @@ def test_a_full_log_directory_is_an_error_and_ends_what_was_started(tmp_path: Pa
 
 
 @can_mount
-def test_a_worker_whose_log_is_full_fails_of_it(tmp_path: Path) -> None:
+def test_a_worker_whose_log_is_full_fails(tmp_path: Path) -> None:
     out = run_on(
         "-o size=64k",
         tmp_path,

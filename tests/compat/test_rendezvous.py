@@ -86,7 +86,7 @@ def test_settings_are_read_as_torch_reads_them(value: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [("", 1, 1), ("b", 0, 1), ("b", 2, 1)])
-def test_parameters_that_cannot_be_right_are_refused(wrong: tuple[str, int, int]) -> None:
+def test_invalid_parameters_are_rejected(wrong: tuple[str, int, int]) -> None:
     for kind in (RendezvousParameters, torch_rendezvous.RendezvousParameters):
         with pytest.raises(ValueError):
             kind(wrong[0], "e", "r", wrong[1], wrong[2])
@@ -98,16 +98,16 @@ def test_endpoints_are_read_as_torch_reads_them(text: str | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["node0:", "node0:x", "node0:65536", "no/de", "node 0:1"])
-def test_endpoints_that_are_none_are_refused(text: str) -> None:
+def test_invalid_endpoints_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         endpoint.parse_rendezvous_endpoint(text, 5)
 
 
-def test_nothing_of_it_needs_torch_until_there_is_a_store() -> None:
+def test_rendezvous_imports_no_torch_before_there_is_a_store() -> None:
     source = """
     import sys
     from ripstop.compat.rendezvous import *
-    import ripstop.compat.rendezvous.c10d, ripstop.compat.rendezvous.static, ripstop.compat.handler_link
+    import ripstop.compat.rendezvous.c10d, ripstop.compat.rendezvous.static, ripstop.compat.launcher.handler_link
     class Store(dict):
         set, get = dict.__setitem__, dict.__getitem__
     info = RendezvousStoreInfo.build(0, Store(), "here", 29)
@@ -116,14 +116,14 @@ def test_nothing_of_it_needs_torch_until_there_is_a_store() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True, timeout=DEADLINE)
 
 
-def test_an_error_of_torchs_is_as_good_as_one_of_ours() -> None:
+def test_torchs_errors_are_recognised_as_ripstops() -> None:
     for module in (rendezvous, torch_rendezvous):
         assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousClosedError)
         assert is_a(module.RendezvousClosedError(), rendezvous.RendezvousError)
         assert not is_a(module.RendezvousTimeoutError(), rendezvous.RendezvousClosedError)
 
 
-def test_a_backend_is_registered_once_and_its_handlers_say_its_name() -> None:
+def test_a_backend_is_registered_once_and_its_handlers_return_its_name() -> None:
     registry = rendezvous.RendezvousHandlerRegistry()
     with pytest.raises(ValueError, match="not registered, there are none"):
         registry.create_handler(RendezvousParameters("mine", "", "r", 1, 1))
@@ -133,11 +133,11 @@ def test_a_backend_is_registered_once_and_its_handlers_say_its_name() -> None:
         registry.register("mine", print)
     with pytest.raises(ValueError, match="empty"):
         registry.register("", print)
-    with pytest.raises(RuntimeError, match="for the backend 'mine' says that it is for 'static'"):
+    with pytest.raises(RuntimeError, match="for the backend 'mine' returns 'static' as its backend"):
         registry.create_handler(RendezvousParameters("mine", "h:1", "r", 1, 1, rank=0))
 
 
-# nodes that meet ------------------------------------------------------------------------------------------------------
+# rounds of nodes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
@@ -168,7 +168,7 @@ def node() -> Iterator[Callable[..., DynamicRendezvousHandler]]:
 
     yield make
     for one in made:
-        one._stop_beating()
+        one._stop_heartbeats()
 
 
 def go(handler: DynamicRendezvousHandler) -> "Future[Any]":
@@ -185,7 +185,7 @@ def go(handler: DynamicRendezvousHandler) -> "Future[Any]":
     return answer
 
 
-def meet(*handlers: DynamicRendezvousHandler) -> list[Any]:
+def next_round(*handlers: DynamicRendezvousHandler) -> list[Any]:
     return [one.result(DEADLINE) for one in [go(handler) for handler in handlers]]
 
 
@@ -196,13 +196,13 @@ def ranks(infos: list[Any]) -> list[tuple[int, int]]:
 Node = Callable[..., DynamicRendezvousHandler]
 
 
-def test_nodes_meet_again_with_the_same_ranks_and_a_new_store(store: Any, node: Node) -> None:
+def test_nodes_form_the_next_round_with_the_same_ranks_and_a_new_store(store: Any, node: Node) -> None:
     nodes = [node(store) for _ in range(3)]
-    first = meet(*nodes)
+    first = next_round(*nodes)
     assert sorted(ranks(first)) == [(0, 3), (1, 3), (2, 3)]
     first[0].store.set("key", "old")
     assert first[1].store.get("key") == b"old"
-    again = meet(*nodes)
+    again = next_round(*nodes)
     assert ranks(again) == ranks(first)
     assert not again[1].store.check(["key"])
     where = again[0].bootstrap_store_info
@@ -215,10 +215,10 @@ def test_nodes_meet_again_with_the_same_ranks_and_a_new_store(store: Any, node: 
 def test_a_latecomer_waits_is_counted_and_let_in(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store) for _ in range(3)]
-    before = ranks(meet(*nodes[:2]))
+    before = ranks(next_round(*nodes[:2]))
     late = go(nodes[2])
     eventually(lambda: nodes[0].num_nodes_waiting() == 1, "the latecomer waits")
-    assert ranks([*meet(*nodes[:2]), late.result(DEADLINE)]) == [*((rank, 3) for rank, _ in before), (2, 3)]
+    assert ranks([*next_round(*nodes[:2]), late.result(DEADLINE)]) == [*((rank, 3) for rank, _ in before), (2, 3)]
     assert nodes[0].num_nodes_waiting() == 0
 
 
@@ -226,21 +226,21 @@ def test_a_node_beyond_the_maximum_is_a_spare_until_one_is_lost(node: Node) -> N
     store = dist.HashStore()
     join = {"join": timedelta(seconds=0.5)}
     nodes = [node(store, "1:2", timeout=join, keep_alive_interval=0.2) for _ in range(3)]
-    before = meet(*nodes[:2])
+    before = next_round(*nodes[:2])
     spare = go(nodes[2])
     with pytest.raises(TimeoutError):
         spare.result(1.0)  # longer than its time to join: a spare's has not begun
     assert nodes[0].num_nodes_waiting() == 0
-    nodes[1]._stop_beating()
+    nodes[1]._stop_heartbeats()
     eventually(lambda: nodes[0].num_nodes_waiting() > 0, "the spare is waited for")
-    (stayed,) = meet(nodes[0])
+    (stayed,) = next_round(nodes[0])
     assert stayed.rank == before[0].rank and spare.result(DEADLINE).rank == before[1].rank
 
 
-def test_a_spare_of_a_closed_job_ends_well_and_nobody_else_gets_in(node: Node) -> None:
+def test_a_spare_of_a_closed_job_exits_gracefully_and_no_node_joins(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store, "1:1") for _ in range(3)]
-    meet(nodes[0])
+    next_round(nodes[0])
     spare = go(nodes[1])
     eventually(lambda: b'coming":[[' in C10dRendezvousBackend(store, "job").get_state()[0], "the spare is there")
     assert not nodes[2].is_closed()
@@ -252,16 +252,16 @@ def test_a_spare_of_a_closed_job_ends_well_and_nobody_else_gets_in(node: Node) -
         nodes[2].next_rendezvous()
 
 
-def test_too_few_nodes_are_an_error_that_says_so_and_leaves_nothing(node: Node) -> None:
+def test_too_few_nodes_are_an_error_that_leaves_no_candidate(node: Node) -> None:
     store = dist.HashStore()
     alone = node(store, "2:3", timeout={"join": timedelta(seconds=0.2)})
-    with pytest.raises(rendezvous.RendezvousTimeoutError, match="1 of at least 2 nodes have come"):
+    with pytest.raises(rendezvous.RendezvousTimeoutError, match="1 of at least 2 nodes have joined"):
         alone.next_rendezvous()
     assert b'"coming":[]' in C10dRendezvousBackend(store, "job").get_state()[0]
 
 
 @pytest.mark.parametrize("value", [b64encode(b'{"ripstop":1,"run_id":"x"}'), b64encode(pickle.dumps({})), b"%"])
-def test_state_of_another_is_refused_and_left_as_it_is(value: bytes, node: Node) -> None:
+def test_the_state_of_another_program_is_rejected_and_not_changed(value: bytes, node: Node) -> None:
     store = dist.HashStore()
     store.set("torch.rendezvous.job", value)
     one = node(store)
@@ -285,15 +285,15 @@ class Lossy(C10dRendezvousBackend):
         return answer
 
 
-def test_a_write_whose_answer_is_lost_is_found_and_not_made_again(node: Node) -> None:
+def test_a_write_whose_reply_is_lost_is_found_and_not_repeated(node: Node) -> None:
     store = dist.HashStore()
     nodes = [node(store, "3", backend=Lossy(store, "job")) for _ in range(3)]
-    assert sorted(ranks(meet(*nodes))) == [(0, 3), (1, 3), (2, 3)]
+    assert sorted(ranks(next_round(*nodes))) == [(0, 3), (1, 3), (2, 3)]
     assert Lossy.lost > 2
 
 
-class Stumbling(C10dRendezvousBackend):
-    """Raises these when a node of a round looks."""
+class FailingBackend(C10dRendezvousBackend):
+    """Raises these errors when a member reads the state."""
 
     errors: tuple[Exception, ...] = ()
 
@@ -305,22 +305,22 @@ class Stumbling(C10dRendezvousBackend):
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), torch_rendezvous.RendezvousConnectionError("away")], ids=repr)
-def test_a_node_beats_on_after_whatever_its_backend_raises(
+def test_heartbeats_continue_after_any_error_of_the_backend(
     error: Exception, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = dist.HashStore()
-    backend = Stumbling(store, "job")
+    backend = FailingBackend(store, "job")
     one = node(store, "1", backend=backend, keep_alive_interval=0.2)
-    meet(one)
+    next_round(one)
     for _ in range(2):
         backend.errors = (error, error)
-        eventually(lambda: not backend.errors, "it looks")
+        eventually(lambda: not backend.errors, "the member reads the state")
         (before, _), plain = backend.get_state(), C10dRendezvousBackend(store, "job")
-        eventually(lambda: plain.get_state()[0] != before, "it beats")  # noqa: B023 - called here
-    assert caplog.text.count(f"did not beat: {type(error).__name__}: {error}") == 2
+        eventually(lambda: plain.get_state()[0] != before, "a heartbeat is written")  # noqa: B023 - called here
+    assert caplog.text.count(f"could not write a heartbeat: {type(error).__name__}: {error}") == 2
 
 
-def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
+def test_torchs_connection_error_is_handled_as_a_lost_reply(node: Node) -> None:
     class Away(C10dRendezvousBackend):
         def set_state(self, state: bytes, token: Any = None) -> Any:
             super().set_state(state, token)
@@ -328,22 +328,22 @@ def test_a_lost_answer_of_torchs_kind_is_one_of_ours(node: Node) -> None:
 
     store = dist.HashStore()
     one = node(store, "1", backend=Away(store, "job"))
-    assert ranks(meet(one)) == [(0, 1)] and one.shutdown()
+    assert ranks(next_round(one)) == [(0, 1)] and one.shutdown()
 
 
-def test_a_job_whose_name_was_used_before_finds_nothing_of_it(node: Node) -> None:
+def test_a_job_with_a_reused_name_does_not_see_the_earlier_jobs_keys(node: Node) -> None:
     store = dist.HashStore()
-    (old,) = meet(node(store, "1"))
+    (old,) = next_round(node(store, "1"))
     old.store.set("key", "old")
     store.delete_key("torch.rendezvous.job")  # as a state that etcd keeps for a while
-    (new,) = meet(node(store, "1"))
+    (new,) = next_round(node(store, "1"))
     assert not new.store.check(["key"])
 
 
-def test_nodes_with_fixed_ranks_meet() -> None:
+def test_nodes_with_fixed_ranks_form_a_round() -> None:
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free again at once
     made = [RendezvousParameters("static", f"localhost:{port}", "job", 2, 2, rank=rank) for rank in range(2)]
-    infos = meet(*(rendezvous.get_rendezvous_handler(one) for one in made))  # type: ignore[arg-type]
+    infos = next_round(*(rendezvous.get_rendezvous_handler(one) for one in made))  # type: ignore[arg-type]
     assert ranks(infos) == [(0, 2), (1, 2)] and infos[1].bootstrap_store_info == RendezvousStoreInfo("localhost", port)
     infos[0].store.set("key", "value")
     assert infos[1].store.get("key") == b"value"
@@ -361,14 +361,14 @@ def test_nodes_with_fixed_ranks_meet() -> None:
         ("nobodys", "", {}, "torchrun.handlers"),
     ],
 )
-def test_what_a_handler_cannot_be_made_from_is_a_word(
+def test_invalid_handler_parameters_are_errors_with_a_remedy(
     backend: str, endpoint: str, settings: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(ValueError, match=word):
         rendezvous.get_rendezvous_handler(RendezvousParameters(backend, endpoint, "job", 1, 1, **settings))
 
 
-def test_a_store_that_cannot_be_reached_is_a_word_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(rendezvous.RendezvousConnectionError, match="name one that can be written"):
         c10d.create_backend(RendezvousParameters("c10d", f"{tmp_path}/no/file", "job", 1, 1, store_type="file"))
 
@@ -484,7 +484,7 @@ def launch(kind: type[OneNode], function: Callable[..., Any], *args: Any) -> dic
     return elastic_launch(config, function)(*args)
 
 
-def test_a_launch_meets_through_a_handler_that_the_program_registered() -> None:
+def test_a_launch_uses_a_handler_that_the_program_registered() -> None:
     values = launch(OneNode, answer, "hello")
     assert values == {0: ("hello", "0", "2", "j"), 1: ("hello", "1", "2", "j")}
     params = OneNode.made[0].params
@@ -515,13 +515,13 @@ class Unreachable(OneNode):
         raise torch_rendezvous.RendezvousConnectionError("nobody there")
 
 
-def test_workers_go_on_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_continue_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> int:
         time.sleep(0.5)  # so that it is asked meanwhile
         return 7
 
     assert launch(Unreachable, work) == {0: 7, 1: 7}
-    assert caplog.text.count("the rendezvous cannot be asked, workers go on: nobody there") == 1
+    assert caplog.text.count("the rendezvous handler cannot be reached, workers continue: nobody there") == 1
 
 
 class Silent(OneNode):
@@ -538,8 +538,8 @@ class Silent(OneNode):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_link, "GOODBYE", 0.1)
-    monkeypatch.setattr(handler_link, "EXIT_BARRIER", 0.3)
+    monkeypatch.setattr(handler_link, "SHUTDOWN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(handler_link, "EXIT_BARRIER_TIMEOUT_S", 0.3)
     Silent.asked.clear()
 
 
@@ -554,7 +554,7 @@ def test_a_failure_is_a_failure_while_the_handler_does_not_answer() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_success_is_one_while_the_handler_does_not_answer() -> None:
+def test_a_success_counts_while_the_handler_does_not_answer() -> None:
     assert launch(Silent, Silent.asked.wait, DEADLINE) == {0: True, 1: True}
 
 
@@ -571,18 +571,18 @@ class NodeDisconnected(OneNode):
         return rendezvous.RendezvousInfo(self.Store(), 0, 1, RendezvousStoreInfo("unused", 1))
 
 
-def test_a_success_that_nobody_can_be_told_is_one() -> None:
+def test_a_success_counts_if_it_cannot_be_reported() -> None:
     assert launch(NodeDisconnected, answer, "done")[0][0] == "done"
 
 
-def test_what_is_only_to_be_seen_has_no_handler_called() -> None:
+def test_messages_for_a_coordinator_do_not_reach_the_handler() -> None:
     async def main() -> None:
         link = handler_link.HandlerLink(lambda: None, RunConfig(Script("train.py"), "job"))
         for message in (Events(("{}",)), Reply(1), Heartbeat(), Problems(("sick",)), Inspected(1)):
             link.send(message)
-        assert link._heard.empty()
+        assert link._inbox.empty()
         link.send(Failed(1, ()))
-        assert link._heard.qsize() == 1
+        assert link._inbox.qsize() == 1
 
     asyncio.run(main())
 
@@ -601,7 +601,7 @@ class Handler(RendezvousHandler):
         assert self.thread != threading.main_thread().ident and params.get("color") == "blue"
 
     def get_backend(self):
-        return "meeting-point"
+        return "shared-folder"
 
     def get_run_id(self):
         return self.params.run_id
@@ -648,18 +648,18 @@ print(f"rank {rank} of {dist.get_world_size()} after {count}\\n", end="", flush=
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """Another's package, installed in a directory."""
-    told = tmp_path / "installed" / "meeting_point-1.0.dist-info"
-    told.mkdir(parents=True)
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: meeting-point\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[torchrun.handlers]\nmeeting-point = meeting_point:creator\n")
-    (told.parent / "meeting_point.py").write_text(HANDLER)
+    info = tmp_path / "installed" / "shared_folder-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shared-folder\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torchrun.handlers]\nshared-folder = shared_folder:creator\n")
+    (info.parent / "shared_folder.py").write_text(HANDLER)
     (tmp_path / "train.py").write_text(TRAIN)
-    return told.parent
+    return info.parent
 
 
 def start(package: Path, *words: str, program: str = "train.py") -> "subprocess.Popen[str]":
     path = f"{os.environ.get('PYTHONPATH', '')}:{package}"
-    backend = ["--rdzv-backend=meeting-point", "--rdzv-conf=color=blue", f"--rdzv-endpoint={package.parent}/meet"]
+    backend = ["--rdzv-backend=shared-folder", "--rdzv-conf=color=blue", f"--rdzv-endpoint={package.parent}/rendezvous"]
     return subprocess.Popen(
         [sys.executable, "-m", "ripstop", "run", *backend, *words, program],
         cwd=package.parent, env=os.environ | {"PYTHONPATH": path}, stdout=-1, stderr=-1, text=True,
@@ -674,13 +674,15 @@ def end(agent: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return agent.returncode, out, err
 
 
-def test_nodes_meet_through_another_packages_handler_and_heal_a_crash(package: Path) -> None:
+def test_nodes_use_another_packages_handler_and_recover_from_a_crash(package: Path) -> None:
     agents = [start(package, "--nnodes=2", "--max-restarts=1") for _ in range(2)]
     ends = [end(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert sorted(out for _, out, _ in ends) == ["rank 0 of 2 after 1\n", "rank 1 of 2 after 1\n"]
     assert any("exited with code 3; restart 1 of 1 in all" in err for _, _, err in ends)
-    assert {path.suffix for path in package.parent.glob("meet.*")} == {f".shutdown{agent.pid}" for agent in agents}
+    assert {path.suffix for path in package.parent.glob("rendezvous.*")} == {
+        f".shutdown{agent.pid}" for agent in agents
+    }
 
 
 @pytest.mark.long
@@ -692,15 +694,15 @@ def test_a_failure_that_no_budget_covers_is_reported_as_ever(package: Path) -> N
 def test_a_signal_ends_an_agent_whose_handler_waits_and_closes_nothing(package: Path) -> None:
     (package.parent / "train.py").write_text("")
     agent = start(package, "--nnodes=2")
-    eventually((package.parent / "meet").exists, "the handler is there")
+    eventually((package.parent / "rendezvous").exists, "the handler is there")
     agent.send_signal(signal.SIGTERM)
     code, _, err = end(agent)
     assert code == 143, err
-    assert not list(package.parent.glob("meet.*"))
+    assert not list(package.parent.glob("rendezvous.*"))
 
 
-def test_a_handler_that_cannot_be_made_is_one_line(package: Path) -> None:
-    (package / "meeting_point.py").write_text("def creator():\n    raise LookupError('no such place')\n")
+def test_a_handler_that_cannot_be_created_is_an_error_of_one_line(package: Path) -> None:
+    (package / "shared_folder.py").write_text("def creator():\n    raise LookupError('no such place')\n")
     code, _, err = end(start(package))
-    assert code == 1 and "--rdzv-backend=meeting-point: LookupError: no such place" in err
+    assert code == 1 and "--rdzv-backend=shared-folder: LookupError: no such place" in err
     assert "Traceback" not in err

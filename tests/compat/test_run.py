@@ -1,4 +1,4 @@
-"""`torch.distributed.run` and `torch.distributed.launch` as other tools call them: beside torch's own."""
+"""`torch.distributed.run` and `torch.distributed.launch` as other tools call them, compared with torch."""
 
 import argparse
 import json
@@ -80,7 +80,7 @@ def namespace(module: ModuleType, words: list[str]) -> dict[str, Any]:
     ],
     ids=" ".join,
 )
-def test_words_are_read_as_torch_reads_them(words: list[str]) -> None:
+def test_arguments_are_parsed_as_torch_parses_them(words: list[str]) -> None:
     assert namespace(run, words) == namespace(torch_run, words)
 
 
@@ -91,7 +91,7 @@ def test_variables_are_read_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch)
     assert namespace(launch, ["--use_env", "t.py"]) == namespace(torch_launch, ["--use_env", "t.py"])
 
 
-def test_a_variable_for_a_switch_is_true_or_false_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_for_a_switch_is_a_bool_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, on in (("true", True), ("0", False), ("", False)):
         monkeypatch.setenv("PET_STANDALONE", text)
         assert run.parse_args(["t.py"]).standalone is on
@@ -110,7 +110,7 @@ def test_a_variable_for_a_switch_is_true_or_false_or_refused(monkeypatch: pytest
     ],
     ids=" ".join,
 )
-def test_a_namespace_means_what_it_means_to_torch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_gives_the_same_launch_as_torchs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (theirs, their_command, their_args), (ours, command, args) = (
         module.config_from_args(module.parse_args(words)) for module in MODULES
@@ -153,9 +153,7 @@ def test_small_helpers_answer_as_torchs(module: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_a_namespace_that_cannot_be_right_is_refused(
-    module: ModuleType, words: list[str], error: type[Exception]
-) -> None:
+def test_an_invalid_namespace_is_rejected(module: ModuleType, words: list[str], error: type[Exception]) -> None:
     with pytest.raises(error):
         module.config_from_args(module.parse_args(words))
 
@@ -207,7 +205,7 @@ def test_a_failing_script_ends_the_launcher_with_one_and_the_report(tmp_path: Pa
     assert (
         "ChildFailedError" in done.stderr and f"{script} FAILED" in done.stderr and "ValueError: broken" in done.stderr
     )
-    assert "broken" in error_file.read_text()  # for whoever launched the launcher
+    assert "broken" in error_file.read_text()  # for the process that started the launcher
 
 
 def test_a_signal_to_the_launcher_stops_the_workers(tmp_path: Path) -> None:
@@ -237,7 +235,7 @@ def test_the_old_launcher_gives_scripts_their_local_rank(script: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [torch_launch, launch])
-def test_the_old_launcher_says_that_it_is_old_and_wants_use_env_for_programs(module: ModuleType) -> None:
+def test_the_old_launcher_warns_and_needs_use_env_for_programs(module: ModuleType) -> None:
     with pytest.warns(FutureWarning), pytest.raises(ValueError, match="--use-env"):
         module.main(["--no-python", "true"])
 

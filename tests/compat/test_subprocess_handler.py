@@ -42,7 +42,7 @@ def begin(api: Any, handlers: list[Any], script: str, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", theirs.__all__)
-def test_what_torch_takes_is_taken(name: str) -> None:
+def test_torchs_arguments_are_accepted(name: str) -> None:
     taken_by_both(getattr(theirs, name), getattr(ours, name))
 
 
@@ -61,7 +61,7 @@ def test_a_command_has_the_parents_environment_and_its_own(
 
 
 @both
-def test_arguments_become_texts(api: Any, handlers: list[Any], tmp_path: Path) -> None:
+def test_arguments_are_converted_to_strings(api: Any, handlers: list[Any], tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     handlers.append(
         api.get_subprocess_handler("/bin/echo", (1, [2, 3]), env={}, stdout=out, stderr="", local_rank_id=0)
@@ -96,7 +96,7 @@ def test_closing_signals_the_whole_group(
     assert handler.proc.wait(DEADLINE) == -(signum or signal.SIGTERM)
 
 
-def test_closing_a_worker_that_is_gone_is_no_error(handlers: list[Any]) -> None:
+def test_closing_a_worker_that_has_exited_is_no_error(handlers: list[Any]) -> None:
     handler = begin(ours, handlers, "true")
     handler.proc.wait(DEADLINE)
     handler.close()
@@ -119,7 +119,7 @@ def test_a_command_that_cannot_be_started_leaves_no_file_open(tmp_path: Path) ->
 
 
 @both_redirects
-def test_what_python_c_and_children_write_is_redirected_and_then_no_more(api: Any, tmp_path: Path) -> None:
+def test_output_of_python_c_and_children_is_redirected_within_the_block(api: Any, tmp_path: Path) -> None:
     script = f"""
 import ctypes, os
 from {api.__name__} import redirect_stderr, redirect_stdout
@@ -136,7 +136,7 @@ print("after")
 
 
 @both_redirects
-def test_a_stream_that_is_none_is_refused(api: Any, tmp_path: Path) -> None:
+def test_an_unknown_stream_is_rejected(api: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stdin"), api.redirect("stdin", str(tmp_path / "x")):
         pass
 

@@ -1,4 +1,4 @@
-"""Timers beside torch's: the same names and calls, the same words on the pipe, and who misses one is killed."""
+"""Timers compared with torch's: the same API, the same lines on the pipe, and a worker that misses one is killed."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ MODULES = {"torch": torch_timer, "ripstop": timer}
 
 
 @pytest.mark.parametrize("name", timer.__all__)
-def test_what_can_be_called_is_torchs(name: str) -> None:
+def test_the_signatures_are_torchs(name: str) -> None:
     places = (torch_timer, torch_api, torch_local, torch_debug)
     theirs = next(getattr(place, name) for place in places if hasattr(place, name))
     taken_by_both(theirs, getattr(timer, name))
@@ -94,7 +94,7 @@ def test_a_client_may_be_given_and_one_is_needed() -> None:
 
 
 def hanging(path: str, client: str) -> None:
-    """What a worker does; run in a process of its own."""
+    """A worker; runs in its own process."""
     module = MODULES[client]
     module.configure(module.FileTimerClient(path))
     with module.expires(after=60, scope="left in time"):
@@ -129,7 +129,7 @@ def test_our_server_kills_a_worker_that_misses_its_timer_and_lives_on(client: st
 
 
 def test_torchs_server_understands_our_client(tmp_path: Path) -> None:
-    """With signal 0 nobody is killed: torch's server would kill this process too."""
+    """Signal 0 kills no process; with another, torch's server would kill this process too."""
     steps: list[tuple[str, Any]] = []
     path = str(tmp_path / "pipe")
     server = torch_timer.FileTimerServer(
@@ -147,15 +147,15 @@ def test_torchs_server_understands_our_client(tmp_path: Path) -> None:
     assert ours.to_json() == torch_timer.FileTimerRequest(7, "s", 1.5, 9).to_json()
 
 
-def test_a_request_equals_its_like() -> None:
+def test_requests_with_the_same_values_are_equal() -> None:
     assert timer.FileTimerRequest(7, "s", 1.5, 9) == timer.FileTimerRequest(7, "s", 1.5, 9)
     assert timer.FileTimerRequest(7, "s", 1.5, 9) != timer.FileTimerRequest(7, "s", 1.5, 15)
     assert timer.TimerRequest(7, "s", 1.5) == timer.TimerRequest(7, "s", 1.5) != timer.TimerRequest(8, "s", 1.5)
     assert timer.FileTimerRequest(7, "s", 1.5, 9) != "s"
 
 
-def test_without_a_server_a_client_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ripstop.compat.timer.file_timer.PAUSE", 0.001)
+def test_a_client_without_a_server_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ripstop.compat.timer.file_timer.RETRY_PAUSE_S", 0.001)
     os.mkfifo(tmp_path / "unread")
     for name in ("missing", "unread"):
         with pytest.raises(BrokenPipeError, match="there is no timer server"):
@@ -164,14 +164,14 @@ def test_without_a_server_a_client_says_so(tmp_path: Path, monkeypatch: pytest.M
         timer.FileTimerClient(str(tmp_path / "unread")).acquire("s" * 5000, 1.0)
 
 
-def test_a_file_of_the_users_is_never_made_a_pipe(tmp_path: Path) -> None:
+def test_a_users_file_is_never_replaced_by_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("precious")
-    with pytest.raises(OSError, match="exists and is not a pipe"):
+    with pytest.raises(OSError, match="data"):
         timer.FileTimerServer(str(tmp_path / "data"), "run")
     assert (tmp_path / "data").read_text() == "precious"
 
 
-def test_run_once_deals_with_what_has_come(tmp_path: Path) -> None:
+def test_run_once_processes_the_requests_that_are_there(tmp_path: Path) -> None:
     def log_event(name: str, request: Any) -> None:
         told.append(name)
         raise ValueError("a callback that raises keeps nobody from being killed")
@@ -224,7 +224,9 @@ def test_a_local_server_kills_at_the_deadline_and_not_at_its_interval(client: st
     server.stop()
 
 
-def test_who_cannot_be_ended_is_tried_once_an_interval_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_cannot_be_ended_is_retried_every_interval_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tries: list[float] = []
 
     class Server(timer.LocalTimerServer):
@@ -233,7 +235,7 @@ def test_who_cannot_be_ended_is_tried_once_an_interval_and_named_once(caplog: py
             return super()._reap_worker(worker_id)
 
     server = Server(queue.Queue(), max_interval=0.1)
-    server.register_timers([timer.TimerRequest(1 << 40, "stays", 1.0)])  # no pid: nobody may send a signal there
+    server.register_timers([timer.TimerRequest(1 << 40, "stays", 1.0)])  # not a valid pid: the signal fails
     server.start()
     eventually(lambda: len(tries) >= 3, "it is tried again")
     server.stop()
@@ -242,7 +244,7 @@ def test_who_cannot_be_ended_is_tried_once_an_interval_and_named_once(caplog: py
     assert [record.levelname for record in said] == ["WARNING", "ERROR", "ERROR"], caplog.text
 
 
-def test_a_queue_gives_what_it_has_and_waits_no_longer_than_asked() -> None:
+def test_a_queue_returns_its_requests_and_waits_at_most_the_timeout() -> None:
     plain: queue.Queue[Any] = queue.Queue()
     requests = timer.MultiprocessingRequestQueue(plain)
     assert requests.get(3, timeout=0) == []
@@ -255,11 +257,11 @@ def test_a_queue_gives_what_it_has_and_waits_no_longer_than_asked() -> None:
     ]
 
 
-# a server of one's own ------------------------------------------------------------------------------------------------
+# a custom server ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_a_server_of_ones_own_is_asked_again_for_who_could_not_be_ended(kind: str) -> None:
+def test_a_custom_server_is_called_again_for_a_worker_that_was_not_ended(kind: str) -> None:
     """The same class on torch's base and on ours."""
     api: Any = {"torch": torch_api, "ripstop": timer_api}[kind]
     asked: list[str] = []

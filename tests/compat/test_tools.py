@@ -26,7 +26,7 @@ def need(*modules: str) -> None:
 
 
 def said(*words: str, **env: str) -> list[Any]:
-    """What the workers of this command said, in the order of their ranks; the command succeeded."""
+    """The output of this command's workers, by rank; the command must succeed."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": beside}
     done = subprocess.run(
@@ -43,7 +43,7 @@ def test_accelerate_launches_on_our_engine() -> None:
     assert found == [[rank, 2, "DistributedDataParallel", True, True] for rank in range(2)]
 
 
-def test_a_failing_script_under_accelerate_is_told_by_our_report(tmp_path: Path) -> None:
+def test_a_failing_script_under_accelerate_is_in_the_report(tmp_path: Path) -> None:
     need("accelerate")
     script = tmp_path / "broken.py"
     script.write_text("raise ValueError('broken')")

@@ -1,4 +1,4 @@
-"""The small tools: torch's behaviour and ours side by side, and meetings of both at one store."""
+"""The helpers: torch's behaviour compared with ripstop's, and both at one store."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ mixed = pytest.mark.parametrize(
 )
 
 
-def test_what_torch_takes_is_taken() -> None:
+def test_torchs_arguments_are_accepted() -> None:
     pairs = (
         (their_utils, our_utils, ("get_env_variable_or_raise", "get_socket_with_port", "macros")),
         (their_data, our_data, ("CyclingIterator", "ElasticDistributedSampler")),
@@ -95,9 +95,9 @@ def test_a_logger_has_its_callers_name_and_the_level_of_the_environment(
     assert get_logger().name == __name__
 
 
-def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_level_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGLEVEL", "loud")
-    with pytest.raises(ValueError, match="LOGLEVEL=loud is no level; set it to DEBUG"):
+    with pytest.raises(ValueError, match="LOGLEVEL=loud is not a level; set it to DEBUG"):
         our_utils.get_logger("compat.three")
 
 
@@ -108,7 +108,16 @@ def test_a_processes_state_is_read() -> None:
 
 
 def test_the_tools_do_not_import_torch() -> None:
-    modules = ("binding", "data", "distributed", "function_worker", "multiprocessing", "redirects", "store", "utils")
+    modules = (
+        "multiprocessing",
+        "multiprocessing.function_worker",
+        "multiprocessing.numa_binding",
+        "multiprocessing.redirects",
+        "utils",
+        "utils.data",
+        "utils.distributed",
+        "utils.store",
+    )
     imports = "; ".join(f"import ripstop.compat.{module}" for module in modules)
     check = f"{imports}; import sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", check], text=True) == "False\n"
@@ -136,7 +145,7 @@ def test_thousands_of_empty_epochs_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(("size", "replicas", "start"), [(10, 3, 0), (10, 3, 4), (10, 1, 9), (100, 8, 37), (7, 7, 1)])
-def test_a_sampler_gives_what_torchs_gives(size: int, replicas: int, start: int) -> None:
+def test_a_sampler_returns_the_same_items_as_torchs(size: int, replicas: int, start: int) -> None:
     for rank in range(replicas):
         samplers = [api.ElasticDistributedSampler(range(size), replicas, rank, start) for api in (our_data, their_data)]
         for epoch in (0, 3):
@@ -152,13 +161,13 @@ def test_more_replicas_than_items_have_one_each() -> None:
 
 
 @both_data
-def test_a_start_past_the_end_is_refused(api: Any) -> None:
+def test_a_start_past_the_end_is_rejected(api: Any) -> None:
     with pytest.raises(ValueError, match="10"):
         api.ElasticDistributedSampler(range(10), 2, 0, start_index=10)
 
 
 @both_data
-def test_a_dataset_without_a_length_is_refused(api: Any) -> None:
+def test_a_dataset_without_a_length_is_rejected(api: Any) -> None:
     with pytest.raises(TypeError):
         api.ElasticDistributedSampler(iter(()), 2, 0)
 
@@ -188,7 +197,7 @@ def test_a_barrier_opens_when_all_are_there(apis: tuple[Any, Any]) -> None:
 
 
 @both_stores
-def test_a_barrier_names_who_is_missing(api: Any) -> None:
+def test_a_barrier_names_the_missing_ranks(api: Any) -> None:
     store = HashStore()
 
     def wait(rank: int) -> str:
@@ -224,7 +233,7 @@ def test_a_timeout_is_for_the_time_of_a_block(api: Any) -> None:
 
 
 @both_distributed
-def test_a_store_of_one_takes_a_port_by_itself(api: Any) -> None:
+def test_a_store_with_one_member_chooses_a_port(api: Any) -> None:
     store = api.create_c10d_store(is_server=True, server_addr="127.0.0.1", timeout=10)
     store.set("key", "value")
     assert store.get("key") == b"value" and store.port > 0
@@ -235,7 +244,7 @@ def test_a_store_of_one_takes_a_port_by_itself(api: Any) -> None:
     [(our_distributed, our_distributed), (our_distributed, their_distributed), (their_distributed, our_distributed)],
     ids=["ours", "torch's client", "torch's server"],
 )
-def test_members_meet_at_a_store(server: Any, client: Any) -> None:
+def test_members_connect_to_a_store(server: Any, client: Any) -> None:
     port = our_distributed.get_free_port()
     stores = together(
         lambda: server.create_c10d_store(True, "127.0.0.1", port, 2, timeout=20),
@@ -257,7 +266,7 @@ def test_a_client_needs_a_port() -> None:
 
 
 @both_distributed
-def test_a_store_whose_members_do_not_come_times_out(api: Any) -> None:
+def test_a_store_whose_members_do_not_connect_times_out(api: Any) -> None:
     with pytest.raises((TimeoutError, DistStoreError)):
         api.create_c10d_store(True, "127.0.0.1", our_distributed.get_free_port(), world_size=2, timeout=1)
 

@@ -1,11 +1,11 @@
-"""torch.distributed.elastic's names on ripstop, and the way for other tools to find them.
+"""The API of `torch.distributed.elastic` on ripstop, for programs that import torch's names.
 
-`install()` makes the names of torch in `MODULES` resolve to our modules, in this process: imports that come later get
-ours, and modules of torch's that were imported before are replaced.  Nothing is imported by it: a module of ours is
-loaded when its torch name is asked for.  Names that a program has copied already (`from torch.distributed.run import
-main`) stay what they are, so install first.
+After `install()`, the torch modules in `MODULES` resolve to ripstop's modules in this process: later imports get them,
+and torch modules that were imported before are replaced.  `install()` itself imports nothing; a module is loaded when
+its torch name is imported.  Names that a program has copied already (`from torch.distributed.run import main`) do not
+change, so install first.
 
-Nothing below imports this package, and importing it imports neither torch nor any other part of it.
+No lower layer imports this package.  Importing it imports neither torch nor any other part of it.
 """
 
 import sys
@@ -64,7 +64,7 @@ MODULES = {
     f"{_RENDEZVOUS}.etcd_rendezvous_backend": "rendezvous.etcd_rendezvous_backend",
     f"{_RENDEZVOUS}.etcd_server": "rendezvous.etcd_server",
     f"{_RENDEZVOUS}.etcd_store": "rendezvous.etcd_store",
-    # the packages of these only pass their names on
+    # torch's packages only re-export these
     f"{_ELASTIC}.utils.api": "utils",
     f"{_ELASTIC}.utils.data.cycling_iterator": "utils.data",
     f"{_ELASTIC}.utils.data.elastic_distributed_sampler": "utils.sampler",
@@ -77,7 +77,7 @@ MODULES = {
 
 
 class _Loader:
-    """Gives our module under torch's name."""
+    """Loads ripstop's module under torch's name."""
 
     def __init__(self, ours: str) -> None:
         self._ours = ours
@@ -89,23 +89,23 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put torch's there
+        module.__spec__ = self._spec  # the import system has replaced it
         if not hasattr(module, "__path__"):
-            module.__path__ = []  # torch has packages where we have modules; what is below them is in MODULES too
+            module.__path__ = []  # a package in torch; its submodules are in MODULES
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m torch.distributed.run`."""
         from importlib.util import find_spec
 
         spec = find_spec(self._ours)
-        assert spec is not None and spec.loader is not None, f"{self._ours} is ours"
+        assert spec is not None and spec.loader is not None, f"{self._ours} exists"
         loader: Any = spec.loader
         code: CodeType | None = loader.get_code(self._ours)
         return code
 
 
 class _Finder:
-    """First in `sys.meta_path` while installed; `replaced` are the modules of torch's that were there before."""
+    """First in `sys.meta_path` while installed; `replaced` holds the torch modules that were imported before."""
 
     def __init__(self) -> None:
         self.replaced: dict[str, ModuleType] = {}
@@ -121,7 +121,7 @@ class _Finder:
 
 
 def install() -> None:
-    """From now on torch's names are ours.  Calling it again changes nothing."""
+    """Make torch's names resolve to ripstop.  Calling it again changes nothing."""
     if installed():
         return
     finder = _Finder()
@@ -138,7 +138,7 @@ def installed() -> bool:
 
 
 def uninstall() -> None:
-    """Torch's names are torch's again, as they were before `install()`."""
+    """Restore torch's modules as they were before `install()`."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
         sys.meta_path.remove(finder)
         for name in MODULES:

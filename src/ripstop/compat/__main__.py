@@ -1,7 +1,7 @@
-"""`python -m ripstop.compat PROGRAM …`: run a program with torch's launcher names resolving to ours.
+"""`python -m ripstop.compat PROGRAM …`: run a program whose torch launcher modules resolve to ripstop's.
 
-PROGRAM is a Python script, `-m` and a module, or a Python program on PATH.  The Python processes that it starts have
-the names too.
+PROGRAM is a Python script, `-m` and a module, or a Python program on PATH.  The setting is inherited by the Python
+processes that it starts.
 """
 
 import os
@@ -15,8 +15,8 @@ from ripstop.compat import install
 
 USAGE = """\
 usage: python -m ripstop.compat PROGRAM [ARGS]     a script, or a Python program on PATH, such as accelerate
-       python -m ripstop.compat -m MODULE [ARGS]
-       python -m ripstop.compat --environment      print the variables that do it for all Python processes of a shell:
+       python -m ripstop.compat -m MODULE [ARGS] python -m ripstop.compat --environment      print the variables that
+       set this for all Python processes of a shell:
                                                    eval "$(python -m ripstop.compat --environment)"
 """
 SITE = Path(__file__).with_name("site")
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
                 print(f"export {name}={shlex.quote(value)}")
             return 0
         case ["-m"]:
-            return _wrong("-m needs a module's name; write -m MODULE")
+            return _usage_error("-m needs a module's name; write -m MODULE")
         case ["-m", module, *args]:
             _prepare()
             sys.argv = [module, *args]
@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
         case [flag, *_] if flag.startswith("-"):
-            return _wrong(f"{flag}: there is no such flag; the program comes first, then its own flags")
+            return _usage_error(f"{flag}: there is no such flag; the program comes first, then its own flags")
     name, *args = argv
     path = name if Path(name).is_file() else shutil.which(name)
     if path is None:
-        return _wrong(f"{name}: no such file here, and no such program on PATH; give the path of a Python script")
+        return _usage_error(f"{name}: no such file here, and no such program on PATH; give the path of a Python script")
     if not _is_python(Path(path)):
-        return _wrong(f"{path}: not a Python program; set the variables of --environment and run it as it is")
+        return _usage_error(f"{path}: not a Python program; set the variables of --environment and run it as it is")
     _prepare()
     sys.argv = [path, *args]
     sys.path[0] = str(Path(path).resolve().parent)
@@ -69,16 +69,16 @@ def _is_python(path: Path) -> bool:
         first, second = file.readline(512), file.readline(512)
     if path.suffix == ".py":
         return True
-    if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec'"):  # pip's way with long paths
+    if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec'"):  # pip writes this for long paths
         first = b"#!" + second
-    return first.startswith(b"#!") and any(_name(word).startswith(b"python") for word in first[2:].split())
+    return first.startswith(b"#!") and any(_name(part).startswith(b"python") for part in first[2:].split())
 
 
-def _name(word: bytes) -> bytes:
-    return word.strip(b"'\"").rpartition(b"/")[2]
+def _name(part: bytes) -> bytes:
+    return part.strip(b"'\"").rpartition(b"/")[2]
 
 
-def _wrong(why: str) -> int:
+def _usage_error(why: str) -> int:
     print(f"python -m ripstop.compat: error: {why}", file=sys.stderr)
     return 2
 

@@ -1,11 +1,11 @@
-"""`torch.distributed.elastic.control_plane`: a worker that records its failure and can be looked into.
+"""`torch.distributed.elastic.control_plane`: a worker that records its failure and serves debug requests.
 
-The server behind `TORCH_WORKER_SERVER_SOCKET` is torch's own, with its handlers (`ping`, `dump_traceback`,
-`fr_trace_json` …) and those that the program registers.  As with torchrun, whoever wants it sets the variable, for
-each worker another; the launcher does not.  What is ours: (1) an exception is recorded, in the `with` block as in a
-decorated function; (2) the socket that a killed worker left behind is no obstacle to the next one, nor does a socket
-stay behind; (3) a main function that returns at once ends, where torch's server waits for ever if it is told to stop
-before it has begun; (4) a server that cannot be had is said on stderr, and the program runs without it.
+The server behind `TORCH_WORKER_SERVER_SOCKET` is torch's, with its handlers (`ping`, `dump_traceback`, `fr_trace_json`
+…) and those that the program registers.  As with torchrun, the launcher does not set the variable; the program does,
+differently for each worker.  ripstop adds: (1) an exception is recorded, in the `with` block as in a decorated
+function; (2) a socket that a killed worker left behind is replaced, and no socket is left behind at the end; (3) a main
+function may return at once: torch's server never stops if `shutdown` is called before it has started; (4) if the server
+cannot start, the program runs without it, after a message on stderr.
 """
 
 import os
@@ -21,7 +21,7 @@ from ripstop.workers import error_file
 __all__ = ["worker_main"]
 
 TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
-PATIENCE = 10.0  # seconds for the server's first word
+START_TIMEOUT_S = 10.0  # for the server's first reply
 
 
 @contextmanager
@@ -39,16 +39,16 @@ def worker_main() -> Iterator[None]:
 
 @contextmanager
 def _worker_server(path: str | None) -> Iterator[None]:
-    """Torch's server at that socket, if there is one to be."""
+    """Run torch's server at that socket; None runs no server."""
     if path is None:
         yield
         return
     from torch._C._distributed_c10d import _WorkerServer
 
     try:
-        _remove_dead(Path(path))
+        _remove_stale_socket(Path(path))
         server = _WorkerServer(path)
-        _wait_for(path)
+        _wait_until_ready(path)
     except (OSError, RuntimeError) as error:
         sys.stderr.write(f"ripstop: no worker server at {TORCH_WORKER_SERVER_SOCKET}={path}: {error}\n")
         yield
@@ -61,17 +61,17 @@ def _worker_server(path: str | None) -> Iterator[None]:
             Path(path).unlink()
 
 
-def _wait_for(path: str) -> None:
-    """Until it answers (3)."""
+def _wait_until_ready(path: str) -> None:
+    """Wait until the server answers (3)."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(PATIENCE)
+        probe.settimeout(START_TIMEOUT_S)
         probe.connect(path)
         probe.sendall(b"POST /handler/ping HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
         probe.recv(1)
 
 
-def _remove_dead(path: Path) -> None:
-    """Remove a socket at which nobody listens; what lives, or is something else, stays."""
+def _remove_stale_socket(path: Path) -> None:
+    """Remove a socket that no process listens on; anything else stays."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return
     with socket.socket(socket.AF_UNIX) as probe:

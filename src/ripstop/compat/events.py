@@ -1,7 +1,7 @@
-"""`torch.distributed.elastic.events`: what happened to a job, to a logging handler chosen by name.
+"""`torch.distributed.elastic.events`: events of a job, for a logging handler with a given name.
 
-Pure data, and the lookup of handlers: torch's names, those that a program put into `_log_handlers` (ours or torch's
-own), and entry points of the group `torchrun.event_handlers` (`telemetry/torch_handler_process.py`).
+Handlers are torch's, those that a program puts into `_log_handlers` (here or in torch's module), and entry points of
+the group `torchrun.event_handlers` (`telemetry/torch_handler_process.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EventMetadataValue = str | int | float | bool | None
 
 
 class EventSource(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and prints as one
-    """Who tells of it."""
+    """Which process recorded the event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -41,7 +41,7 @@ class EventSource(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and
 
 @dataclass
 class Event:
-    """Anything worth telling; `timestamp` is in milliseconds."""
+    """One event; `timestamp` is in milliseconds."""
 
     name: str
     source: EventSource
@@ -55,15 +55,15 @@ class Event:
     def deserialize(data: str | Event) -> Event:
         if isinstance(data, Event):
             return data
-        said = json.loads(data)
-        return Event(**said | {"source": EventSource[said["source"]]})
+        fields = json.loads(data)
+        return Event(**fields | {"source": EventSource[fields["source"]]})
 
     def serialize(self) -> str:
         return json.dumps(asdict(self))
 
 
 class NodeState(str, Enum):  # noqa: UP042
-    """How a node fares in a rendezvous."""
+    """A node's state in a rendezvous."""
 
     INIT = "INIT"
     RUNNING = "RUNNING"
@@ -93,8 +93,8 @@ class RdzvEvent:
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
         if isinstance(data, RdzvEvent):
             return data
-        said = json.loads(data)
-        return RdzvEvent(**said | {"node_state": NodeState[said["node_state"]]})
+        fields = json.loads(data)
+        return RdzvEvent(**fields | {"node_state": NodeState[fields["node_state"]]})
 
     def serialize(self) -> str:
         return json.dumps(asdict(self))
@@ -107,7 +107,7 @@ _events_loggers: dict[str, logging.Logger] = {}
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """The handler of this name; KeyError where there is none."""
+    """The handler with this name; KeyError if there is none."""
     if destination not in _log_handlers:
         theirs = getattr(sys.modules.get("torch.distributed.elastic.events.handlers"), "_log_handlers", {})
         try:
@@ -122,7 +122,7 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
         handler = get_logging_handler(destination)
         logger = logging.getLogger(f"torchelastic-events-{destination}")
         logger.setLevel(os.environ.get("LOGLEVEL", "INFO"))
-        logger.propagate = False  # an event is told once
+        logger.propagate = False  # an event is logged once
         logger.addHandler(handler)
         _events_loggers[destination] = logger
     return _events_loggers[destination]
@@ -147,7 +147,7 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Tell of a step of a rendezvous, unless nobody listens; it is named after the caller's file and function."""
+    """Record a step of a rendezvous, named after the caller's file and function, if there is a handler."""
     if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
         return
     caller = sys._getframe(1).f_code

@@ -1,7 +1,7 @@
-"""`torch.distributed.launch`, the launcher before torchrun: the same, but scripts are given `--local-rank=N`.
+"""`torch.distributed.launch`, torchrun's predecessor: the same, but scripts get the argument `--local-rank=N`.
 
 python -m ripstop.compat.launch --nproc-per-node=2 train.py
-python -m ripstop.compat.launch --use-env --nproc-per-node=2 train.py      LOCAL_RANK alone, as torchrun
+python -m ripstop.compat.launch --use-env --nproc-per-node=2 train.py      only LOCAL_RANK, as with torchrun
 """
 
 import argparse
@@ -20,14 +20,14 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
         "--use_env",
         default=False,
         action="store_true",
-        help="do not give scripts --local-rank; they read LOCAL_RANK",
+        help="do not pass --local-rank to scripts; they read LOCAL_RANK",
     )
     return parser.parse_args(args)
 
 
 def launch(args: argparse.Namespace) -> None:
     if args.no_python and not args.use_env:
-        raise ValueError("--no-python: a program that is not Python's is not given --local-rank; add --use-env")
+        raise ValueError("--no-python: only Python scripts get --local-rank; add --use-env")
     run(args)
 
 

@@ -1,8 +1,8 @@
-"""`torch.distributed.elastic.metrics`: numbers by group and name, to a handler of the program's choice.
+"""`torch.distributed.elastic.metrics`: numbers by group and name, for a handler that the program chooses.
 
-Rules: (1) a metric goes to its group's handler, else to the default one, else nowhere; (2) a handler that raises
-disturbs nobody: that is said once, and what was to be measured goes on (torch lets it fail); (3) where a program
-has configured torch's own module and not this one, metrics of ours go there.
+Rules: (1) a metric goes to its group's handler, or to the default handler, or nowhere; (2) an exception of a handler is
+logged once and does not reach the measured function (with torch it does); (3) if the program has configured torch's
+module and not this one, ripstop's metrics go there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MetricData(NamedTuple):
 
 
 class MetricsConfig:
-    """Whatever the program's own `initialize_metrics` wants to know."""
+    """Parameters for the program's own `initialize_metrics`."""
 
     __slots__ = ("params",)
 
@@ -61,28 +61,28 @@ class MetricsConfig:
 
 
 class MetricHandler(abc.ABC):
-    """Where metrics go."""
+    """Receives metrics."""
 
     @abc.abstractmethod
     def emit(self, metric_data: MetricData) -> None: ...
 
 
 class ConsoleMetricHandler(MetricHandler):
-    """To stdout, a line each."""
+    """Prints one line for each metric."""
 
     def emit(self, metric_data: MetricData) -> None:
         print(f"[{metric_data.timestamp}][{metric_data.group_name}]: {metric_data.name}={metric_data.value}")
 
 
 class NullMetricHandler(MetricHandler):
-    """Nowhere."""
+    """Discards metrics."""
 
     def emit(self, metric_data: MetricData) -> None:
         pass
 
 
 class _NotConfigured(NullMetricHandler):
-    """Nowhere, unless the program has loaded torch's own metrics (rule 3)."""
+    """Passes metrics to torch's module, if the program has loaded it (rule 3)."""
 
     def emit(self, metric_data: MetricData) -> None:
         theirs = sys.modules.get(_TORCH)
@@ -91,7 +91,7 @@ class _NotConfigured(NullMetricHandler):
 
 
 class MetricStream:
-    """The metrics of one group, on their way to a handler."""
+    """Sends the metrics of one group to a handler."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
@@ -103,16 +103,16 @@ class MetricStream:
         except Exception:
             if id(self.handler) not in _failing:
                 _failing.add(id(self.handler))
-                log.exception("%s failed at a metric; it may lack this and later ones", type(self.handler).__name__)
+                log.exception("%s failed at a metric; this and later ones may be missing", type(self.handler).__name__)
 
 
 _metrics_map: dict[str, MetricHandler] = {}
 _default_metrics_handler: MetricHandler = _NotConfigured()
-_failing: set[int] = set()  # handlers of which this has been said
+_failing: set[int] = set()  # handlers whose failure was logged
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """The handler of a group, or of all that have none of their own."""
+    """Set the handler of a group, or the default handler."""
     global _default_metrics_handler
     if group is None:
         _default_metrics_handler = handler
@@ -129,7 +129,7 @@ def put_metric(metric_name: str, metric_value: Any, metric_group: str = GROUP) -
 
 
 def publish_metric(metric_group: str, metric_name: str, metric_value: Any) -> None:
-    """The old way to write `put_metric`."""
+    """Deprecated name of `put_metric`."""
     warnings.warn("publish_metric is deprecated; call put_metric(name, value, group)", FutureWarning, stacklevel=2)
     put_metric(metric_name, metric_value, metric_group)
 
@@ -146,13 +146,13 @@ def prof(fn: None = None, group: str = GROUP) -> Callable[[Callable[P, R]], Call
 def prof(fn: Any = None, group: str = GROUP) -> Any:
     """`@prof` or `@prof(group="mine")`: a function's `NAME.success`, `NAME.failure` and `NAME.duration.ms`.
 
-    NAME is `Class.method`, or the module's last word and the function.
+    NAME is `Class.method`, or the module's last part and the function.
     """
     return _measured(fn, group, _name(fn)) if fn else lambda function: _measured(function, group, _name(function))
 
 
 def profile(group: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The old way to write `prof`; NAME is the function alone."""
+    """Deprecated form of `prof`; NAME is only the function's."""
     warnings.warn("profile is deprecated; use prof", FutureWarning, stacklevel=2)
     return lambda function: _measured(function, group, function.__name__)
 
@@ -181,8 +181,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def put_run_metrics(role: str, *, failed: bool, restarts: int, max_restarts: int) -> None:
-    """What torch's agent says of a run that is over."""
-    flakiness = 100.0 * restarts / (max_restarts + 1)  # the share of attempts that were used up by failures
+    """The metrics that torch's agent records at the end of a run."""
+    flakiness = 100.0 * restarts / (max_restarts + 1)  # percentage of attempts that failed
     numbers = {
         "flakiness": 100 if failed else int(flakiness),
         "run_total": 1,
@@ -196,4 +196,4 @@ def put_run_metrics(role: str, *, failed: bool, restarts: int, max_restarts: int
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """For a program to replace: called with `LaunchConfig.metrics_cfg` when a launch begins."""
+    """A program may replace this function; a launch calls it with `LaunchConfig.metrics_cfg`."""

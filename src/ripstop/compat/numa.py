@@ -1,4 +1,4 @@
-"""`torch.numa.binding`: which processors a worker is bound to; `system/numa.py` says what the modes mean."""
+"""`torch.numa.binding`: the options for binding workers to processors; `system/numa.py` implements the modes."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ __all__ = ["AffinityMode", "NumaOptions"]
 
 
 class AffinityMode(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and prints as one
-    """All are near the GPU whose number is the worker's local rank."""
+    """All modes bind near the GPU whose number is the worker's local rank."""
 
     NODE = Numa.NODE.value
     SOCKET = Numa.SOCKET.value
@@ -19,7 +19,7 @@ class AffinityMode(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, an
 
 @dataclass(frozen=True)
 class NumaOptions:
-    """How to bind; a launch with a binding that cannot be made is refused, unless it may fall back to none."""
+    """A binding that is impossible is an error, unless it may fall back to no binding."""
 
     affinity_mode: AffinityMode
     should_fall_back_if_binding_fails: bool = False

@@ -1,7 +1,7 @@
-"""`torch.distributed.run`: torchrun's parser and its way from words to a launch, for tools that call them.
+"""`torch.distributed.run`: torchrun's parser and launch function, for tools that call them.
 
-The parser is argparse's, since tools add to it, read its defaults and fill its namespace themselves.  What the words
-mean is decided once, in `ripstop.cli`: a launch ends there too.
+It uses argparse, because tools add options, read defaults and fill namespaces themselves.  `ripstop.cli` defines the
+meaning of the flags; a launch from here ends there too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 log = logging.getLogger("ripstop.compat")
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-ANYWHERE = "localhost:0"
+ANY_LOCAL_PORT = "localhost:0"
 
 
 class _FromEnvironment(argparse.Action):
@@ -73,12 +73,14 @@ class _SwitchFromEnvironment(argparse.Action):
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """torchrun's parser: its options, their defaults and where they are in the namespace."""
+    """torchrun's parser: its options, their defaults and their names in the namespace."""
     parser = argparse.ArgumentParser(description="Launch a distributed job with ripstop; the options are torchrun's")
 
     def option(*names: str, **kwargs: Any) -> None:
-        spellings = dict.fromkeys([*names, *(f"--{name[2:].replace('-', '_')}" for name in names if name[:2] == "--")])
-        parser.add_argument(*spellings, **({"action": _FromEnvironment} | kwargs))
+        names_with_underscores = dict.fromkeys(
+            [*names, *(f"--{name[2:].replace('-', '_')}" for name in names if name[:2] == "--")]
+        )
+        parser.add_argument(*names_with_underscores, **({"action": _FromEnvironment} | kwargs))
 
     def switch(*names: str, **kwargs: Any) -> None:
         option(*names, action=_SwitchFromEnvironment, **kwargs)
@@ -86,12 +88,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     option("--nnodes", type=str, default="1:1", help="number of nodes, or MIN:MAX")
     option("--nproc-per-node", type=str, default="1", help="workers on this node: a number, auto, gpu or cpu")
     option("--rdzv-backend", type=str, default="static", help="c10d, or static for fixed ranks")
-    option("--rdzv-endpoint", type=str, default="", help="HOST:PORT where the nodes meet")
+    option("--rdzv-endpoint", type=str, default="", help="HOST:PORT of the rendezvous")
     option("--rdzv-id", type=str, default="none", help="the job's name")
-    option("--rdzv-conf", type=str, default="", help="waits, as KEY=VALUE,KEY=VALUE")
+    option("--rdzv-conf", type=str, default="", help="timeouts, as KEY=VALUE,KEY=VALUE")
     switch("--standalone", help="a job of this node alone")
-    option("--max-restarts", type=int, default=0, help="failures that are healed")
-    option("--monitor-interval", type=float, default=0.1, help="no effect: nothing polls")
+    option("--max-restarts", type=int, default=0, help="maximum number of restarts after failures")
+    option("--monitor-interval", type=float, default=0.1, help="no effect: ripstop does not poll")
     option(
         "--start-method",
         type=str,
@@ -104,12 +106,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     switch("-m", "--module", help="the script is a module")
     switch("--no-python", help="the script is any program")
     switch("--run-path", help="the script is run by runpy in the worker's interpreter")
-    option("--log-dir", type=str, default=None, help="where logs go")
+    option("--log-dir", type=str, default=None, help="directory for logs")
     option("-r", "--redirects", type=str, default="0", help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
     option("-t", "--tee", type=str, default="0", help="streams that go to files and to the console")
     option("--local-ranks-filter", type=str, default="", help="local ranks whose output is shown: 0,1")
-    option("--duplicate-stdout-filters", type=_words, default=[], help="lines of stdout to copy to a file: a,b")
-    option("--duplicate-stderr-filters", type=_words, default=[], help="lines of stderr to copy to a file: a,b")
+    option("--duplicate-stdout-filters", type=_texts, default=[], help="lines of stdout to copy to a file: a,b")
+    option("--duplicate-stderr-filters", type=_texts, default=[], help="lines of stderr to copy to a file: a,b")
     option("--node-rank", type=int, default=0, help="this node's rank, for static")
     option("--master-addr", type=str, default="127.0.0.1", help="address of node 0, for static")
     option("--master-port", type=int, default=None, help=f"port on node 0, for static ({MASTER_PORT})")
@@ -125,14 +127,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     option("--signals-to-handle", type=str, default=SIGNALS, help="signals that stop the job")
     option("--shutdown-timeout", type=int, default=None, help="seconds from SIGTERM to SIGKILL (30)")
-    switch("--virtual-local-rank", help="each worker sees its GPU alone, and LOCAL_RANK is 0 for all")
-    parser.add_argument("training_script", type=str, help="what to run")
+    switch("--virtual-local-rank", help="each worker sees only its GPU, and LOCAL_RANK is 0 for all")
+    parser.add_argument("training_script", type=str, help="the program")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _words(text: str) -> list[str]:
-    """`a,b`; a comma inside a word is written twice."""
+def _texts(text: str) -> list[str]:
+    """`a,b`; a comma inside a text is written twice."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
@@ -149,7 +151,7 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """Workers on this node: a number, or one for each processor or GPU."""
+    """The number of workers on this node: as given, or one for each processor or GPU."""
     match nproc_per_node:
         case "cpu":
             return cpus()
@@ -168,19 +170,19 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
-    """The endpoint; static nodes meet at the master's address unless another is given."""
+    """The endpoint; for static the default is the master's address."""
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         return f"{args.master_addr}:{args.master_port}"
     return str(args.rdzv_endpoint)
 
 
 def get_use_env(args: argparse.Namespace) -> bool:
-    """Whether scripts learn their local rank from the environment alone; only `launch` can say otherwise."""
+    """Whether scripts get their local rank only from the environment; False is possible only with `launch`."""
     return bool(getattr(args, "use_env", True))
 
 
 def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """The launch that a namespace of the parser's asks for: its configuration, what to run, its arguments."""
+    """From the parser's namespace: the configuration, what to run, and its arguments."""
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if not 0 < min_nodes <= max_nodes:
         raise AssertionError(f"nnodes={args.nnodes}: the minimum is above 0 and not above the maximum; write 2:4")
@@ -211,10 +213,10 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
         virtual_local_rank=args.virtual_local_rank,
         shutdown_timeout=args.shutdown_timeout,
     )
-    command, words = _command(args)
+    command, arguments = _command(args)
     if not get_use_env(args):
-        words.append(f"--local-rank={macros.local_rank}")
-    return config, command, [*words, *args.training_script_args]
+        arguments.append(f"--local-rank={macros.local_rank}")
+    return config, command, [*arguments, *args.training_script_args]
 
 
 def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
@@ -257,7 +259,7 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
 
 
 def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
-    """The class that an entry point of the group `torchrun.logs_specs` names."""
+    """The class of an entry point in the group `torchrun.logs_specs`."""
     if logs_specs_name is None:
         return DefaultLogsSpecs
     from importlib.metadata import entry_points
@@ -277,14 +279,14 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Launch what a namespace of the parser's asks for; raises `ChildFailedError` when the job fails."""
+    """Launch from the parser's namespace; raises `ChildFailedError` when the job fails."""
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and parse_min_max_nnodes(args.nnodes)[1] == 1):
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", ANYWHERE, str(uuid.uuid4())
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", ANY_LOCAL_PORT, str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = MASTER_PORT
-    config, command, words = config_from_args(args)
-    elastic_launch(config, command)(*words)
+    config, command, arguments = config_from_args(args)
+    elastic_launch(config, command)(*arguments)
 
 
 @record

@@ -1,11 +1,9 @@
-"""`torch.distributed.elastic.agent.server`: an agent as an object to extend, with any torch-style rendezvous handler.
+"""`torch.distributed.elastic.agent.server` and its `.api`: an agent class to extend, with any rendezvous handler.
 
-    group       what an agent runs, and how it went: data                           torch's `.api`
-    simple      the agent: rendezvous, start, watch, restart; every step a hook     `.api`
-    local       the one whose workers are processes of this machine                 `.local_elastic_agent`
-
-It is here for programs that bring a `RendezvousHandler` or override the documented hooks; `elastic_launch` and
-`ripstop run` use our own engine instead.
+`group` has the data classes (`WorkerSpec`, `WorkerGroup`, `RunResult`), `simple` the agent's loop with its hooks, and
+`local` (torch's `.local_elastic_agent`) the agent whose workers are local processes.  `watchdog` starts its timer
+server, and `health_check` (torch's `.health_check_server`) answers probes.  These classes are for programs that bring
+their own `RendezvousHandler` or override the documented hooks; `elastic_launch` and `ripstop run` use ripstop's engine.
 """
 
 from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState

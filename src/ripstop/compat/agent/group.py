@@ -1,4 +1,4 @@
-"""What an agent runs, and how it went: torch's classes, data alone."""
+"""Torch's data classes of an agent: what it runs, and the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_ROLE = "default"
 
 @dataclass
 class WorkerSpec:
-    """What the workers of one role are; the names, their order and their defaults are torch's."""
+    """The workers of one role; the names, their order and their defaults are torch's."""
 
     role: str
     local_world_size: int
@@ -54,7 +54,7 @@ class WorkerSpec:
 
 
 class Worker:
-    """One worker; `id` is what the agent that started it calls it, for a local agent the pid."""
+    """One worker; the agent that starts it sets `id`, a local agent to the pid."""
 
     __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
 
@@ -79,24 +79,24 @@ class Worker:
 
 
 class WorkerState(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and prints as one
-    """The state of a whole `WorkerGroup`; its workers share their fate."""
+    """The state of a whole `WorkerGroup`: its workers run and stop together."""
 
-    UNKNOWN = "UNKNOWN"  # lost track of: cannot be recovered
-    INIT = "INIT"  # made, not started
+    UNKNOWN = "UNKNOWN"  # cannot be recovered
+    INIT = "INIT"  # not started
     HEALTHY = "HEALTHY"  # running
-    UNHEALTHY = "UNHEALTHY"  # running, and not well
-    STOPPED = "STOPPED"  # interrupted by the agent, to be started again
+    UNHEALTHY = "UNHEALTHY"  # running with an error
+    STOPPED = "STOPPED"  # stopped by the agent, for a restart
     SUCCEEDED = "SUCCEEDED"  # all exited 0
-    FAILED = "FAILED"  # one did not
+    FAILED = "FAILED"  # one failed
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether there are processes, well or not."""
+        """Whether there are processes, healthy or not."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
 class WorkerGroup:
-    """The workers of a spec on this node; what a rendezvous gives is None before the first one."""
+    """The workers of a spec on this node; ranks and store are None before the first rendezvous."""
 
     __slots__ = (
         "group_rank", "group_world_size", "master_addr", "master_port", "spec", "state", "store", "workers",
@@ -115,7 +115,7 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """How the workers of this node ended, by global rank: return values if all succeeded, else the failures."""
+    """Results of this node's workers, by global rank: return values if all succeeded, otherwise the failures."""
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""`torch.distributed.elastic.agent.server.health_check_server`, with a server behind it.
+"""`torch.distributed.elastic.agent.server.health_check_server`, with a working server.
 
-HTTP on the given port, for probes such as Kubernetes': `/live` (also `/` and `/healthz`) answers 200 while the agent's
-last sign of life is younger than the timeout, else 503; `/ready` the same, and only while workers run.
+HTTP for probes such as those of Kubernetes.  `/live` (also `/` and `/healthz`) answers 200 while the agent's last
+activity is younger than the timeout, otherwise 503.  `/ready` answers 200 if also workers are running.
 
-Rule: a server that was stopped is in no reference cycle and holds nobody's workers.  The callbacks lead to an agent,
-its rendezvous and its stores, and a store must not live until garbage is collected, perhaps in a forked child.
+Rule: a stopped server is in no reference cycle and refers to no workers.  Its callbacks refer to an agent, its
+rendezvous and its stores, and a store must not live until the garbage collector runs, perhaps in a forked child.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 log = logging.getLogger("ripstop.compat")
 
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
-TIMEOUT = 60
+TIMEOUT_S = 60
 
 
 class HealthCheckServer:
-    """`alive_callback` gives the wall-clock time of the last sign of life; port 0 takes a free one, then in `port`."""
+    """`alive_callback` returns the wall-clock time of the last activity; port 0 chooses a free port, see `port`."""
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: int) -> None:
         self._alive_callback = alive_callback
@@ -49,7 +49,7 @@ class HealthCheckServer:
         return int(self._server.server_address[1]) if self._server else self._port
 
     def start(self) -> None:
-        """Answer from now on, in a thread; a port that is taken is said and leaves the job as it is."""
+        """Serve in a thread; if the port is in use, log a warning and continue without."""
         if self._server is not None:
             return
         from http.server import ThreadingHTTPServer
@@ -60,7 +60,7 @@ class HealthCheckServer:
             log.warning("no health check: port %d cannot be listened on: %s", self._port, error.strerror)
             return
         self._server.daemon_threads = True
-        self._server.answer = self.answer  # type: ignore[attr-defined]  # for the request handler; ends with `stop`
+        self._server.respond = self.respond  # type: ignore[attr-defined]  # for the request handler, until `stop`
         self._thread = threading.Thread(target=self._serve, args=(self._server,), name="ripstop-health", daemon=True)
         self._thread.start()
         log.info("health check at port %d", self.port)
@@ -80,13 +80,13 @@ class HealthCheckServer:
         while self._server is server:
             server.handle_request()
 
-    def answer(self, path: str) -> tuple[int, str]:
+    def respond(self, path: str) -> tuple[int, str]:
         """Status and text for a request."""
         if path not in ("/", "/live", "/healthz", "/ready"):
             return 404, "there are /live and /ready"
-        silent = time.time() - self._alive_callback()
-        if silent >= self._timeout:
-            return 503, f"no sign of life for {silent:.0f} s"
+        idle = time.time() - self._alive_callback()
+        if idle >= self._timeout:
+            return 503, f"no activity for {idle:.0f} s"
         if path == "/ready" and not self.ready_callback():
             return 503, "no workers are running"
         return 200, "ok"
@@ -98,14 +98,14 @@ def _always_ready() -> bool:
 
 @cache
 def _request_handler() -> type[BaseHTTPRequestHandler]:
-    """One class for all servers: a class is a reference cycle, so it must not hold one of them."""
+    """One class for all servers: a class is in a reference cycle, so it must not refer to a server."""
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds for a client to send its request
 
         def do_GET(self) -> None:
-            status, text = self.server.answer(self.path.partition("?")[0])  # type: ignore[attr-defined]
+            status, text = self.server.respond(self.path.partition("?")[0])  # type: ignore[attr-defined]
             body = f"{text}\n".encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
@@ -125,13 +125,13 @@ def create_healthcheck_server(alive_callback: Callable[[], float], port: int, ti
 
 
 def from_environment(alive_callback: Callable[[], float] = time.time) -> HealthCheckServer | None:
-    """The server that `TORCHELASTIC_HEALTH_CHECK_PORT` asks for, started."""
+    """Start the server, if `TORCHELASTIC_HEALTH_CHECK_PORT` is set."""
     text = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
         log.warning("%s=%s: not a port; no health check is started", TORCHELASTIC_HEALTH_CHECK_PORT, text)
         return None
-    server = create_healthcheck_server(alive_callback, int(text), TIMEOUT)
+    server = create_healthcheck_server(alive_callback, int(text), TIMEOUT_S)
     server.start()
     return server

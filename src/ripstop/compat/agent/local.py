@@ -1,6 +1,6 @@
-"""An agent whose workers are processes of this machine.
+"""`torch.distributed.elastic.agent.server.local_elastic_agent`: an agent whose workers are processes of this machine.
 
-Rule: a worker's end wakes it at once; the interval is only the pace at which newcomers are looked for.
+Rule: a worker's exit wakes the agent at once; `monitor_interval` is only the interval of checks for waiting nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._log_line_prefix_template = log_line_prefix_template
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
-        self._uninterruptible_state_timeout = _patience(uninterruptible_state_timeout)
+        self._uninterruptible_state_timeout = _uninterruptible_timeout(uninterruptible_state_timeout)
         self._worker_watchdog: Any = None
         self._uninterruptible_since: dict[int, float] = {}  # by pid
 
@@ -58,7 +58,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
-        assert spec.entrypoint is not None, "WorkerSpec has seen to that"
+        assert spec.entrypoint is not None, "WorkerSpec checks it"
         envs = {worker.local_rank: self._environment(worker_group, worker) for worker in worker_group.workers}
         self._worker_watchdog, variables = watchdog.start(spec.rdzv_handler.get_run_id(), self._log_watchdog_event)
         for env in envs.values():
@@ -108,7 +108,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return env
 
     def _set_local_rank_env(self, worker_env: dict[str, str], local_rank: int, spec: WorkerSpec) -> None:
-        """A worker's own number; in virtual mode its own GPU is the only one it sees, and is number 0."""
+        """The local rank; in virtual mode it is 0, and the worker sees only its own GPU."""
         if not spec.virtual_local_rank:
             worker_env["LOCAL_RANK"] = str(local_rank)
             return
@@ -149,11 +149,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._pcontext is not None:
             self._pcontext.close(death_sig, timeout)
 
-    # watch ------------------------------------------------------------------------------------------------------------
+    # monitor ----------------------------------------------------------------------------------------------------------
 
     def _wait(self, seconds: float) -> None:
-        """Until all workers have ended or one has failed, or the interval is over; what they return comes in."""
-        if self._pcontext is None:  # a subclass has workers of another kind
+        """Return when all workers have exited, one has failed, or the interval is over."""
+        if self._pcontext is None:  # a subclass starts other workers
             super()._wait(seconds)
         else:
             self._pcontext.wait(seconds, period=seconds)
@@ -175,9 +175,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
     def _check_uninterruptible(self, pids: set[int]) -> RunResult | None:
-        """UNHEALTHY when a worker sleeps in the kernel, where no signal reaches it, for too long.
+        """UNHEALTHY if a worker is in uninterruptible sleep for too long.
 
-        No restart then: it holds a device that the new worker would want.
+        There is no restart then: the worker holds a device that a new worker would need.
         """
         if not self._uninterruptible_state_timeout:
             return None
@@ -197,19 +197,19 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.UNHEALTHY)
 
     def _get_alive_time(self) -> float:
-        """The last sign of life: of the timers where there are any and workers run, else of this very moment."""
+        """Time of the last activity: the timer server's if there is one and workers run, otherwise now."""
         if self._worker_watchdog is None or self._in_exit_barrier:
             return time.time()
         return float(self._worker_watchdog.get_last_progress_time())
 
     def _log_watchdog_event(self, name: str, request: FileTimerRequest | None) -> None:
-        """In the timers' thread."""
+        """Called in the timer server's thread."""
         log.info("timers: %s %s", name, request or "")
-        if not self._is_heard():
+        if not self._has_event_handler():
             return
-        about = {"watchdog_event": name}
+        details = {"watchdog_event": name}
         if request is not None:
-            about |= {
+            details |= {
                 "worker_pid": str(request.worker_pid),
                 "scope_id": request.scope_id,
                 "expiration_time": str(request.expiration_time),
@@ -217,12 +217,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             }
         event = self._construct_event("RUNNING", events.EventSource.AGENT)
         del event.metadata["duration_ms"]
-        event.name, event.metadata["metadata"] = name, json.dumps(about)
-        self._tell(event)
+        event.name, event.metadata["metadata"] = name, json.dumps(details)
+        self._send_event(event)
 
 
-def _patience(given: float | None) -> float:
-    """Seconds a worker may be in uninterruptible sleep; 0 for as long as it likes."""
+def _uninterruptible_timeout(given: float | None) -> float:
+    """Seconds that a worker may be in uninterruptible sleep; 0 for no limit."""
     text = os.environ.get(TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, "0") if given is None else given
     try:
         return max(0.0, float(text))

@@ -1,10 +1,10 @@
-"""The synchronous agent of torch's documentation: a rendezvous, workers, a look at them every `monitor_interval`, a
-restart of all when one fails or a node waits.
+"""The synchronous agent that torch documents.
 
-Rules: (1) every step is a hook (`_rendezvous`, `_assign_worker_ranks`, `_start_workers`, `_monitor_workers`, …) that is
-called through `self`, so that a subclass may replace any of them; (2) the keys in the handler's store are torch's, so
-that an agent of torch's and one of ours can meet; (3) events and metrics are torch's, and whoever takes them cannot
-disturb the agent.
+It runs a rendezvous, starts the workers, checks them every `monitor_interval`, and restarts all of them when one fails
+or a node waits.  Rules: (1) every step is a hook (`_rendezvous`, `_assign_worker_ranks`, `_start_workers`,
+`_monitor_workers`, …) that is called through `self`, so that a subclass may replace it; (2) the keys in the handler's
+store are torch's, so that agents of torch and of ripstop can form one job; (3) events and metrics are torch's, and an
+error of their handlers does not reach the agent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _TERMINAL_STATE = "torchelastic/agent/terminal_state"
 
 
 class ElasticAgent(abc.ABC):
-    """Whoever manages workers."""
+    """Runs and supervises workers."""
 
     @abc.abstractmethod
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers, restarting them up to `max_restarts` times; raises what is not a worker's failure."""
+        """Run the workers, with up to `max_restarts` restarts; raises errors that are not a worker's failure."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class ElasticAgent(abc.ABC):
 
 
 class SimpleElasticAgent(ElasticAgent):
-    """An agent for one role; a subclass says how workers are started, watched and stopped."""
+    """An agent for one role; a subclass starts, monitors and stops the workers."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: int = 30) -> None:
         self._worker_group = WorkerGroup(spec)
@@ -63,16 +63,16 @@ class SimpleElasticAgent(ElasticAgent):
         self._shutdown_timeout = shutdown_timeout
         self._total_execution_time = 0
         self._in_exit_barrier = False
-        self._teller: EventThread | None = None  # of events, once there is one
+        self._event_thread: EventThread | None = None  # created with the first event
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._worker_group
 
-    # for the subclass to say ------------------------------------------------------------------------------------------
+    # for the subclass to implement -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the spec's number of workers; their ids by local rank."""
+        """Start the workers; returns their ids by local rank."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abc.abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the workers are now."""
+        """The present state of the workers."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class SimpleElasticAgent(ElasticAgent):
         raise NotImplementedError
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass between two looks at the workers; may return early when there is news of them."""
+        """Wait between two checks of the workers; may return early when their state changes."""
         time.sleep(seconds)
 
     # a job, start to end ----------------------------------------------------------------------------------------------
@@ -114,12 +114,12 @@ class SimpleElasticAgent(ElasticAgent):
             if not is_a(error, RendezvousGracefulExitError):
                 raise
             log.info("Rendezvous gracefully exited: %s", error)
-            return None  # type: ignore[return-value]  # as torch's does
+            return None  # type: ignore[return-value]  # as torch does
         finally:
             self._shutdown(death_sig, timeout=self._shutdown_timeout)
-            if self._teller is not None:
-                self._teller.close()
-                self._teller = None
+            if self._event_thread is not None:
+                self._event_thread.close()
+                self._event_thread = None
             self._total_execution_time = int(time.monotonic() - began)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -150,13 +150,13 @@ class SimpleElasticAgent(ElasticAgent):
                 case WorkerState.HEALTHY:
                     if (waiting := spec.rdzv_handler.num_nodes_waiting()) > 0:
                         log.info("[%s] %s new nodes from group_rank=%s", spec.role, waiting, group.group_rank)
-                        self._restart_workers(group)  # not the workers' fault: no restart is charged
+                        self._restart_workers(group)  # not a failure: it does not count as a restart
                 case state:
                     raise RuntimeError(f"[{spec.role}] Worker group in {state.name} state")
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        """A rendezvous, then new workers; those before must have been stopped."""
+        """Run a rendezvous, then start new workers; the previous ones must have stopped."""
         self._rendezvous(worker_group)
         for local_rank, worker_id in self._start_workers(worker_group).items():
             worker = worker_group.workers[local_rank]
@@ -172,7 +172,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other agents, and give the group its ranks and its store."""
+        """Wait for the other agents, and set the group's ranks and store."""
         spec = worker_group.spec
         with self.record_duration("RENDEZVOUS"):
             info = spec.rdzv_handler.next_rendezvous()
@@ -197,8 +197,8 @@ class SimpleElasticAgent(ElasticAgent):
     ) -> list[Worker]:
         """Ranks in the order of the nodes, in the whole job and within the role.
 
-        Nodes may differ in role and number of workers: node 0 reads what each has and tells each its first ranks.
-        Where `TORCH_ELASTIC_WORKER_IDENTICAL=1` promises that they do not, nobody needs to ask.
+        Nodes may differ in role and number of workers: node 0 reads each node's and writes each node's first ranks.
+        With `TORCH_ELASTIC_WORKER_IDENTICAL=1` all nodes are equal, and each computes its own ranks.
         """
         size = spec.local_world_size
         if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
@@ -213,7 +213,7 @@ class SimpleElasticAgent(ElasticAgent):
         return _workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes' workers to finish, so that nobody takes an early end for a lost node."""
+        """Wait for the other nodes' workers to finish, so that an early exit is not taken for a lost node."""
         self._in_exit_barrier = True
         began = time.monotonic()
         group = self._worker_group
@@ -227,7 +227,7 @@ class SimpleElasticAgent(ElasticAgent):
         except SignalException as error:
             log.warning("Got termination signal: %s", error.sigval)
             raise
-        except Exception:  # this node's work is done, whatever has become of the others
+        except Exception:  # this node's workers have succeeded, whatever happens on others
             log.exception("Error waiting on exit barrier. Elapsed: %.1f seconds", time.monotonic() - began)
         finally:
             self._in_exit_barrier = False
@@ -250,17 +250,17 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
         source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
-        if self._is_heard():
-            self._tell(self._construct_event(state, source, worker, **facts))
+        if self._has_event_handler():
+            self._send_event(self._construct_event(state, source, worker, **facts))
 
-    def _is_heard(self) -> bool:
-        """Whether anybody is to hear of events: to make one takes a look at the handler, and a host name's lookup."""
+    def _has_event_handler(self) -> bool:
+        """Whether events have a handler: creating one needs calls of the rendezvous handler and a host name lookup."""
         return self._worker_group.spec.event_log_handler != "null"
 
-    def _tell(self, event: events.Event) -> None:
-        if self._teller is None:
-            self._teller = EventThread(self._worker_group.spec.event_log_handler)
-        self._teller.put(event.serialize())
+    def _send_event(self, event: events.Event) -> None:
+        if self._event_thread is None:
+            self._event_thread = EventThread(self._worker_group.spec.event_log_handler)
+        self._event_thread.put(event.serialize())
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -276,10 +276,10 @@ class SimpleElasticAgent(ElasticAgent):
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         failed = worker.global_rank in result.failures
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not failed:
-            return "TERMINATED"  # by the agent, for another's failure
+            return "TERMINATED"  # stopped by the agent because another worker failed
         if failed or worker.global_rank in result.return_values:
             return result.state.value
-        raise ValueError(f"rank {worker.global_rank} neither failed nor returned; see what _monitor_workers gave")
+        raise ValueError(f"rank {worker.global_rank} neither failed nor returned; check the result of _monitor_workers")
 
     def _construct_event(
         self,
@@ -291,7 +291,7 @@ class SimpleElasticAgent(ElasticAgent):
         exit_code: int | None = None,
         worker_pid: int | None = None,
     ) -> events.Event:
-        """An event as torch's handlers know it."""
+        """An event in torch's format."""
         group = self._worker_group
         spec = group.spec
         details: dict[str, Any] = {
@@ -337,7 +337,7 @@ def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
 
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
-    """For each node: its first rank and the number of all, its first rank and the number of all in its role."""
+    """For each node: its first rank and the world size, and the same within its role."""
     of_role: Counter[str] = Counter()
     for info in infos:
         of_role[info["role"]] += info["local_world_size"]

@@ -1,6 +1,6 @@
-"""The timers of a `LocalElasticAgent`: the server that a variable asks for, and where workers find it.
+"""The timer server of a `LocalElasticAgent`, if a variable enables it.
 
-`ripstop run` and `elastic_launch` have theirs in the engine (`diagnostics/timer_pipe.py`).
+`ripstop run` and `elastic_launch` use the engine's timers (`diagnostics/timer_pipe.py`).
 """
 
 import os
@@ -14,17 +14,17 @@ from ripstop.compat.timer.file_timer import FileTimerRequest, FileTimerServer
 from ripstop.workers.environment import TIMER_FILE
 
 TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE = ENABLE, TIMER_FILE  # as torch calls them
-INTERVAL = 0.1  # seconds, torch's
+INTERVAL_S = 0.1  # torch's
 
 
 def start(
     run_id: str, log_event: Callable[[str, FileTimerRequest | None], None]
 ) -> tuple[FileTimerServer | None, dict[str, str]]:
-    """The server, None if it is not asked for, and the variables that workers need to find it."""
+    """The server, None if it is not enabled, and the variables that tell workers its path."""
     path = os.environ.get(TORCHELASTIC_TIMER_FILE)
     if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
         return None, {TORCHELASTIC_TIMER_FILE: path} if path else {}
     path = path or str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
-    server = FileTimerServer(path, run_id, max_interval=INTERVAL, daemon=True, log_event=log_event)
+    server = FileTimerServer(path, run_id, max_interval=INTERVAL_S, daemon=True, log_event=log_event)
     server.start()
     return server, {TORCHELASTIC_TIMER_FILE: path}

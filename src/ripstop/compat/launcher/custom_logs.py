@@ -1,7 +1,7 @@
-"""A `LogsSpecs` of the program's own, as the source of a launch's logs.
+"""A `LogsSpecs` of the program as the source of a launch's log files.
 
-Our own `DefaultLogsSpecs`, and torch's, are nothing but settings, and are read as such; any other has a `reify` that is
-asked for the files of every round, here in the program's process.
+`DefaultLogsSpecs`, ripstop's and torch's, are only settings.  Any other class has a `reify` method, which the engine
+calls in the program's process for the files of every round.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ FILES = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
 
 
 def is_custom(specs: Any) -> bool:
-    """Whether it is more than settings; a subclass of the default is."""
+    """Whether it has its own `reify`; a subclass of the default counts as custom."""
     return type(specs).__name__ != DEFAULT
 
 
 class CustomLogs:
-    """What `reify` says, as our engine has it."""
+    """Calls `reify` and converts its result for the engine."""
 
     def __init__(self, specs: Any, logs: Logs, role: str) -> None:
         self._specs = specs
@@ -37,10 +37,12 @@ class CustomLogs:
         except Exception as error:
             name = type(self._specs).__name__
             raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; mend it") from error
-        said: dict[str, Any] = {name: {str(rank): path for rank, path in getattr(dest, name).items()} for name in FILES}
-        said |= {"filtered_stdout": dest.filtered_stdout, "filtered_stderr": dest.filtered_stderr}
-        said["envs"] = {str(rank): {key: str(value) for key, value in env.items()} for rank, env in variables.items()}
-        return PluginLogs(job, self._logs, place, self._role, said)
+        reply: dict[str, Any] = {
+            name: {str(rank): path for rank, path in getattr(dest, name).items()} for name in FILES
+        }
+        reply |= {"filtered_stdout": dest.filtered_stdout, "filtered_stderr": dest.filtered_stderr}
+        reply["envs"] = {str(rank): {key: str(value) for key, value in env.items()} for rank, env in variables.items()}
+        return PluginLogs(job, self._logs, place, self._role, reply)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """There is nothing to free."""

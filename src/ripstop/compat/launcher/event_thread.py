@@ -1,8 +1,8 @@
-"""Events on their way to a handler of the program's: in a thread, so that the agent never waits for it.
+"""Sends events to an event handler of the program, in a thread, so that the agent never waits for the handler.
 
-A handler that raises is said once and told the next event all the same; while one blocks, events wait, and those for
-which there is no more room are dropped, which is said once too.  One that blocks at the end is left alone: logging
-takes leave of every handler when the program exits, and would wait for it for ever.
+An exception of the handler is logged once, and the handler gets the next event.  While the handler blocks, events wait
+in a bounded queue; events that do not fit are dropped, which is logged once.  A handler that still blocks at the end is
+abandoned: otherwise `logging.shutdown` would wait for it for ever when the program exits.
 """
 
 import logging
@@ -15,47 +15,47 @@ from ripstop.compat import events
 
 log = logging.getLogger("ripstop.compat")
 
-WAITING = 1024  # events that may wait
-GOODBYE = 2.0  # seconds for the last ones
+MAX_QUEUED_EVENTS = 1024
+CLOSE_TIMEOUT_S = 2.0
 
 
 class EventThread:
-    """Tells events, as text, to the handler of this name; KeyError where there is none."""
+    """Sends events, as text, to the handler with this name; KeyError if there is none."""
 
     def __init__(self, destination: str) -> None:
         self._logger = events._get_or_create_logger(destination)
         self._name = destination
-        self._waiting: queue.Queue[str | None] = queue.Queue(WAITING)
-        self._said: set[str] = set()
-        self._thread = threading.Thread(target=self._tell, name="ripstop-events", daemon=True)
+        self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED_EVENTS)
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._main, name="ripstop-events", daemon=True)
         self._thread.start()
 
     def put(self, line: str) -> None:
         """Does not wait."""
         try:
-            self._waiting.put_nowait(line)
+            self._queue.put_nowait(line)
         except queue.Full:
-            self._say("does not keep up, and misses events")
+            self._warn_once("does not keep up, and misses events")
 
     def close(self) -> None:
-        """Waits, briefly, until the handler has heard all."""
+        """Wait a short time until the handler has received all events."""
         with suppress(queue.Full):
-            self._waiting.put(None, timeout=GOODBYE)
-            self._thread.join(GOODBYE)
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            self._say("was not done at the end")
-            farewell: list[Any] = logging._handlerList  # type: ignore[attr-defined]  # weak references
-            for ref in [ref for ref in farewell if ref() in self._logger.handlers]:
-                farewell.remove(ref)
+            self._warn_once("was not done at the end")
+            at_exit: list[Any] = logging._handlerList  # type: ignore[attr-defined]  # weak references
+            for ref in [ref for ref in at_exit if ref() in self._logger.handlers]:
+                at_exit.remove(ref)
 
-    def _tell(self) -> None:
-        while (line := self._waiting.get()) is not None:
+    def _main(self) -> None:
+        while (line := self._queue.get()) is not None:
             try:
                 self._logger.info(line)
             except Exception as error:
-                self._say(f"failed: {type(error).__name__}: {error}")
+                self._warn_once("failed", f": {type(error).__name__}: {error}")
 
-    def _say(self, what: str) -> None:
-        if what.partition(":")[0] not in self._said:
-            self._said.add(what.partition(":")[0])
-            log.warning("the event handler %s %s; the job goes on", self._name, what)
+    def _warn_once(self, what: str, detail: str = "") -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("the event handler %s %s%s; the job goes on", self._name, what, detail)

@@ -1,17 +1,19 @@
-"""An agent's link to a rendezvous handler of torch's kind, in the place of a coordinator.
+"""An agent's link to a torch-style rendezvous handler, in the place of a coordinator.
 
-The handler says who meets; all else that a coordinator decides is decided here, for this node, with the same policy.
-What nodes must agree on they say through the round's store: each its `Join`, and node 0 to each its `Assign`.  Rules:
+The handler decides which nodes form a round.  This link decides everything else that a coordinator decides, for this
+node, with the same restart policy.  The nodes of a round exchange messages through the round's store: each node writes
+its `Join`, and node 0 writes an `Assign` for each.  Rules:
 
-1.  The handler is called from one thread of its own, one call at a time; the event loop never waits for it, and what
-    the agent says is acted upon while a call takes however long.
-2.  A handler's store is new for every round.  The workers' store is ours, also new, on node 0.
-3.  A failure of this node's workers costs a restart, whatever they died of; the nodes of a round agree on the largest
-    count.  Nodes that come or go cost nothing.
-4.  Healthy workers go on when the handler cannot be reached; a new round needs it.
-5.  Leaving is not closing: the handler is shut down when the job ended here, not when a signal ended this agent.
-6.  A link that was closed holds no handler and no store, and no exception of theirs is in a reference cycle: they must
-    not live until garbage is collected, perhaps in a forked child.
+1.  One thread calls the handler, one call at a time.  The event loop never waits for a call, and the link handles the
+    agent's messages while a call runs.
+2.  The handler's store is new for every round.  So is the workers' store, which ripstop serves on node 0.
+3.  A failure of this node's workers costs a restart, whatever its cause; the nodes of a round use the largest count.
+    Nodes that join or leave cost nothing.
+4.  Healthy workers continue when the handler cannot be reached; a new round needs it.
+5.  Leaving is not closing: the link shuts the handler down when the job ended here, not when a signal ended this agent.
+6.  A closed link holds no handler and no store, and none of their exceptions is in a reference cycle: they must not
+live
+    until the garbage collector runs, perhaps in a forked child.
 """
 
 from __future__ import annotations
@@ -56,43 +58,43 @@ from ripstop.transport.link import Listener
 log = logging.getLogger("ripstop.coordinator")
 
 T = TypeVar("T")
-TIMEOUT = 900  # seconds: what torch's launcher gives to every handler
-PACE = 0.1  # seconds between two looks for newcomers
-TROUBLED = 2.0  # and when the last one failed
-EXIT_BARRIER = 300.0  # seconds for the other nodes' workers to finish
-FAREWELL = 5.0  # seconds beyond the grace for workers to be stopped
-GOODBYE = 30.0  # seconds for the handler to shut down
-ATTEMPTS = 3  # to agree on places with nodes that may be gone again
+HANDLER_TIMEOUT_S = 900  # torch's launcher passes it to every handler
+POLL_INTERVAL_S = 0.1  # between two checks for waiting nodes
+RETRY_INTERVAL_S = 2.0  # after a check that failed
+EXIT_BARRIER_TIMEOUT_S = 300.0  # for the other nodes' workers to finish
+STOP_MARGIN_S = 5.0  # for workers to stop, beyond the grace period
+SHUTDOWN_TIMEOUT_S = 30.0  # for the handler to shut down
+MAX_ATTEMPTS = 3  # to agree on places with nodes that may have left again
 
 _NODE, _PLACE, _DONE, _ALL_DONE = "ripstop/node/", "ripstop/place/", "ripstop/done", "ripstop/all_done"
 
 
-class Met(Struct, frozen=True):
+class Rendezvous(Struct, frozen=True):
     """A round: this node's place in it, and the store that its agents share."""
 
     place: Place
     store: Any
 
 
-class Again(Struct, frozen=True):
+class NextRound(Struct, frozen=True):
     """Another round is needed, after a pause."""
 
     why: str
     pause: float = 0.0
 
 
-class Looked(Struct, frozen=True):
-    """What the handler says, and the nodes of a round once this one is done; or why that is not known."""
+class Checked(Struct, frozen=True):
+    """Result of a check: nodes that wait, and whether all nodes are done once this one is; or the error."""
 
     round: int
     done: bool
     waiting: int = 0
     all_done: bool = False
-    trouble: str | None = None
+    error: str | None = None
 
 
 class HandlerLink:
-    """A `Link`; `make` makes the handler, in the handler's thread."""
+    """A `Link`; `make` creates the handler, in the handler's thread."""
 
     def __init__(self, make: Callable[[], Any], config: RunConfig) -> None:
         self._make = make
@@ -103,8 +105,8 @@ class HandlerLink:
         self._task: asyncio.Task[None] | None = None
         self._node: Node | None = None
         self._ready: Ready | None = None
-        self._offered = asyncio.Event()
-        self._heard: asyncio.Queue[FromAgent | Looked] = asyncio.Queue()
+        self._is_ready = asyncio.Event()
+        self._inbox: asyncio.Queue[FromAgent | Checked] = asyncio.Queue()
         self._restarts = RestartBudget(config.budget)
         self._newest = 0
         self._failures: list[Failure] = []
@@ -129,21 +131,21 @@ class HandlerLink:
         self._listener = listener
         loop = asyncio.get_running_loop()
         loop.call_soon(listener.on_connected)
-        self._task = loop.create_task(self._take_part())
+        self._task = loop.create_task(self._run())
 
     def send(self, message: FromAgent) -> None:
         match message:
             case Join(node=node, ready=ready):
                 self._node = node
-                self._offer(ready)
+                self._set_ready(ready)
             case Ready():
-                self._offer(message)
+                self._set_ready(message)
             case Failed() | Succeeded() | Stopped():
-                self._heard.put_nowait(message)
+                self._inbox.put_nowait(message)
             case Leaving() if self._task is not None:
                 self._task.cancel()
             case _:
-                pass  # nobody else could be told; what keeps a node from being ready does so here too
+                pass  # for a coordinator only
 
     async def close(self) -> None:
         self._listener = None
@@ -153,45 +155,45 @@ class HandlerLink:
         self._calls.close()
         self._handler = self._task = None  # rule 6
 
-    def _offer(self, ready: Ready | None) -> None:
+    def _set_ready(self, ready: Ready | None) -> None:
         if ready is not None:
             self._ready = ready
-            self._offered.set()
+            self._is_ready.set()
 
-    def _say(self, message: FromCoordinator) -> None:
+    def _send_to_agent(self, message: FromCoordinator) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().call_soon(self._listener.on_message, message)
 
     # the job ----------------------------------------------------------------------------------------------------------
 
-    async def _take_part(self) -> None:
+    async def _run(self) -> None:
         try:
-            report = await self._rounds()
+            report = await self._run_rounds()
         except Exception as error:
-            report = self._end_of(error)
+            report = self._report_error(error)
         if report.outcome is Outcome.FAILED:
             report = await self._with_evidence(report)
         if self._handler is not None:
-            with suppress(Exception):  # the job has ended; what the handler makes of it is its own
-                await asyncio.wait_for(self._calls.run(self._handler.shutdown), GOODBYE)
-        self._say(Closed(report))
+            with suppress(Exception):  # the job has ended: an error of the handler changes nothing
+                await asyncio.wait_for(self._calls.run(self._handler.shutdown), SHUTDOWN_TIMEOUT_S)
+        self._send_to_agent(Closed(report))
 
-    async def _rounds(self) -> JobReport:
+    async def _run_rounds(self) -> JobReport:
         self._handler = await self._calls.run(self._make)
         why = "first round"
         while True:
-            met = await self._meet(why)
-            end = await self._attend(met)
+            current = await self._rendezvous(why)
+            end = await self._supervise_round(current)
             if isinstance(end, JobReport):
                 return end
             why = end.why
-            self._say(StandBy(met.place.round, why))
+            self._send_to_agent(StandBy(current.place.round, why))
             await asyncio.sleep(end.pause)
 
-    async def _meet(self, why: str) -> Met:
-        for attempt in range(1, ATTEMPTS + 1):
-            await self._offered.wait()
-            assert self._node is not None and self._ready is not None, "there was an offer"
+    async def _rendezvous(self, why: str) -> Rendezvous:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            await self._is_ready.wait()
+            assert self._node is not None and self._ready is not None, "set with the event"
             mine = Join(
                 self._node,
                 self._config.min_nodes,
@@ -204,89 +206,91 @@ class HandlerLink:
             try:
                 place = await self._calls.run(partial(agree, info, mine, why))
             except Exception as error:
-                if attempt == ATTEMPTS:
+                if attempt == MAX_ATTEMPTS:
                     raise
-                log.warning("the nodes of a round did not agree on their places, trying again: %s", error)
+                log.warning("the nodes of the round did not agree on their places, retrying: %s", error)
                 continue
-            self._take(place)
-            self._say(Assign(place, why))
-            return Met(place, info.store)
+            self._accept(place)
+            self._send_to_agent(Assign(place, why))
+            return Rendezvous(place, info.store)
         raise AssertionError("the last attempt returns or raises")
 
-    def _take(self, place: Place) -> None:
-        if place.group_rank == 0:  # the offer is used
+    def _accept(self, place: Place) -> None:
+        if place.group_rank == 0:  # its store port is used
             self._ready = None
-            self._offered.clear()
+            self._is_ready.clear()
         self._newest = place.round
         self._failures = []
         if place.restarts > self._restarts.used:
             self._restarts = RestartBudget(self._config.budget, place.restarts, asyncio.get_running_loop().time())
 
-    async def _attend(self, met: Met) -> Again | JobReport:
-        """Until another round is needed, or the job is over."""
+    async def _supervise_round(self, current: Rendezvous) -> NextRound | JobReport:
+        """Return when another round is needed, or the job is over."""
         loop = asyncio.get_running_loop()
-        began, done, troubled = loop.time(), False, False
-        look = loop.create_task(self._look(met, PACE))
+        began, done, failing = loop.time(), False, False
+        check = loop.create_task(self._check(current, POLL_INTERVAL_S))
         try:
             while True:
-                match await self._hear(began + EXIT_BARRIER - loop.time() if done else None):
-                    case Failed(round, failures) if round == met.place.round:
+                match await self._next_message(began + EXIT_BARRIER_TIMEOUT_S - loop.time() if done else None):
+                    case Failed(round, failures) if round == current.place.round:
                         self._failures += failures
                         verdict = self._restarts.charge(
                             loop.time(), early=is_early_failure(loop.time() - began, progressed=False)
                         )
                         if not verdict.allowed:
                             return self._report(Outcome.FAILED, f"{self._culprit()}; {verdict.why}")
-                        return Again(f"{self._culprit()}; {verdict.why}", verdict.delay)
-                    case Succeeded(round) if round == met.place.round and not done:
+                        return NextRound(f"{self._culprit()}; {verdict.why}", verdict.delay)
+                    case Succeeded(round) if round == current.place.round and not done:
                         done, began = True, loop.time()
-                        look.cancel()  # a call that is being made goes on, and its answer is old
-                        look = loop.create_task(self._look(met, 0, done=True, arrive=True))
-                    case Looked() as seen if (seen.round, seen.done) == (met.place.round, done):
-                        if (end := self._end_seen(seen)) is not None:
+                        check.cancel()  # a call that runs continues, and its result is ignored
+                        check = loop.create_task(self._check(current, 0, done=True, report_done=True))
+                    case Checked() as result if (result.round, result.done) == (current.place.round, done):
+                        if (end := self._end_after(result)) is not None:
                             return end
-                        if seen.trouble is not None and not troubled:
-                            log.warning("the rendezvous cannot be asked, workers go on: %s", seen.trouble)
-                        troubled = seen.trouble is not None
-                        look = loop.create_task(self._look(met, TROUBLED if troubled else PACE, done=done))  # rule 4
+                        if result.error is not None and not failing:
+                            log.warning("the rendezvous handler cannot be reached, workers continue: %s", result.error)
+                        failing = result.error is not None
+                        check = loop.create_task(
+                            self._check(current, RETRY_INTERVAL_S if failing else POLL_INTERVAL_S, done=done)
+                        )  # rule 4
                     case None:
-                        why = "all workers of this node exited 0, and others never did"
+                        why = "all workers of this node exited 0; those of other nodes did not in time"
                         return self._report(Outcome.SUCCEEDED, why)
         finally:
-            look.cancel()
+            check.cancel()
 
-    async def _look(self, met: Met, pause: float, *, done: bool = False, arrive: bool = False) -> None:
-        """Ask the handler, after a pause; the answer is heard as what the agent says is."""
+    async def _check(self, current: Rendezvous, pause: float, *, done: bool = False, report_done: bool = False) -> None:
+        """Query the handler after a pause; the result goes to the inbox, as the agent's messages do."""
         await asyncio.sleep(pause)
         try:
-            if arrive:
-                await self._calls.run(lambda: _arrive(met))
+            if report_done:
+                await self._calls.run(lambda: _report_done(current))
             waiting = await self._calls.run(self._handler.num_nodes_waiting)
-            all_done = done and await self._calls.run(lambda: met.store.check([_ALL_DONE]))
-            seen = Looked(met.place.round, done, waiting, all_done)
+            all_done = done and await self._calls.run(lambda: current.store.check([_ALL_DONE]))
+            result = Checked(current.place.round, done, waiting, all_done)
         except Exception as error:
-            seen = Looked(met.place.round, done, trouble=str(error) or type(error).__name__)  # rule 6
-        self._heard.put_nowait(seen)
+            result = Checked(current.place.round, done, error=str(error) or type(error).__name__)  # rule 6
+        self._inbox.put_nowait(result)
 
-    def _end_seen(self, seen: Looked) -> Again | JobReport | None:
-        if seen.waiting > 0:
-            return Again("another node waits")
-        if seen.all_done:
+    def _end_after(self, result: Checked) -> NextRound | JobReport | None:
+        if result.waiting > 0:
+            return NextRound("another node waits")
+        if result.all_done:
             return self._report(Outcome.SUCCEEDED, "all workers exited 0")
-        if seen.done and seen.trouble is not None:  # this node's work is; whoever held the rendezvous has gone
+        if result.done and result.error is not None:  # the node that held the rendezvous has exited
             return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
         return None
 
-    async def _hear(self, patience: float | None) -> FromAgent | Looked | None:
+    async def _next_message(self, timeout: float | None) -> FromAgent | Checked | None:
         try:
-            return await asyncio.wait_for(self._heard.get(), patience)
+            return await asyncio.wait_for(self._inbox.get(), timeout)
         except TimeoutError:
             return None
 
     # the end ----------------------------------------------------------------------------------------------------------
 
-    def _end_of(self, error: Exception) -> JobReport:
-        assert self._config.handler is not None, "it is the handler's error"
+    def _report_error(self, error: Exception) -> JobReport:
+        assert self._config.handler is not None, "the error is the handler's"
         name = f"--rdzv-backend={self._config.handler.name}"
         if is_a(error, RendezvousGracefulExitError):
             return self._report(Outcome.SUCCEEDED, f"{name}: this node was a spare, and the job is over")
@@ -296,11 +300,11 @@ class HandlerLink:
         return self._report(Outcome.FAILED, f"{name}: {type(error).__name__}: {error}")
 
     async def _with_evidence(self, report: JobReport) -> JobReport:
-        """The report, once the workers are stopped and it is known how they died."""
-        self._say(Closing(report.why))
-        until = asyncio.get_running_loop().time() + self._config.timing.shutdown + FAREWELL
+        """The report with the failures that are found when the workers stop."""
+        self._send_to_agent(Closing(report.why))
+        until = asyncio.get_running_loop().time() + self._config.timing.shutdown + STOP_MARGIN_S
         while (left := until - asyncio.get_running_loop().time()) > 0:
-            match await self._hear(left):
+            match await self._next_message(left):
                 case Stopped(failures):
                     self._failures += failures
                     break
@@ -318,11 +322,11 @@ class HandlerLink:
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
 
-# what nodes say through the round's store -----------------------------------------------------------------------------
+# messages through the round's store -----------------------------------------------------------------------------------
 
 
 def agree(info: Any, mine: Join, why: str) -> Place:
-    """This node's place among all of the round, whose workers may differ in role and number."""
+    """This node's place in the round; the nodes' workers may differ in role and number."""
     store, rank = info.store, info.rank
     store.set(f"{_NODE}{rank}", codec.encode(mine))
     if rank == 0:
@@ -334,7 +338,7 @@ def agree(info: Any, mine: Join, why: str) -> Place:
 
 def _places(joins: list[Join]) -> list[Place]:
     host = joins[0]
-    assert host.ready is not None, "nobody meets without an offer"
+    assert host.ready is not None, "set before the rendezvous"
     return ranks.places(
         [join.node for join in joins],
         round=max(join.newest for join in joins) + 1,
@@ -343,26 +347,26 @@ def _places(joins: list[Join]) -> list[Place]:
     )
 
 
-def _arrive(met: Met) -> None:
-    if met.store.add(_DONE, 1) == met.place.group_size:
-        met.store.set(_ALL_DONE, "1")
+def _report_done(current: Rendezvous) -> None:
+    if current.store.add(_DONE, 1) == current.place.group_size:
+        current.store.set(_ALL_DONE, "1")
 
 
 def _own_address(endpoint: str) -> str:
-    """This node's address on the way to the endpoint; where that is none, the one its name leads to."""
+    """This node's address on the route to the endpoint; without a route, the address of its host name."""
     with suppress(OSError, ValueError):
         host, port = parse_rendezvous_endpoint(endpoint, 1)
         family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(where)  # sends nothing
-            return str(way.getsockname()[0])
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
 
 
 class _Thread:
-    """Calls, one at a time, in a thread that nobody waits for at the end: a handler may block for long."""
+    """Runs calls one at a time in a daemon thread: a handler may block for a long time."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -370,35 +374,35 @@ class _Thread:
 
     async def run(self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        waiting = [answer]  # until it has come, or nobody waits for it any more
+        reply: asyncio.Future[T] = loop.create_future()
+        waiting = [reply]  # empty when nobody waits any more
 
-        def settle(value: T | None, error: BaseException | None) -> None:
+        def set_reply(value: T | None, error: BaseException | None) -> None:
             if not waiting or waiting[0].done():
                 return
             if error is not None:
                 waiting[0].set_exception(error)
             else:
-                waiting[0].set_result(value)  # type: ignore[arg-type]  # it is what the call gave
+                waiting[0].set_result(value)  # type: ignore[arg-type]  # the call returned it
 
-        def make() -> None:
+        def run() -> None:
             value, error = None, None
             try:
                 value = call()
             except Exception as raised:
                 error = raised
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(settle, value, error)
-            del error  # its traceback leads to this frame: rule 6
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(set_reply, value, error)
+            del error  # its traceback refers to this frame: rule 6
 
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put(make)
+        self._calls.put(run)
         try:
-            return await answer
+            return await reply
         finally:
             waiting.clear()
-            del answer  # and the exception in it, whose traceback leads to this frame: rule 6
+            del reply  # its exception's traceback refers to this frame: rule 6
 
     def close(self) -> None:
         self._calls.put(None)
@@ -406,4 +410,4 @@ class _Thread:
     def _main(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # not held while the next one is waited for
+            del call  # do not hold it while waiting for the next one

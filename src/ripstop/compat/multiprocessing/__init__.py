@@ -1,7 +1,8 @@
-"""torch.distributed.elastic.multiprocessing and its .api: n copies of a function or a command, waited for together.
+"""`torch.distributed.elastic.multiprocessing` and its `.api`: start n processes of a function or a command, and wait.
 
-A synchronous API for one group of workers, without rendezvous and without restarts; the parts are in the modules that
-are imported here.
+A synchronous API for one group of workers, without rendezvous and without restarts.  `context` has the base class,
+`supervised_context` the supervision loop, `command_context` and `function_context` the two kinds of groups,
+`logs_specs` and `tail_log` the workers' output, and `errors` their failures.
 """
 
 from __future__ import annotations
@@ -51,37 +52,19 @@ def start_processes(
 ) -> PContext:
     """Start one process for every entry of `args` and `envs`, whose keys are the local ranks.
 
-    A text as `entrypoint` is a command, and its arguments are turned into texts; else it is a function, and
-    `start_method` says how its processes are made.  `name` heads the lines on the console.  The `duplicate_…_filters`
-    copy the lines of tee'd streams that have one of these texts in them into one file for all ranks.
+    A string as `entrypoint` is a command, and its arguments are converted to strings; otherwise it is a function, which
+    `start_method` starts.  `name` is in the prefix of lines on the console.  Lines of tee'd streams that contain one of
+    the `duplicate_…_filters` are also copied to one file for all ranks.
     """
     validate_full_rank(args, len(args), "args")
     validate_full_rank(envs, len(args), "envs")
+    filters = duplicate_stdout_filters, duplicate_stderr_filters
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
-        )
+        context = SubprocessContext(name, entrypoint, args, envs, logs_specs, log_line_prefixes, numa_options, *filters)
     else:
         context = MultiprocessContext(
-            name,
-            entrypoint,
-            args,
-            envs,
-            start_method,
-            logs_specs,
-            log_line_prefixes,
-            numa_options,
-            duplicate_stdout_filters,
-            duplicate_stderr_filters,
+            name, entrypoint, args, envs, start_method, logs_specs, log_line_prefixes, numa_options, *filters
         )
     try:
         context.start()

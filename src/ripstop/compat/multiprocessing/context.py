@@ -1,7 +1,7 @@
-"""A group of workers that is waited for together: what functions and commands have in common.
+"""`PContext`, the base of all groups of workers, and the result of a group.
 
-What is torch's: names, signatures, all-or-nothing results, and SIGTERM and friends as `SignalException` in the main
-thread from the first start on.
+Names, signatures and all-or-nothing results are torch's.  Also as with torch: from the first start on, the signals that
+end a process raise `SignalException` in the main thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -26,14 +24,13 @@ from ripstop.compat.multiprocessing.errors import ProcessFailure
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
 from ripstop.compat.multiprocessing.tail_log import TailLog
 
-KILLED = 10.0  # seconds in which a process that was sent SIGKILL is gone, unless it hangs in the kernel
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 log = logging.getLogger(__name__)
 
 
 class SignalException(Exception):
-    """The process was told to end; `sigval` is how."""
+    """The process received the signal `sigval`."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -47,7 +44,7 @@ def raise_signal(signum: int, _: FrameType | None) -> None:
 
 @dataclass
 class RunProcsResult:
-    """The end of a group, by local rank: all returned, or some failed.  A command's return value is None."""
+    """Results by local rank: all workers returned, or some failed.  A command's return value is None."""
 
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
@@ -67,9 +64,9 @@ def validate_full_rank(d: Mapping[int, Any], nprocs: int, what: str) -> None:
 
 
 class PContext(abc.ABC):
-    """A group of processes, started together and ended together.
+    """A group of processes that start and stop together.
 
-    A context of one's own implements `_start`, `_poll`, `_close` and `pids`; `_poll` is then called every `period`.
+    A subclass implements `_start`, `_poll`, `_close` and `pids`; `wait` then calls `_poll` every `period` seconds.
     """
 
     def __init__(
@@ -106,30 +103,30 @@ class PContext(abc.ABC):
                 self._tail_logs.append(tail(files, target, log_line_filter=partial(_has_any, tuple(needles))))
 
     def start(self) -> None:
-        """Start the processes; from the main thread, also turn the signals that end a process into exceptions."""
+        """Start the processes; in the main thread, also make the signals that end a process raise exceptions."""
         if threading.current_thread() is threading.main_thread():
             _handle_signals()
         else:
             log.warning(
-                "workers are started from a thread that is not the main one: signals to this process are not handled, "
-                "and commands do not end with it; close() them"
+                "workers are started in a thread that is not the main thread: signals to this process are not handled, "
+                "and commands do not die with it; call close()"
             )
         self._start()
         for tail in self._tail_logs:
             tail.start()
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """The result when all have succeeded or one has failed; None after `timeout` seconds (negative: never)."""
+        """The result when all workers succeeded or one failed; None after `timeout` seconds (negative: no timeout)."""
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while (result := self._poll()) is None:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            self._await_news(left, period)
+            self._wait_for_change(left, period)
         return result
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """End all processes: `death_sig` (SIGTERM), and SIGKILL for those that are alive `timeout` seconds later."""
+        """Stop all processes: send `death_sig` (SIGTERM), then SIGKILL to those alive after `timeout` seconds."""
         try:
             self._close(death_sig=death_sig or signal.SIGTERM, timeout=timeout)
         finally:
@@ -139,8 +136,8 @@ class PContext(abc.ABC):
                 if file is not None:
                     file.close()
 
-    def _await_news(self, timeout: float | None, period: float) -> None:
-        """Wait until `_poll` may have more to tell."""
+    def _wait_for_change(self, timeout: float | None, period: float) -> None:
+        """Wait until `_poll` may have a result."""
         time.sleep(period if timeout is None else min(period, timeout))
 
     @abc.abstractmethod
@@ -149,11 +146,11 @@ class PContext(abc.ABC):
 
     @abc.abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """The result if there is one by now; does not wait."""
+        """The result, if there is one; does not wait."""
 
     @abc.abstractmethod
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End the processes."""
+        """Stop the processes."""
 
     @abc.abstractmethod
     def pids(self) -> dict[int, int]:
@@ -184,43 +181,3 @@ def _handle_signals() -> None:
             signal.signal(signum, raise_signal)
         except (OSError, ValueError) as error:
             log.warning("TORCHELASTIC_SIGNALS_TO_HANDLE: %s cannot be handled: %s", signum.name, error)
-
-
-def kill_group(pid: int, signum: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signum)
-
-
-def kill_leader(pid: int, signum: int) -> None:
-    """With its group, if it leads one by now."""
-    try:
-        os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signum)
-
-
-def died_badly(pid: int) -> bool:
-    """Whether a child of ours has ended otherwise than with 0; it stays to be waited for."""
-    try:
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return False  # somebody else's child, or waited for already
-    return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
-
-
-def await_all(running: dict[int, Any], timeout: float) -> None:
-    """Wait for these descriptors; those that have ended are taken out."""
-    deadline = time.monotonic() + timeout
-    while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
-        for end in ended:
-            running.pop(int(end))  # type: ignore[arg-type]
-
-
-def abandoned(pid: int) -> None:
-    log.error(
-        "process %s is still there %s s after SIGKILL and is left behind; it hangs in the kernel (a GPU, a network "
-        "file system), and the machine may need a restart",
-        pid,
-        KILLED,
-    )

@@ -1,9 +1,9 @@
-"""torch.distributed.elastic.multiprocessing.errors: failures of workers, and how they travel from process to process.
+"""torch.distributed.elastic.multiprocessing.errors: failures of workers, and the error files that report them.
 
-What is torch's: the names, the error file's format and the layout of a `ChildFailedError`'s text.  What is ours:
-(1) an error file that is cut off, binary or endless is a message and never an exception; (2) recording never hides the
-error it records; (3) failures of the same second are told apart by the finer clock of their files; (4) an error file
-that is in the way is moved aside, not destroyed.
+Torch's are the names, the error file's format and the layout of a `ChildFailedError`'s text.  ripstop adds: (1) an
+error file that is truncated, binary or very long is a message and never an exception; (2) recording never hides the
+error that it records; (3) failures of the same second are ordered by the time stamps of their files; (4) an existing
+error file is renamed, not overwritten.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ripstop.workers import error_file as recording
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
 _NOT_AVAILABLE = "<N/A>"
-_READ = 16 << 20  # of an error file: torch writes messages of any length
+_MAX_ERROR_FILE_BYTES = 16 << 20  # torch limits messages nowhere
 _ROOT_CAUSE = "Root Cause (first observed failure):"
-_BOX = 60  # the widest rule in a report
+_MAX_RULE_WIDTH = 60
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
-    """What an error file says and when it was written; None when there is none.  There is always a `message`."""
+    """An error file's content, always with a `message`, and when it was written; None if there is no file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -50,7 +50,7 @@ def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
         if not stat.S_ISREG(status.st_mode):
             return None
         try:
-            data = file.read(_READ)
+            data = file.read(_MAX_ERROR_FILE_BYTES)
         except OSError as error:
             return {"message": f"error file {path} cannot be read: {error.strerror}"}, status.st_mtime
     return _content(data, status.st_size), status.st_mtime
@@ -75,9 +75,9 @@ def _content(data: bytes, size: int) -> dict[str, Any]:
 
 @dataclass
 class ProcessFailure:
-    """One worker's failure; what its error file does not say is made up from its exit code and the time.
+    """One worker's failure, from its error file, or else from its exit code and the present time.
 
-    `message` is the error file's: a text, or a dict with `message` and `extraInfo`.  `error_file` is `<N/A>` when the
+    `message` is the error file's: a text, or a dict with `message` and `extraInfo`.  `error_file` is `<N/A>` if the
     worker wrote none.
     """
 
@@ -94,16 +94,16 @@ class ProcessFailure:
         self._at = time.time()
         self.timestamp = int(self._at)
         self.error_file_data, self.message = {"message": "<NONE>"}, ""
-        if (said := read_error_file(self.error_file)) is None:
+        if (found := read_error_file(self.error_file)) is None:
             self.error_file = _NOT_AVAILABLE
         else:
-            self.error_file_data, self._at = said
+            self.error_file_data, self._at = found
             self.message = self.error_file_data["message"]
             self.timestamp = _timestamp(self.error_file_data, self._at)
         if not self.message:
-            self._explain_by_exit()
+            self._set_message_from_exit()
 
-    def _explain_by_exit(self) -> None:
+    def _set_message_from_exit(self) -> None:
         if self.exitcode < 0:
             self.message = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
             return
@@ -114,7 +114,7 @@ class ProcessFailure:
         )
 
     def signal_name(self) -> str:
-        """`SIGTERM` and the like, `<N/A>` for a worker that no signal ended."""
+        """The name, such as `SIGTERM`; `<N/A>` for a worker that no signal ended."""
         if self.exitcode >= 0:
             return _NOT_AVAILABLE
         name = signal_name(-self.exitcode)
@@ -134,21 +134,21 @@ def _timestamp(content: dict[str, Any], written: float) -> int:
         seconds = int(extra["timestamp"])  # type: ignore[index]
     except (KeyError, TypeError, ValueError, OverflowError):
         return int(written)
-    return seconds if 0 <= seconds < 1 << 36 else int(written)  # what datetime can show
+    return seconds if 0 <= seconds < 1 << 36 else int(written)  # the range of datetime
 
 
 def _moment(failure: ProcessFailure) -> float:
-    """When it happened, finer than whole seconds where both clocks agree."""
+    """The time of the failure, with fractions of a second if both clocks agree."""
     at: float = getattr(failure, "_at", failure.timestamp)
     return at if 0 <= at - failure.timestamp < 2 else failure.timestamp
 
 
 class ChildFailedError(Exception):
-    """Workers failed; raised through `record`, it hands on the first failure's error file as the parent's own."""
+    """Workers failed; `record` copies the first failure's error file to the parent's own."""
 
     def __init__(self, name: str, failures: dict[GlobalRank, ProcessFailure]) -> None:
         if not failures:
-            raise AssertionError("a ChildFailedError tells of failures, and got none; give {rank: ProcessFailure}")
+            raise AssertionError("a ChildFailedError needs failures, and got none; give {rank: ProcessFailure}")
         self.name = name
         self.failures = failures
         super().__init__(self.format_msg())
@@ -161,10 +161,10 @@ class ChildFailedError(Exception):
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """The report: one block a failure, the first failure last."""
+        """The report: one block for each failure, the first failure last."""
         import socket
 
-        host = socket.getfqdn()  # asked once: it may take its time
+        host = socket.getfqdn()  # once: the lookup may be slow
         first, _ = self.get_first_failure()
         title = f"{self.name} FAILED"
         blocks = {
@@ -172,7 +172,7 @@ class ChildFailedError(Exception):
             for index, (rank, failure) in enumerate(self.failures.items())
         }
         lines = [title, *(line for block in blocks.values() for line in block.split("\n"))]
-        width = min(_BOX, max(len(line) for line in lines))
+        width = min(_MAX_RULE_WIDTH, max(len(line) for line in lines))
         others = [block for rank, block in blocks.items() if rank != first] or ["  <NO_OTHER_FAILURES>"]
         edge, rule = boarder_delim * width, section_delim * width
         return "\n".join(
@@ -194,8 +194,8 @@ def _traceback(message: Any) -> str:
     if not isinstance(message, dict):
         return str(message)
     extra = message.get("extraInfo")
-    told = extra.get("py_callstack") if isinstance(extra, dict) else None
-    return str(told or message.get("message", _NOT_AVAILABLE)).replace("\n", "\n  ")
+    callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+    return str(callstack or message.get("message", _NOT_AVAILABLE)).replace("\n", "\n  ")
 
 
 # in the worker ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _traceback(message: Any) -> str:
 class ErrorHandler:
     """Writes a worker's exception to the file that TORCHELASTIC_ERROR_FILE names.
 
-    To record otherwise, override `initialize` and `record_exception`, and give an instance to `record`.
+    To record in another way, override `initialize` and `record_exception`, and pass an instance to `record`.
     """
 
     def _get_error_file_path(self) -> str | None:
@@ -219,59 +219,59 @@ class ErrorHandler:
         if path := self._get_error_file_path():
             self._write(path, recording.describe(e))
         else:
-            log.info("no error file is asked for (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
+            log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Put the exit code into what a child wrote: one that a signal ended could not know it."""
+        """Add the exit code to a child's error: a child that a signal ended could not write it."""
         if isinstance(rootcause_error.get("message"), dict):
             rootcause_error["message"]["errorCode"] = error_code
         else:
-            log.warning("%s has no place for the exit code %s: its message is a text", rootcause_error_file, error_code)
+            log.warning("%s cannot take the exit code %s: its message is a string", rootcause_error_file, error_code)
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Make a child's error file, with its exit code, this process's own."""
-        if (said := read_error_file(rootcause_error_file)) is None:
-            log.error("the child's error file %s is not there; there is nothing to hand on", rootcause_error_file)
+        """Copy a child's error file, with its exit code, to this process's own."""
+        if (found := read_error_file(rootcause_error_file)) is None:
+            log.error("the child's error file %s does not exist and is not copied", rootcause_error_file)
             return
-        content, _ = said
+        content, _ = found
         if error_code:
             self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
         if path := self._get_error_file_path():
-            self._move_aside(path)
+            self._keep_existing(path)
             self._write(path, content)
-            log.info("handed on the child's error file %s as %s", rootcause_error_file, path)
+            log.info("copied the child's error file %s to %s", rootcause_error_file, path)
         else:
-            log.error("no error file is asked for, so %s is not handed on: %s", rootcause_error_file, content)
+            log.error("%s is not copied, because this process has no error file: %s", rootcause_error_file, content)
 
     def _write(self, path: str, content: dict[str, Any]) -> None:
         recording.write(path, content)
 
-    def _move_aside(self, path: str) -> None:
+    def _keep_existing(self, path: str) -> None:
         if not Path(path).is_file():
             return
         number = 1
-        while Path(aside := f"{path}.{number}").exists():
+        while Path(kept := f"{path}.{number}").exists():
             number += 1
         try:
-            Path(path).rename(aside)
+            Path(path).rename(kept)
         except OSError as error:
-            log.warning("error file %s is there already, and is overwritten: %s", path, error.strerror)
+            log.warning("error file %s exists and is overwritten: %s", path, error.strerror)
         else:
-            log.warning("error file %s is there already; it is kept as %s", path, aside)
+            log.warning("error file %s exists; it is kept as %s", path, kept)
 
 
 def get_error_handler() -> ErrorHandler:
-    """The handler that `record` uses when it is given none."""
+    """The default handler of `record`."""
     return ErrorHandler()
 
 
 def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
-    """Has an exception that leaves `fn` recorded; to be used once a process, around its main function.
+    """Record an exception that leaves `fn`; use it once in a process, around the main function.
 
-    torch's quirks: `sys.exit(0)` inside is a normal return of None, and a `ChildFailedError` hands on its child's
-    error file.  `ripstop.record` is the same without the quirks.
+    As with torch, `sys.exit(0)` inside returns None, and a `ChildFailedError` copies its child's error file.
+    `ripstop.record` does neither.
     """
     handler = error_handler or get_error_handler()
 

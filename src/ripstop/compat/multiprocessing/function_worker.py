@@ -1,56 +1,65 @@
-"""One worker that is a function: the worker's side of `MultiprocessContext`.  Imported in every such worker: no torch.
+"""What a worker that is a function does, for `MultiprocessContext` and for `elastic_launch`.  It imports no torch.
 
-The worker's life: it leads a session of its own and dies with its parent, takes its environment and its streams, runs
-the function with its exceptions recorded, sends the pickled return value, and stays until it is released, so that what
-it hosts for its peers lives as long as the slowest of them.
+The worker leads its own session and dies with its parent.  It takes its environment and its streams, runs the function,
+records exceptions, and writes the pickled return value to a file.  With a connection it then reports that it has
+returned, and exits when the parent releases it: what it hosts for other workers lives as long as they need it.
 """
 
+import fcntl
 import gc
 import os
 import pickle
 import signal
-import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 from msgspec import Struct
 
 from ripstop.compat.multiprocessing.errors import record
-from ripstop.compat.multiprocessing.function_process import (
-    cannot_be_sent,
-    die_with_parent_process,
-    drop_handlers,
-    is_success,
-    lead_a_session,
-)
-from ripstop.compat.multiprocessing.redirects import send
+from ripstop.compat.multiprocessing.redirects import redirect_permanently
+from ripstop.system import linux
 from ripstop.workers.error_file import user_frames
 
-LENGTH = struct.Struct("!Q")  # before the pickled return value
+
+class Inherited(Struct, frozen=True):
+    """What a forked worker must undo.
+
+    The parent has handlers on these signals, and blocks them during the fork.  Of the parent's descriptors the worker
+    keeps only these; None keeps all.
+    """
+
+    signals: tuple[signal.Signals, ...]
+    descriptors: frozenset[int] | None = None
 
 
 class Task(Struct, frozen=True):
-    """What one worker is to do."""
+    """What one worker runs: sent to it, or inherited by a fork.  `stdout` and `stderr` are files or empty."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    env: dict[str, str]
+    env: Mapping[str, str]
     stdout: str
     stderr: str
-    handled: tuple[int, ...]  # signals that a forked worker has inherited handlers for, and that are blocked
+    result: str
     bind: Callable[[], None] | None
+    parent: int | None = None  # see `stand_alone`
+    inherited: Inherited | None = None
 
 
-def work(task: Task, connection: Connection) -> None:
+def work(task: Task, connection: Connection | None = None) -> None:
     """The target of the process."""
-    gc.freeze()  # after a fork: the parent's garbage may want threads that are not here to be taken apart
-    _stand_alone(task)
-    os.environ.update({name: str(value) for name, value in task.env.items()})
+    gc.freeze()  # after a fork: destructors of the parent's garbage may need threads that this process does not have
+    stand_alone(task.parent, task.inherited)
+    os.environ.clear()
+    os.environ.update(task.env)
     try:
-        value = _run(task)
+        record(partial(_run, task))()
     except KeyboardInterrupt:
         _die_of(signal.SIGINT)
     except Exception as error:
@@ -58,60 +67,93 @@ def work(task: Task, connection: Connection) -> None:
 
         traceback.print_exception(type(error), error, user_frames(error.__traceback__))
         sys.exit(1)
-    with suppress(OSError):  # a parent that has gone wants no value
-        _write(connection.fileno(), LENGTH.pack(len(value)))
-        _write(connection.fileno(), value)
-        _await_release(connection)
+    if connection is not None:
+        with suppress(OSError):  # the parent does not wait any more
+            os.write(connection.fileno(), b"\n")
+            wait([connection])
 
 
-def _stand_alone(task: Task) -> None:
-    lead_a_session()
-    drop_handlers(task.handled)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, task.handled)
-    die_with_parent_process()
-
-
-def _run(task: Task) -> bytes:
-    """The pickled return value; what goes wrong on the way to it is recorded."""
-
-    def run() -> bytes:
-        for std, path in (("stdout", task.stdout), ("stderr", task.stderr)):
-            if path:
-                send(std, path)
-        if task.bind is not None:
-            task.bind()
-        try:
-            value = task.function(*task.args)
-        except SystemExit as end:
-            if not is_success(end):
-                raise
-            value = None
-        return _pickled(value)
-
-    value = record(run)()
-    assert value is not None, "record gives None for sys.exit(0) alone"
-    return value
-
-
-def _pickled(value: Any) -> bytes:
+def _run(task: Task) -> None:
+    for std, path in (("stdout", task.stdout), ("stderr", task.stderr)):
+        if path:
+            redirect_permanently(std, path)
+    if task.bind is not None:
+        task.bind()
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        value = task.function(*task.args)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        value = None
+    _save(value, task.result)
+
+
+def _save(value: Any, path: str) -> None:
+    part = Path(f"{path}.part")
+    try:
+        with part.open("wb") as file:
+            pickle.dump(value, file, pickle.HIGHEST_PROTOCOL)
+        part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, f"the return value cannot be written: {error.strerror}", path) from error
     except Exception as error:
-        raise cannot_be_sent(value, error) from error
+        raise TypeError(
+            f"a worker's return value is sent to its parent, and this {type(value).__name__} cannot be pickled: "
+            f"{error}; return plain data"
+        ) from error
 
 
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
+def stand_alone(parent: int | None, inherited: Inherited | None, keep: int = -1) -> None:
+    """Lead a session, undo what a fork inherited except the descriptor `keep`, and die with the parent.
+
+    With the pid of a `parent`, the kernel kills this process when the thread that started it ends.  With None, it does
+    when the parent process ends: for a parent that is a fork server, or whose starting thread may end early.
+    """
+    with suppress(PermissionError):  # it leads one already
+        os.setsid()
+    if inherited is not None:
+        signal.set_wakeup_fd(-1)
+        for signum in inherited.signals:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        if inherited.descriptors is not None:
+            _close_descriptors(inherited.descriptors | {keep})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, inherited.signals)
+    if parent is None:
+        _die_with_parent_process()
+        return
+    linux.parent_death_signal(signal.SIGKILL)()
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-def _await_release(connection: Connection) -> None:
-    wait([connection])  # if the parent dies meanwhile, so do we
+def open_descriptors() -> frozenset[int]:
+    return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+
+
+def _close_descriptors(kept: frozenset[int]) -> None:
+    """Replace all others by /dev/null: their numbers must stay taken, because inherited objects still use them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in open_descriptors() - kept - {null}:
+        with suppress(OSError):
+            os.dup2(null, fd, inheritable=False)
+
+
+def _die_with_parent_process() -> None:
+    """Have the kernel send SIGKILL when the pipe that only the parent holds is closed.
+
+    prctl's parent death signal is for the death of the thread that forked this process.
+    """
+    parent = parent_process()
+    assert parent is not None, "multiprocessing started this process"
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # it died before these calls
+        os._exit(1)
 
 
 def _die_of(signum: signal.Signals) -> NoReturn:
-    """As a process that has no handler for it."""
+    """Die as a process without a handler for this signal does."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

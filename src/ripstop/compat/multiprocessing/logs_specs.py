@@ -1,7 +1,7 @@
 """Where workers' output goes: the part of torch.distributed.elastic.multiprocessing.api about streams and files.
 
-The tree of log files and its names are torch's.  Ours: logs of an earlier attempt are moved aside, never deleted; and a
-directory that cannot be used is said so.
+The directory layout and file names are torch's.  ripstop adds: logs of an earlier attempt are renamed, never deleted;
+and the error for an unusable directory names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Any
 
-CONSOLE = ""  # in place of a log file's name
+CONSOLE = ""  # instead of a log file's name
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Std(IntFlag):
             rank, colon, choice = part.partition(":")
             if not (colon and rank.isascii() and rank.isdigit() and choice in ("0", "1", "2", "3")):
                 raise ValueError(
-                    f"{vm!r} is no choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
+                    f"{vm!r} is not a choice of streams; write 0 none, 1 stdout, 2 stderr, 3 both, "
                     "or LOCAL_RANK:CHOICE pairs such as 0:3,1:2"
                 )
             by_rank[int(rank)] = cls(int(choice))
@@ -49,7 +49,7 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """A choice for every local rank, from one for all or from a map, where those that are missing have none."""
+    """A choice for every local rank, from one for all or from a map; missing ranks get `Std.NONE`."""
     if isinstance(val_or_map, int):
         return dict.fromkeys(range(local_world_size), Std(val_or_map))
     return {rank: Std(val_or_map.get(rank, Std.NONE)) for rank in range(local_world_size)}
@@ -85,19 +85,19 @@ class LogsSpecs(abc.ABC):
 
     @abc.abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files for workers with these environments, by local rank; may add to the environments."""
+        """The log files of workers with these environments, by local rank; may add variables."""
 
     @property
     @abc.abstractmethod
     def root_log_dir(self) -> str:
-        """The directory that holds all of them."""
+        """The directory of all log files."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
     """`LOG_DIR/RUN_ID_xxxx/attempt_N/LOCAL_RANK/{stdout.log,stderr.log,error.json}`.
 
-    Without `log_dir` one is made below the system's temporary directory; `/dev/null` keeps nothing.  With
-    `local_ranks_filter`, the console shows nothing of the other ranks.
+    Without `log_dir`, a temporary directory is created; `/dev/null` keeps nothing.  With `local_ranks_filter`, the
+    console shows only these ranks.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if not log_dir:
             log_dir = tempfile.mkdtemp(prefix="torchelastic_")
         elif log_dir != os.devnull:
-            _make(log_dir)
+            _make_directory(log_dir)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir: str | None = None
 
@@ -121,9 +121,9 @@ class DefaultLogsSpecs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of one attempt; the names of run and attempt are in the environment of local rank 0."""
+        """The files of one attempt; run id and attempt come from the environment of local rank 0."""
         if self._root_log_dir == os.devnull:
-            return self._nowhere(envs)
+            return self._dev_null(envs)
         attempt = self._attempt_dir(envs.get(0, {}))
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         dest = LogsDest(
@@ -131,7 +131,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
         for rank in range(len(envs)):
             home = attempt / str(rank)
-            _make(home)
+            _make_directory(home)
             shown = not self._local_ranks_filter or rank in self._local_ranks_filter
             for stream, name, files, tees in (
                 (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
@@ -153,18 +153,18 @@ class DefaultLogsSpecs(LogsSpecs):
             try:
                 self._run_log_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._root_log_dir)
             except OSError as error:
-                raise _unusable(self.root_log_dir, error) from error
+                raise _unusable_error(self.root_log_dir, error) from error
             log.info("workers' logs: %s", self._run_log_dir)
         attempt = Path(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         number = 1
-        while (aside := attempt.with_name(f"{attempt.name}.{number}")).exists():
+        while (kept := attempt.with_name(f"{attempt.name}.{number}")).exists():
             number += 1
         with suppress(FileNotFoundError):
-            attempt.rename(aside)
-        _make(attempt)
+            attempt.rename(kept)
+        _make_directory(attempt)
         return attempt
 
-    def _nowhere(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+    def _dev_null(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nothing = dict.fromkeys(range(len(envs)), os.devnull)
         for env in envs.values():
             env["TORCHELASTIC_ERROR_FILE"] = ""
@@ -189,19 +189,19 @@ class DefaultLogsSpecs(LogsSpecs):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _make(directory: str | Path) -> None:
+def _make_directory(directory: str | Path) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unusable(directory, error) from error
+        raise _unusable_error(directory, error) from error
 
 
-def _unusable(directory: str | Path, error: OSError) -> OSError:
-    """Of the same kind, since Python chooses an OSError's class by its number."""
+def _unusable_error(directory: str | Path, error: OSError) -> OSError:
+    """The same class of error, because Python chooses an OSError's class by its number."""
     why = f"workers' logs need a directory, and {directory} cannot be used ({error.strerror}); give another log_dir"
     return OSError(error.errno, why)
 
 
 def get_std_cm(std_rd: str, redirect_fn: Callable[[str], Any]) -> AbstractContextManager[Any]:
-    """A context in which a stream goes to this file; one without effect for an empty name."""
+    """A context that redirects a stream to this file; without effect for an empty name."""
     return redirect_fn(std_rd) if std_rd else nullcontext()

@@ -1,6 +1,6 @@
-"""A worker's NUMA binding, from torch's `NumaOptions`: decided by the parent, taken up by the worker itself.
+"""A worker's NUMA binding from `NumaOptions`: the parent decides it (`system/numa.py`), and the worker applies it.
 
-`system/numa.py` decides; torch's options are recognised by their attributes, so that its own and ours do.
+Only the options' attributes are used, so torch's class works as well as ripstop's.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Bind(Struct, frozen=True):
-    """To be called in the worker."""
+    """Applies a binding when the worker calls it."""
 
     binding: Binding
     policy_call: int | None
@@ -30,14 +30,14 @@ class Bind(Struct, frozen=True):
         os.sched_setaffinity(0, self.binding.cpus)
         if self.binding.memory is None or self.policy_call is None:
             return
-        node, word = self.binding.memory, ctypes.c_long
+        node, long = self.binding.memory, ctypes.c_long
         mask = (ctypes.c_uint64 * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
-        ctypes.CDLL(None).syscall(word(self.policy_call), word(_MPOL_PREFERRED), mask, word(len(mask) * 64 + 1))
+        ctypes.CDLL(None).syscall(long(self.policy_call), long(_MPOL_PREFERRED), mask, long(len(mask) * 64 + 1))
 
 
 def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
-    """What binds this worker; None when it is not to be bound, or may go unbound and cannot be bound."""
+    """A function that binds this worker; None for no binding, or if it is impossible and a fallback is allowed."""
     if numa_options is None:
         return None
     from ripstop.system.numa import bindings

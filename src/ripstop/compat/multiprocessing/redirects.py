@@ -1,7 +1,7 @@
-"""torch.distributed.elastic.multiprocessing.redirects: what a process writes to a standard stream goes to a file.
+"""torch.distributed.elastic.multiprocessing.redirects: redirects a process's stdout or stderr to a file.
 
-The descriptor itself is redirected, so C code and child processes are too; and Python's stream, where something else
-(a notebook, a test) stands in for the one on that descriptor.
+The descriptor is redirected, so C code and child processes are too.  Python's stream is also replaced if it is not on
+that descriptor, as in a notebook or a test.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Redirect `std` ("stdout" or "stderr") to a file, which is emptied first; the directory must exist."""
+    """Redirect `std` ("stdout" or "stderr") to a file, which is truncated first; its directory must exist."""
     if std not in _DESCRIPTORS:
-        raise ValueError(f"there is no standard stream {std!r} to redirect; say 'stdout' or 'stderr'")
+        raise ValueError(f"there is no standard stream {std!r} to redirect; use 'stdout' or 'stderr'")
     stream, before = getattr(sys, std), os.dup(_DESCRIPTORS[std])
     try:
-        send(std, to_file, emptied=True)
+        redirect_permanently(std, to_file, truncate=True)
         try:
             yield
         finally:
             try:
                 _flush(std)
-            finally:  # also when the file's disk is full
+            finally:  # even if the disk is full
                 os.dup2(before, _DESCRIPTORS[std])
                 setattr(sys, std, stream)
     finally:
@@ -40,21 +40,21 @@ redirect_stdout = partial(redirect, "stdout")
 redirect_stderr = partial(redirect, "stderr")
 
 
-def send(std: str, to_file: str, *, emptied: bool = False) -> None:
-    """Redirect for good, to the end of a file that may be emptied first."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if emptied else 0)
+def redirect_permanently(std: str, to_file: str, *, truncate: bool = False) -> None:
+    """Redirect permanently; appends to the file, or truncates it first."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if truncate else 0)
     file = os.open(to_file, flags, 0o666)
     try:
         _flush(std)
         os.dup2(file, _DESCRIPTORS[std])
     finally:
         os.close(file)
-    if not _is_own(std):
+    if not _is_on_descriptor(std):
         setattr(sys, std, os.fdopen(_DESCRIPTORS[std], "w", 1, "utf-8", "backslashreplace", closefd=False))
 
 
-def _is_own(std: str) -> bool:
-    """Whether Python's stream writes to the process's."""
+def _is_on_descriptor(std: str) -> bool:
+    """Whether Python's stream writes to the process's descriptor."""
     try:
         return bool(getattr(sys, std).fileno() == _DESCRIPTORS[std])
     except (AttributeError, OSError, ValueError):
@@ -62,7 +62,7 @@ def _is_own(std: str) -> bool:
 
 
 def _flush(std: str) -> None:
-    """Everything written so far reaches the file that it was written for: C's buffers, and Python's."""
+    """Flush the buffers of C and Python."""
     ctypes.CDLL(None).fflush(None)
     if (stream := getattr(sys, std)) is not None:
         stream.flush()

@@ -1,8 +1,8 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler: one worker that is a command.
 
-Rules: (1) the worker leads a session of its own, and is signalled with all that is in its process group; (2) it dies
-with this process, if the main thread started it: the kernel watches the thread, and another thread's end would kill it
-too early; (3) its log files are open only in the worker.
+Rules: (1) the worker leads its own session, and signals go to its whole process group; (2) it dies with this process if
+the main thread started it: the kernel watches the starting thread, and another thread may end earlier; (3) its log
+files are open only in the worker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["SubprocessHandler", "get_subprocess_handler"]
 
 
 class SubprocessHandler:
-    """A process, `proc`, and the files that its output goes to; empty names mean this process's own streams.
+    """A process, `proc`, and the files for its output; an empty name means this process's own stream.
 
-    The environment is this process's with `env` on top; arguments are turned into texts.
+    The environment is this process's with `env` added; arguments are converted to strings.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SubprocessHandler:
             command = (entrypoint, *(str(arg) for arg in args))
             self.proc = self._popen(command, {**os.environ, **{name: str(value) for name, value in env.items()}})
         finally:
-            self._close_files()  # the worker has them
+            self._close_files()  # the worker has its own copies
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
         return Popen(
@@ -56,7 +56,7 @@ class SubprocessHandler:
             stdout=self._stdout,
             stderr=self._stderr,
             start_new_session=True,
-            preexec_fn=_first_steps(self._bind),  # noqa: PLW1509 (it takes no lock that a thread may hold)
+            preexec_fn=_before_exec(self._bind),  # noqa: PLW1509 (it needs no lock that a thread may hold)
         )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
@@ -65,7 +65,7 @@ class SubprocessHandler:
         with suppress(ProcessLookupError):
             os.killpg(self.proc.pid, signum)
             if signum != signal.SIGKILL:
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process takes no signal until it goes on
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
 
     def _close_files(self) -> None:
         for file in (self._stdout, self._stderr):
@@ -82,28 +82,28 @@ def get_subprocess_handler(
     local_rank_id: int,
     numa_options: Any = None,
 ) -> SubprocessHandler:
-    """Start a worker; what `SubprocessContext` calls for each."""
+    """Start a worker; `SubprocessContext` calls this for each."""
     return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
 
 
 def _log(path: str | None) -> IO[bytes] | None:
-    """Emptied, then appended to, so that the worker's own children do not write over it."""
+    """Truncate the file and append to it, so that the worker's children do not overwrite it."""
     if not path:
         return None
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), "wb", buffering=0)
 
 
-def _first_steps(bind: Callable[[], None] | None) -> Callable[[], None] | None:
-    """What the new process does before it becomes the command."""
-    tied = threading.current_thread() is threading.main_thread()
-    if not tied and bind is None:
+def _before_exec(bind: Callable[[], None] | None) -> Callable[[], None] | None:
+    """What the new process runs before it executes the command."""
+    dies_with_parent = threading.current_thread() is threading.main_thread()
+    if not dies_with_parent and bind is None:
         return None
     parent, die_with_parent = os.getpid(), parent_death_signal(signal.SIGKILL)
 
     def steps() -> None:
-        if tied:
+        if dies_with_parent:
             die_with_parent()
-            if os.getppid() != parent:  # it died before the kernel was told
+            if os.getppid() != parent:  # it died before the call
                 os._exit(1)
         if bind is not None:
             bind()

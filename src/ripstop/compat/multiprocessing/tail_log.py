@@ -1,15 +1,15 @@
-"""torch.distributed.elastic.multiprocessing.tail_log: what is written into log files is copied to a stream.
+"""torch.distributed.elastic.multiprocessing.tail_log: copies log files to a stream.
 
-The sibling of `logs/console.py` for destinations that are Python objects.  Rules: (1) only whole lines are written,
-each with its header, a block of lines at a time, so no line is torn by another's; the last one gets the end it never
-got; (2) nothing polls while the kernel offers inotify, except for a file that is not there yet; (3) a destination that
-fails is left alone after a word to the log: the files have it all.
+`logs/console.py` does the same for descriptors.  Rules: (1) only complete lines are written, each with its header, so
+no line is mixed with another; the last line gets a line end if it has none; (2) inotify reports changes; only files
+that do not exist yet are polled; (3) if the destination fails, copying stops and an error is logged: the files are
+complete.
 """
 
 import logging
 import os
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 from typing import TextIO
@@ -19,8 +19,8 @@ from ripstop.system.inotify import InotifyWatch
 
 __all__ = ["TailLog", "tail_logfile"]
 
-_READ = 1 << 18
-_PAUSE_MS = 5  # between two visits, so that a stream of short writes is copied in large blocks
+_READ_BYTES = 1 << 18
+_PAUSE_MS = 5  # between two reads, so that many short writes are copied in large blocks
 
 log = logging.getLogger(__name__)
 
@@ -32,47 +32,54 @@ def _every_line(_: str) -> bool:
 class _Tail:
     """One log file and how far it has been copied."""
 
-    def __init__(self, header: str, path: str, wanted: Callable[[str], bool]) -> None:
-        self.path = path
-        self.fd: int | None = None
+    def __init__(self, header: str, path: str, line_filter: Callable[[str], bool]) -> None:
+        self._path = path
+        self._fd: int | None = None
         self._header = header
-        self._wanted = wanted
+        self._filter = line_filter
         self._position = 0
-        self._lines = Prefixer(os.fsencode(header) if wanted is _every_line else b"")
+        self._lines = Prefixer(os.fsencode(header) if line_filter is _every_line else b"")
 
-    def open(self) -> bool:
-        """Whether the file is there by now."""
-        if self.fd is None:
+    def open(self, watch: InotifyWatch | None = None) -> bool:
+        """Open the file if it exists by now; whether `watch` reports its next change."""
+        if self._fd is None:
             with suppress(FileNotFoundError):
-                self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        return self.fd is not None
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._fd is None or watch is None:
+            return False
+        try:
+            watch.arm(self._fd)
+        except OSError:
+            return False
+        return True
 
     def copy(self, target: TextIO) -> None:
-        """Copy what is in the file now; not to the end of time: someone may write for ever."""
-        if self.fd is None:
+        """Copy up to the file's present size: a file may grow for ever."""
+        if self._fd is None:
             return
-        size = os.fstat(self.fd).st_size
+        size = os.fstat(self._fd).st_size
         if size < self._position:
-            self._position = 0  # emptied by someone: what is there now is new
-        while self._position < size and (data := os.pread(self.fd, _READ, self._position)):
+            self._position = 0  # the file was truncated: its content is new
+        while self._position < size and (data := os.pread(self._fd, _READ_BYTES, self._position)):
             self._position += len(data)
             self._write(self._lines.feed(data), target)
 
-    def end(self, target: TextIO) -> None:
-        """Its writers are gone."""
+    def finish(self, target: TextIO) -> None:
+        """Copy the rest, and a last line without a line end."""
+        self.open()
         self.copy(target)
         self._write(self._lines.end(), target)
 
     def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def _write(self, lines: bytes, target: TextIO) -> None:
         text = lines.decode("utf-8", "replace")
-        if self._wanted is not _every_line:
-            kept = (line + "\n" for line in text.split("\n")[:-1])
-            text = "".join(self._header + line for line in kept if self._wanted(line))
+        if self._filter is not _every_line:
+            complete = (line + "\n" for line in text.split("\n")[:-1])
+            text = "".join(self._header + line for line in complete if self._filter(line))
         if text:
             target.write(text)
             target.flush()
@@ -86,15 +93,14 @@ def tail_logfile(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Copy one file, looking every `interval_sec`, until `finished` is set; then to its end."""
+    """Copy one file every `interval_sec` until `finished` is set, and then to its end."""
     tail = _Tail(header, file, log_line_filter or _every_line)
     try:
         while not finished.is_set():
-            if tail.open():
-                tail.copy(dst)
+            tail.open()
+            tail.copy(dst)
             finished.wait(interval_sec)
-        if tail.open():
-            tail.end(dst)
+        tail.finish(dst)
     finally:
         tail.close()
 
@@ -102,7 +108,7 @@ def tail_logfile(
 class TailLog:
     """Copies log files to a stream, each line with the header `[{name}{rank}]:` or the rank's own prefix.
 
-    The files may come into being later.  `stop` returns when all that was written until then is copied.
+    The files may be created later.  `stop` returns when everything that was written before is copied.
     """
 
     def __init__(
@@ -122,80 +128,55 @@ class TailLog:
             _Tail(prefixes.get(rank, f"[{name}{rank}]:"), path, log_line_filter) for rank, path in log_files.items()
         ]
         self._thread: Thread | None = None
-        self._bell: int | None = None
+        self._stop_fd: int | None = None  # a pipe that wakes the thread
         self._stopped = False
 
     def start(self) -> "TailLog":
         if self._tails and self._dst and self._thread is None:
-            alarm, self._bell = os.pipe()
-            self._thread = Thread(target=self._run, args=(alarm,), name=f"TailLog_{self._name}", daemon=True)
+            stop, self._stop_fd = os.pipe()
+            self._thread = Thread(target=self._run, args=(stop,), name=f"TailLog_{self._name}", daemon=True)
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        if self._thread is not None and self._bell is not None:
-            with suppress(BrokenPipeError):  # it has stopped by itself
-                os.write(self._bell, b"!")  # not its closing, for a forked child may have a copy
-            os.close(self._bell)
-            self._bell = None
+        if self._thread is not None and self._stop_fd is not None:
+            with suppress(BrokenPipeError):  # the thread has ended already
+                os.write(self._stop_fd, b"\n")  # closing is not enough: a forked child may have a copy
+            os.close(self._stop_fd)
+            self._stop_fd = None
             self._thread.join()
         self._stopped = True
 
     def stopped(self) -> bool:
         return self._stopped
 
-    def _run(self, alarm: int) -> None:
-        watch = _watch()
+    def _run(self, stop: int) -> None:
+        watch = None
+        with suppress(OSError):  # the kernel has no inotify, or none left for this user
+            watch = InotifyWatch()
         try:
-            self._follow(alarm, watch)
+            self._follow(stop, watch)
         except Exception as error:
-            log.error("output of %s is not copied any more, it is in its files: %s", self._name, error)
+            log.error("the output of %s is not copied any more, its log files are complete: %s", self._name, error)
         finally:
             for tail in self._tails:
                 tail.close()
             if watch is not None:
                 watch.close()
-            os.close(alarm)
+            os.close(stop)
 
-    def _follow(self, alarm: int, watch: InotifyWatch | None) -> None:
-        news, stop = select.poll(), select.poll()
-        for poll in (news, stop):
-            poll.register(alarm, select.POLLIN)
+    def _follow(self, stop: int, watch: InotifyWatch | None) -> None:
+        changes, stopped = select.poll(), select.poll()
+        for poll in (changes, stopped):
+            poll.register(stop, select.POLLIN)
         if watch is not None:
-            news.register(watch, select.POLLIN)
-        absent, changed = list(self._tails), list[_Tail]()
-        while True:
-            here = [tail for tail in absent if tail.open()]
-            absent = [tail for tail in absent if tail not in here]
-            unwatched = [tail for tail in {*here, *changed} if not _arm(watch, tail)]
-            self._copy({*here, *changed})
-            news.poll(self._interval * 1000 if absent or unwatched else None)
-            if stop.poll(_PAUSE_MS):
-                break
-            words = watch.changed() if watch is not None else set[int]()
-            changed = [*unwatched, *(tail for tail in self._tails if tail.fd in words)]
+            changes.register(watch, select.POLLIN)
+        while not stopped.poll(_PAUSE_MS):
+            if watch is not None:
+                watch.changed()  # an event that was received
+            watched = [tail.open(watch) for tail in self._tails]
+            for tail in self._tails:
+                tail.copy(self._dst)
+            changes.poll(None if all(watched) else self._interval * 1000)
         for tail in self._tails:
-            tail.open()
-            tail.end(self._dst)
-
-    def _copy(self, tails: Iterable[_Tail]) -> None:
-        for tail in tails:
-            tail.copy(self._dst)
-
-
-def _watch() -> InotifyWatch | None:
-    try:
-        return InotifyWatch()
-    except OSError:
-        return None
-
-
-def _arm(watch: InotifyWatch | None, tail: _Tail) -> bool:
-    """Whether a word will come when the file is written to."""
-    if watch is None or tail.fd is None:
-        return False
-    try:
-        watch.arm(tail.fd)
-    except OSError:
-        return False
-    return True
+            tail.finish(self._dst)

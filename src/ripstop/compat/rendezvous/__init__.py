@@ -1,14 +1,16 @@
-"""`torch.distributed.elastic.rendezvous`: torch's names for how agents meet, on our own machine.
+"""`torch.distributed.elastic.rendezvous`: how agents find each other, with torch's names.
 
-    handler     what a handler is, is made of, gives and raises; the registry       torch's `.api`
-    registry    the backends that are there from the start                          `.registry`
-    dynamic     a handler over anything that can compare-and-set a blob             `.dynamic_rendezvous`
-    c10d        such a blob in a torch store                                        `.c10d_rendezvous_backend`
-    static      a handler for fixed ranks                                           `.static_tcp_rendezvous`
-    endpoint    HOST:PORT                                                           `.utils`
+    handler         the handler's interface, its parameters and errors; the registry    torch's `.api`
+    registry        the backends that are registered by default                         `.registry`
+    dynamic         a handler over any backend with compare-and-set                     `.dynamic_rendezvous`
+    compare_and_set its decisions, pure
+    c10d            a backend in a torch store                                          `.c10d_rendezvous_backend`
+    static          a handler for fixed ranks                                           `.static_tcp_rendezvous`
+    endpoint        HOST:PORT                                                           `.utils`
+    etcd_*          the handler, backend, store and server that use etcd                `.etcd_*`
 
-`ripstop run` meets at its own coordinator instead; `handler_link.py` beside this package is how it works with a handler
-of another's.  Importing this imports no torch.
+`ripstop run` uses its own coordinator; `launcher/handler_link.py` connects it to a handler of another package.
+Importing this package imports no torch.
 """
 
 from ripstop.compat.rendezvous.handler import (

@@ -1,22 +1,22 @@
-"""`torch.distributed.elastic.rendezvous.c10d_rendezvous_backend`: a rendezvous' blob in a torch store.
+"""`torch.distributed.elastic.rendezvous.c10d_rendezvous_backend`: the shared state of a rendezvous in a torch store.
 
-The store has `compare_set` and a `get` that blocks until there is something.  So there is always something: a word that
-means nothing yet.  Values are base64, since torch's stores want text; the value itself is the fencing token.
+A store has `compare_set`, and a `get` that blocks while the key does not exist.  So the key always exists: it holds a
+placeholder until the first state is written.  Values are base64, because torch's stores take text; the value itself is
+the fencing token.
 """
 
-import binascii
 import logging
 import os
 import tempfile
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, Token, decode_base64
 from ripstop.compat.rendezvous.endpoint import is_this_machine, parse_rendezvous_endpoint
-from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousParameters
 from ripstop.model.config import COORDINATOR_PORT
 
 __all__ = ["C10dRendezvousBackend", "create_backend"]
@@ -24,7 +24,7 @@ __all__ = ["C10dRendezvousBackend", "create_backend"]
 log = logging.getLogger("ripstop.compat")
 
 DEFAULT_PORT = COORDINATOR_PORT
-_NOTHING = b"Y2FuaW1hZGFt"  # torch's word for it, so that its handlers and ours notice each other
+_EMPTY = b"Y2FuaW1hZGFt"  # torch's placeholder, so that its handlers and ours detect each other
 _READ_TIMEOUT = 60
 
 
@@ -36,50 +36,44 @@ class C10dRendezvousBackend(RendezvousBackend):
             raise ValueError("a rendezvous has a run id, and this one is empty; give the job a name")
         self._store = store
         self._key = f"torch.rendezvous.{run_id}"
-        self._ask(lambda: store.compare_set(self._key, "", _NOTHING.decode()))
+        self._call(lambda: store.compare_set(self._key, "", _EMPTY.decode()))
 
     @property
     def name(self) -> str:
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        return self._decoded(self._ask(lambda: self._store.get(self._key)))
+        return self._decoded(self._call(lambda: self._store.get(self._key)))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        if token is not None and not isinstance(token, bytes):  # no token of ours: it cannot match
+        if token is not None and not isinstance(token, bytes):  # not our token: it cannot match
             found = self.get_state()
             return None if found is None else (*found, False)
-        wanted = b64encode(state)
-        value = self._ask(lambda: self._store.compare_set(self._key, (token or _NOTHING).decode(), wanted.decode()))
+        desired = b64encode(state)
+        value = self._call(lambda: self._store.compare_set(self._key, (token or _EMPTY).decode(), desired.decode()))
         found = self._decoded(value)
-        return None if found is None else (*found, value == wanted)
+        return None if found is None else (*found, value == desired)
 
-    def _ask(self, question: Callable[[], bytes]) -> bytes:
+    def _call(self, request: Callable[[], bytes]) -> bytes:
         try:
-            return bytes(question())
+            return bytes(request())
         except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             raise RendezvousConnectionError(
-                f"the store of the rendezvous does not answer: {error}; see that the process that serves it is up"
+                f"the store of the rendezvous does not answer: {error}; check that the process that serves it is up"
             ) from error
 
     def _decoded(self, value: bytes) -> tuple[bytes, Token] | None:
-        if value == _NOTHING:
+        if value == _EMPTY:
             return None
-        try:
-            return b64decode(value, validate=True), value
-        except binascii.Error:
-            raise RendezvousStateError(
-                f"the key {self._key} of the store holds no state of a rendezvous: found {value[:80]!r}; "
-                "it is left as it is: use another run id"
-            ) from None
+        return decode_base64(value, f"the key {self._key} of the store"), value
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
     """A backend, and the store it is in.
 
     Settings: `store_type` is `tcp` (at the endpoint) or `file` (the endpoint is a path; a new file without one);
-    `is_host` says whether this process serves a TCP store, else it does if the endpoint is this machine's and nobody
-    else serves it; `read_timeout` (60) is the store's own, in seconds.
+    `is_host` decides whether this process serves a TCP store; by default it does if the endpoint is this machine and no
+    other process serves it; `read_timeout` (60) is the store's own, in seconds.
     """
     match kind := str(params.get("store_type", "tcp")).strip().lower():
         case "tcp":
@@ -98,8 +92,8 @@ def _tcp_store(params: RendezvousParameters) -> Any:
     timeout = params.get_as_int("read_timeout", _READ_TIMEOUT)
     if timeout is None or timeout <= 0:
         raise ValueError(f"read_timeout={timeout}: a time is above 0; give seconds")
-    told = params.get_as_bool("is_host")
-    tries = [told] if told is not None else [True, False] if is_this_machine(host) else [False]
+    is_host = params.get_as_bool("is_host")
+    tries = [is_host] if is_host is not None else [True, False] if is_this_machine(host) else [False]
     for serves in tries:
         try:
             store = TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timedelta(seconds=timeout))
@@ -107,7 +101,7 @@ def _tcp_store(params: RendezvousParameters) -> Any:
             if serves is not tries[-1]:
                 continue  # another process of this machine serves it
             raise RendezvousConnectionError(
-                f"no store for the rendezvous at {host}:{port}: {error}; see that the node of that address is up"
+                f"no store for the rendezvous at {host}:{port}: {error}; check that the node with that address is up"
             ) from error
         if serves:
             log.info("pid=%d serves the store of the rendezvous at %s:%d", os.getpid(), host, store.port)

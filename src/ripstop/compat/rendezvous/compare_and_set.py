@@ -1,88 +1,95 @@
-"""A rendezvous without a coordinator: its whole state is one blob that nodes compare-and-set.  Pure.
+"""A rendezvous without a coordinator: its shared state is one value that nodes change by compare-and-set.  Pure.
 
-`Participant` is one node's part.  Each of its steps takes the state as it was read, and says what to do: write
-another one,
-look again later, or be done.  A driver (`compat/rendezvous/dynamic.py`) reads, writes and sleeps.  Rules:
+`Participant` is one node's part.  Each of its steps takes the state as it was read and returns what to do: write
+another state, wait and read again, or stop.  A driver (`dynamic.py`) reads, writes and sleeps.  Rules:
 
-1.  Steps look at what the state is, never at what was done before.  So a write whose answer was lost is found in the
-    state and not made again, and a write that came too late is replaced by whatever the newer state asks for.
-2.  Round numbers only grow.  Round n+1 forms when nobody is in round n any more: each member has come to the next one
-    or is lost.  Its ranks are exactly 0 … n-1, and survivors keep theirs (`ranks.py`).
-3.  A round forms at once when `max` nodes have come, or when the survivors of the last one are enough; else `min`
-    nodes wait for a last call.  Who does not fit in waits without a deadline: it is a spare.
-4.  Clocks are never compared.  A beat is the revision of a node's last write; who reads the same one for too long by
-    its own clock calls that node lost.  Time counts only while one looks: a clock that jumps, or a node that was
-    stopped, blames nobody for it.
+1.  A step depends on the state, never on earlier steps.  So a write whose reply was lost is found in the state and not
+    repeated, and a write that came too late is replaced by what the newer state needs.
+2.  Round numbers only grow.  Round n+1 forms when round n has no active member: each has joined the next round or is
+    lost.  Its ranks are exactly 0 … n-1, and survivors keep theirs (`ranks.py`).
+3.  A round forms at once when `max_nodes` have joined, or when the survivors of the last round are `min_nodes` or more;
+    otherwise `min_nodes` wait for the last call.  A node that does not fit in waits without a deadline: it is a spare.
+4.  Clocks are never compared.  A heartbeat is the revision of a node's last write.  A participant that reads the same
+    heartbeat for too long by its own clock removes that node.  Time counts only while a participant reads, so a clock
+    that jumps, or a process that was stopped, removes nobody.
 5.  Closed is final: nothing is written after it.
-6.  A store that has lost the state gets it back from the next member that looks: the highest round wins.
-7.  What another program, version or job wrote is refused, and never overwritten.
+6.  A store that has lost the state gets it back from the next member that reads it; the highest round wins.
+7.  A value that another program, version or job wrote is rejected, and never overwritten.
 """
 
-import json
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct, field
+import msgspec
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from ripstop.coordinator import ranks
 from ripstop.election.stored_record import parse_record
 from ripstop.model.errors import ProtocolError
-from ripstop.model.round import Address, Node
+from ripstop.model.round import Node
 
 VERSION = 1
-MAX_STATE = 16 << 20  # bytes: 100,000 nodes and room to spare
+MAX_STATE_BYTES = 16 << 20  # enough for more than 100,000 nodes
+
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
-class MemberSettings(Struct, frozen=True):
-    """The job's size, and seconds: a node beats every `beat`, and is lost after `silence` without one."""
+class ParticipantSettings(Struct, frozen=True):
+    """The job's size, and times in seconds."""
 
     min_nodes: int
     max_nodes: int
     last_call: float
-    beat: float
-    silence: float
+    heartbeat_interval: float
+    heartbeat_timeout: float
 
 
-class Candidate(Struct, frozen=True):
-    """A node that has come to the next round: its last round and rank, and where it would serve the workers' store."""
+class StoreAddress(Struct, frozen=True, array_like=True):
+    """Where a node serves the workers' store."""
+
+    host: str
+    port: Count
+
+
+class Candidate(Struct, frozen=True, array_like=True):
+    """A node that has joined the next round: its last round and rank, and where it would serve the workers' store."""
 
     node: str
-    after: int
-    rank: int | None
-    store: Address
+    last_round: Count
+    rank: Count | None
+    store: StoreAddress
 
 
-class SharedState(Struct, frozen=True):
-    """All that is shared: the last round with its members by rank, those of them that are gone, and who has come."""
+class SharedState(Struct, frozen=True, tag_field="ripstop", tag=VERSION):
+    """The last round with its members by rank, the members that left it, and the candidates for the next round."""
 
     run_id: str
-    revision: int = 0
+    revision: Count = 0
     writer: str = ""
-    round: int = 0
-    seats: tuple[str, ...] = ()
-    store: Address | None = None
-    gone: frozenset[str] = frozenset()
-    coming: tuple[Candidate, ...] = ()
-    beats: Mapping[str, int] = field(default_factory=dict)
+    round: Count = 0
+    members: tuple[str, ...] = field(default=(), name="seats")
+    store: StoreAddress | None = None
+    departed: frozenset[str] = field(default=frozenset(), name="gone")
+    candidates: tuple[Candidate, ...] = field(default=(), name="coming")
+    heartbeats: dict[str, Count] = field(default_factory=dict, name="beats")
     closed: bool = False
 
-    def inside(self) -> list[str]:
-        """Who is in the last round still."""
-        return [node for node in self.seats if node not in self.gone]
+    def active(self) -> list[str]:
+        """The members that are still in the last round."""
+        return [node for node in self.members if node not in self.departed]
 
 
-# what a step says -----------------------------------------------------------------------------------------------------
+# what a step returns --------------------------------------------------------------------------------------------------
 
 
 class Write(Struct, frozen=True):
-    """Put this in the place of the state that was read."""
+    """Replace the state that was read with this one."""
 
     state: SharedState
 
 
 class Wait(Struct, frozen=True):
-    """Look again later; `spare`: the round is full, and waiting for a place has no end."""
+    """Read again later; a `spare` waits without a deadline, because the round is full."""
 
     spare: bool = False
 
@@ -93,12 +100,12 @@ class Formed(Struct, frozen=True):
     round: int
     rank: int
     size: int
-    store: Address
+    store: StoreAddress
     host: str
 
 
 class RendezvousClosed(Struct, frozen=True):
-    """The rendezvous is closed; `spare`: this node was never needed."""
+    """The rendezvous is closed; a `spare` was never needed."""
 
     spare: bool
 
@@ -111,51 +118,51 @@ Step = Write | Wait | Formed | RendezvousClosed | Done
 
 
 class Participant:
-    """One node of a rendezvous; `node` is a name that no other node has, nor this one in another life."""
+    """One node of a rendezvous; `node` is a name that no other process ever has."""
 
-    def __init__(self, node: str, settings: MemberSettings) -> None:
+    def __init__(self, node: str, settings: ParticipantSettings) -> None:
         self.node = node
         self.round = 0  # the last one this node was in
         self._settings = settings
-        self._rank: int | None = None  # there
-        self._formed: SharedState | None = None  # as that round was when it was new
-        self._time = 0.0  # rule 4: spent looking
-        self._looked: float | None = None
-        self._seen: dict[str, tuple[object, float]] = {}  # what is unchanged, and since when
+        self._rank: int | None = None  # in that round
+        self._formed: SharedState | None = None  # the state when that round formed
+        self._time = 0.0  # spent reading (rule 4)
+        self._read_at: float | None = None
+        self._unchanged: dict[str, tuple[object, float]] = {}  # a value, and since when it is unchanged
 
     # steps ------------------------------------------------------------------------------------------------------------
 
-    def join(self, state: SharedState, store: Address, now: float) -> Step:
-        """Leave the round this node is in, and come to the next; `store` is where the workers' store would be."""
-        self._look(now)
+    def join(self, state: SharedState, store: StoreAddress, now: float) -> Step:
+        """Leave the current round and join the next; this node would serve the workers' store at `store`."""
+        self._advance_time(now)
         if state.closed:
             return RendezvousClosed(spare=self._is_spare(state))
-        if state.round > self.round and self.node in state.inside() and (formed := self._enter(state, store)):
+        if state.round > self.round and self.node in state.active() and (formed := self._enter(state, store)):
             return formed
         if self._formed is not None and state.round < self.round:
             return self._write(_restored(state, self._formed))  # rule 6
-        after = self._without_the_lost(state)
-        after = self._come(after, Candidate(self.node, self.round, self._rank, store))
-        after = self._form(after)
-        if after != state or self._is_due(state):
+        after = self._without_lost_nodes(state)
+        after = self._with_candidate(after, Candidate(self.node, self.round, self._rank, store))
+        after = self._with_next_round(after)
+        if after != state or self._is_heartbeat_due(state):
             return self._write(after)
         return Wait(spare=self._is_spare(state))
 
-    def beat(self, state: SharedState, now: float) -> Step:
-        """Say that this node is alive, when it is time, and take out who is not."""
-        self._look(now)
+    def heartbeat(self, state: SharedState, now: float) -> Step:
+        """Write a heartbeat when it is due, and remove nodes whose heartbeats stopped."""
+        self._advance_time(now)
         if state.closed:
             return Done()
         if self._formed is not None and state.round < self.round:
             return self._write(_restored(state, self._formed))  # rule 6
-        if self.node not in state.beats:
-            return Done()  # it was taken for lost, and will learn so
-        after = self._without_the_lost(state)
-        return self._write(after) if after != state or self._is_due(state) else Done()
+        if self.node not in state.heartbeats:
+            return Done()  # the others removed this node; `waiting` reports that its round is over
+        after = self._without_lost_nodes(state)
+        return self._write(after) if after != state or self._is_heartbeat_due(state) else Done()
 
     def leave(self, state: SharedState) -> Step:
-        """Take this node out: it waits no longer, and is in no round."""
-        if state.closed or self.node not in state.beats:
+        """Remove this node from its round and from the candidates."""
+        if state.closed or self.node not in state.heartbeats:
             return Done()
         return self._write(_without(state, {self.node}))
 
@@ -163,89 +170,93 @@ class Participant:
         return Done() if state.closed else self._write(replace(state, closed=True))
 
     def waiting(self, state: SharedState) -> int:
-        """How many nodes wait for this one to come to the next round; at least 1 when its own round is over."""
+        """How many nodes wait for this one to join the next round; at least 1 when its own round is over."""
         if state.closed:
             return 0
-        if state.round < self.round:  # an old state, or one that was lost: who was in this round has left it
-            return sum(comer.after >= self.round for comer in state.coming)
-        inside = state.inside()
-        if self.round and (state.round > self.round or self.node not in inside):
-            return max(1, len(state.coming))
-        return len(state.coming) if len(inside) < self._settings.max_nodes else 0
+        if state.round < self.round:  # an old state, or one that was lost: count the nodes that left this round
+            return sum(candidate.last_round >= self.round for candidate in state.candidates)
+        active = state.active()
+        if self.round and (state.round > self.round or self.node not in active):
+            return max(1, len(state.candidates))
+        return len(state.candidates) if len(active) < self._settings.max_nodes else 0
 
-    # parts of them ----------------------------------------------------------------------------------------------------
+    # parts of steps ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, state: SharedState, store: Address) -> Formed | None:
-        rank = state.seats.index(self.node)
+    def _enter(self, state: SharedState, store: StoreAddress) -> Formed | None:
+        rank = state.members.index(self.node)
         assert state.store is not None, "a round has a store"
         self.round, self._rank, self._formed = state.round, rank, state
         if rank == 0 and state.store != store:
-            return None  # it was formed with an offer that this node has taken back: come again
-        return Formed(state.round, rank, len(state.seats), state.store, state.seats[0])
+            return None  # the round was formed with a port that this node does not serve any more: join again
+        return Formed(state.round, rank, len(state.members), state.store, state.members[0])
 
-    def _come(self, state: SharedState, comer: Candidate) -> SharedState:
-        known = {other.node: other for other in state.coming}
-        if known.get(self.node) != comer:
-            state = replace(state, coming=tuple((known | {self.node: comer}).values()))
-        if self.node in state.inside():
-            state = replace(state, gone=state.gone | {self.node})
+    def _with_candidate(self, state: SharedState, candidate: Candidate) -> SharedState:
+        known = {other.node: other for other in state.candidates}
+        if known.get(self.node) != candidate:
+            state = replace(state, candidates=tuple((known | {self.node: candidate}).values()))
+        if self.node in state.active():
+            state = replace(state, departed=state.departed | {self.node})
         return state
 
-    def _form(self, state: SharedState) -> SharedState:
-        least, most = self._settings.min_nodes, self._settings.max_nodes
-        coming, newest = state.coming, max(state.round, *(comer.after for comer in state.coming))
-        possible = len(coming) >= least and not state.inside()
-        settled = self._age("quorum", (state.round, possible)) >= self._settings.last_call
-        survivors = [comer for comer in coming if comer.rank is not None and comer.after == newest]
-        if not possible:
+    def _with_next_round(self, state: SharedState) -> SharedState:
+        """The state with the next round, if it can form (rules 2 and 3)."""
+        min_nodes, max_nodes = self._settings.min_nodes, self._settings.max_nodes
+        candidates = state.candidates
+        newest = max(state.round, *(candidate.last_round for candidate in candidates))
+        possible = len(candidates) >= min_nodes and not state.active()
+        settled = self._seconds_unchanged("quorum", (state.round, possible)) >= self._settings.last_call
+        survivors = [one for one in candidates if one.rank is not None and one.last_round == newest]
+        if not possible or not (settled or len(candidates) >= max_nodes or len(survivors) >= min_nodes):
             return state
-        if not (settled or len(coming) >= most or len(survivors) >= least):
-            return state
-        newcomers = [comer for comer in coming if comer not in survivors]
-        chosen = [*sorted(survivors, key=lambda comer: (comer.rank, comer.node)), *newcomers][:most]
-        kept = [(Node(comer.node, comer.store.host, 1), comer.rank if comer in survivors else None) for comer in chosen]
-        seats = tuple(node.id for node in ranks.order(kept))
+        newcomers = [one for one in candidates if one not in survivors]
+        chosen = [*sorted(survivors, key=lambda one: (one.rank, one.node)), *newcomers][:max_nodes]
+        ranked = ranks.order(
+            [(Node(one.node, one.store.host, 1), one.rank if one in survivors else None) for one in chosen]
+        )
+        members = tuple(node.id for node in ranked)
         return replace(
             state,
             round=newest + 1,
-            seats=seats,
-            store=next(comer.store for comer in chosen if comer.node == seats[0]),
-            gone=frozenset(),
-            coming=tuple(comer for comer in coming if comer not in chosen),
+            members=members,
+            store=next(one.store for one in chosen if one.node == members[0]),
+            departed=frozenset(),
+            candidates=tuple(one for one in candidates if one not in chosen),
         )
 
-    def _without_the_lost(self, state: SharedState) -> SharedState:
-        self._seen = {key: seen for key, seen in self._seen.items() if key in state.beats or key == "quorum"}
-        silent = {n for n, beat in state.beats.items() if self._age(n, beat) >= self._settings.silence}
-        return _without(state, silent - {self.node})
+    def _without_lost_nodes(self, state: SharedState) -> SharedState:
+        known = state.heartbeats.keys() | {"quorum"}
+        self._unchanged = {key: value for key, value in self._unchanged.items() if key in known}
+        timeout = self._settings.heartbeat_timeout
+        lost = {node for node, beat in state.heartbeats.items() if self._seconds_unchanged(node, beat) >= timeout}
+        return _without(state, lost - {self.node})
 
-    def _is_due(self, state: SharedState) -> bool:
-        return self._age(self.node, state.beats.get(self.node)) >= self._settings.beat
+    def _is_heartbeat_due(self, state: SharedState) -> bool:
+        age = self._seconds_unchanged(self.node, state.heartbeats.get(self.node))
+        return age >= self._settings.heartbeat_interval
 
     def _is_spare(self, state: SharedState) -> bool:
-        here = any(comer.node == self.node for comer in state.coming)
-        return here and len(state.inside()) >= self._settings.max_nodes
+        is_candidate = any(candidate.node == self.node for candidate in state.candidates)
+        return is_candidate and len(state.active()) >= self._settings.max_nodes
 
     def _write(self, state: SharedState) -> Write:
         revision = state.revision + 1
-        here = {*state.inside(), *(comer.node for comer in state.coming)}
-        beats = {node: beat for node, beat in state.beats.items() if node in here}
-        if self.node in here:
-            beats[self.node] = revision
-        return Write(replace(state, revision=revision, writer=self.node, beats=beats))
+        present = {*state.active(), *(candidate.node for candidate in state.candidates)}
+        heartbeats = {node: beat for node, beat in state.heartbeats.items() if node in present}
+        if self.node in present:
+            heartbeats[self.node] = revision
+        return Write(replace(state, revision=revision, writer=self.node, heartbeats=heartbeats))
 
     # time -------------------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
-        if self._looked is not None:
-            self._time += min(max(0.0, now - self._looked), self._settings.beat)  # rule 4
-        self._looked = now
+    def _advance_time(self, now: float) -> None:
+        if self._read_at is not None:
+            self._time += min(max(0.0, now - self._read_at), self._settings.heartbeat_interval)  # rule 4
+        self._read_at = now
 
-    def _age(self, key: str, value: object) -> float:
-        """For how long this has been so."""
-        if key not in self._seen or self._seen[key][0] != value:
-            self._seen[key] = (value, self._time)
-        return self._time - self._seen[key][1]
+    def _seconds_unchanged(self, key: str, value: object) -> float:
+        if key not in self._unchanged or self._unchanged[key][0] != value:
+            self._unchanged[key] = (value, self._time)
+        return self._time - self._unchanged[key][1]
 
 
 def _without(state: SharedState, nodes: set[str]) -> SharedState:
@@ -253,96 +264,45 @@ def _without(state: SharedState, nodes: set[str]) -> SharedState:
         return state
     return replace(
         state,
-        gone=state.gone | (nodes & set(state.seats)),
-        coming=tuple(comer for comer in state.coming if comer.node not in nodes),
-        beats={node: beat for node, beat in state.beats.items() if node not in nodes},
+        departed=state.departed | (nodes & set(state.members)),
+        candidates=tuple(candidate for candidate in state.candidates if candidate.node not in nodes),
+        heartbeats={node: beat for node, beat in state.heartbeats.items() if node not in nodes},
     )
 
 
 def _restored(state: SharedState, formed: SharedState) -> SharedState:
-    """The last round as it was when it was new, but for those who have left it since."""
-    left = frozenset(comer.node for comer in state.coming if comer.node in formed.seats)
-    beats = dict.fromkeys(formed.seats, state.revision)
+    """The last round as it formed, without the members that have joined the next one since."""
     return replace(
-        state, round=formed.round, seats=formed.seats, store=formed.store, gone=left, beats=beats | dict(state.beats)
+        state,
+        round=formed.round,
+        members=formed.members,
+        store=formed.store,
+        departed=frozenset(one.node for one in state.candidates if one.node in formed.members),
+        heartbeats=dict.fromkeys(formed.members, state.revision) | state.heartbeats,
     )
 
 
-# the blob -------------------------------------------------------------------------------------------------------------
+# the stored value -----------------------------------------------------------------------------------------------------
+
+_FIELDS = {each.encode_name for each in msgspec.structs.fields(SharedState)}
 
 
 def encode(state: SharedState) -> bytes:
-    value = {
-        "ripstop": VERSION,
-        "run_id": state.run_id,
-        "revision": state.revision,
-        "writer": state.writer,
-        "round": state.round,
-        "seats": state.seats,
-        "store": _address(state.store),
-        "gone": sorted(state.gone),
-        "coming": [[comer.node, comer.after, comer.rank, _address(comer.store)] for comer in state.coming],
-        "beats": dict(state.beats),
-        "closed": state.closed,
-    }
-    return json.dumps(value, separators=(",", ":")).encode()
+    return msgspec.json.encode(state, order="deterministic")
 
 
-def decode(blob: bytes, run_id: str) -> SharedState:
-    """What `encode` wrote; anything else is another's, and a `ProtocolError` (rule 7)."""
-    value = parse_record(blob, run_id, version=VERSION, max_size=MAX_STATE)
+def decode(value: bytes, run_id: str) -> SharedState:
+    """The state that `encode` wrote; `ProtocolError` for anything else (rule 7)."""
+    found = parse_record(value, run_id, version=VERSION, max_size=MAX_STATE_BYTES)
     try:
-        return _state(value)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ProtocolError(f"it is damaged: found {blob[:80]!r}") from None
-
-
-def _state(value: dict[str, Any]) -> SharedState:
-    coming = tuple(
-        Candidate(_text(node), _count(after), None if rank is None else _count(rank), _known(_where(store)))
-        for node, after, rank, store in value["coming"]
-    )
-    state = SharedState(
-        run_id=value["run_id"],
-        revision=_count(value["revision"]),
-        writer=_text(value["writer"]),
-        round=_count(value["round"]),
-        seats=tuple(map(_text, value["seats"])),
-        store=_where(value["store"]),
-        gone=frozenset(map(_text, value["gone"])),
-        coming=coming,
-        beats={_text(node): _count(beat) for node, beat in value["beats"].items()},
-        closed=value["closed"] is True,
-    )
-    if (state.store is None) != (not state.seats) or len(set(state.seats)) != len(state.seats):
-        raise ValueError("a round has members, each once, and a store")
+        state = msgspec.convert(found, SharedState)
+    except msgspec.ValidationError:
+        state = None
+    if (
+        state is None
+        or not found.keys() >= _FIELDS
+        or (state.store is None) != (not state.members)
+        or len(set(state.members)) != len(state.members)
+    ):
+        raise ProtocolError(f"it is damaged: found {value[:80]!r}")
     return state
-
-
-def _address(address: Address | None) -> list[str | int] | None:
-    return None if address is None else [address.host, address.port]
-
-
-def _where(value: list[Any] | None) -> Address | None:
-    if value is None:
-        return None
-    host, port = value
-    return Address(_text(host), _count(port))
-
-
-def _known(address: Address | None) -> Address:
-    if address is None:
-        raise ValueError("who has come has offered a store")
-    return address
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r} is no count")
-    return value

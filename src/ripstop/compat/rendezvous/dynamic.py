@@ -1,15 +1,15 @@
-"""`torch.distributed.elastic.rendezvous.dynamic_rendezvous`: a handler over anything that can compare-and-set a blob.
+"""`torch.distributed.elastic.rendezvous.dynamic_rendezvous`: a handler over any backend with compare-and-set.
 
-All decisions are in `ripstop.compat.rendezvous.compare_and_set`; here they are read, written, waited for, and put in
-torch's
-words.  What differs from torch: the state is JSON and carries its job and version; clocks of nodes are not compared;
-survivors keep their ranks; when they are enough, a round needs no last call; the workers' store is a new one for every
-round, on a socket that was bound before the round was formed; and no two rounds share a key of the agents' store, also
-when another job of the same name was there before.
+`compare_and_set.py` makes all decisions; this module reads, writes and waits, with torch's names.  Differences from
+torch: the state is JSON and contains its job and version; clocks of nodes are not compared; survivors keep their ranks;
+a round that has enough survivors needs no last call; the workers' store is new for every round, on a socket that was
+bound before the round formed; and no two rounds share a key of the agents' store, not even with an earlier job of the
+same name.
 """
 
 from __future__ import annotations
 
+import binascii
 import logging
 import os
 import random
@@ -19,6 +19,7 @@ import time
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,11 +29,12 @@ from msgspec import Struct
 
 from ripstop.compat.rendezvous.compare_and_set import (
     Formed,
-    MemberSettings,
     Participant,
+    ParticipantSettings,
     RendezvousClosed,
     SharedState,
     Step,
+    StoreAddress,
     Wait,
     Write,
     decode,
@@ -52,7 +54,6 @@ from ripstop.compat.rendezvous.handler import (
     is_a,
 )
 from ripstop.model.errors import ProtocolError
-from ripstop.model.round import Address
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -66,14 +67,14 @@ __all__ = [
 log = logging.getLogger("ripstop.compat")
 
 Token = Any
-"""What a backend recognises a state by."""
+"""Identifies one version of the stored state; its type is the backend's."""
 
-READS = 50.0  # a second, of all nodes that wait together
-LONGEST_PAUSE = 1.0  # seconds between two of a node's
+MAX_READS_PER_S = 50.0  # by all waiting nodes together
+MAX_PAUSE_S = 1.0  # between two reads of one node
 
 
 class RendezvousBackend(ABC):
-    """Holds one blob; how, is all that a backend has to say."""
+    """Stores the shared state: one value with compare-and-set."""
 
     @property
     @abstractmethod
@@ -82,19 +83,29 @@ class RendezvousBackend(ABC):
 
     @abstractmethod
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The blob and its token; None when there is none.  Raises `RendezvousConnectionError`."""
+        """The state and its token; None if there is none.  Raises `RendezvousConnectionError`."""
 
     @abstractmethod
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the blob that has this token, or be the first when `token` is None.
+        """Replace the state that has this token; with None, write the first state.
 
-        The blob that is there afterwards, its token, and whether it is this one.  Raises `RendezvousConnectionError`;
-        the blob may have been replaced all the same.
+        Returns the state that is stored afterwards, its token, and whether it is this one.  Raises
+        `RendezvousConnectionError`; the state may have been written even then.
         """
 
 
+def decode_base64(value: bytes, where: str) -> bytes:
+    """A stored state; backends store base64, as torch does, to detect other values."""
+    try:
+        return b64decode(value, validate=True)
+    except binascii.Error:
+        raise RendezvousStateError(
+            f"{where} is not the state of a rendezvous: found {value[:80]!r}; it is left as it is: use another run id"
+        ) from None
+
+
 class RendezvousTimeout:
-    """How long for what: enough nodes; more of them once there are enough; closing; one beat."""
+    """Timeouts: for `min_nodes` to join; for more nodes after that; for closing; for one heartbeat."""
 
     _DEFAULTS = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}  # noqa: RUF012 - never changed
 
@@ -107,12 +118,12 @@ class RendezvousTimeout:
     ) -> None:
         given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
         self._times = {name: timedelta(seconds=seconds) for name, seconds in self._DEFAULTS.items()}
-        for name, wanted in given.items():
-            if wanted is None:
+        for name, value in given.items():
+            if value is None:
                 continue
-            if wanted <= timedelta(0):
-                raise ValueError(f"{name}={wanted}: a time is above 0; give more")
-            self._times[name] = wanted
+            if value <= timedelta(0):
+                raise ValueError(f"{name}={value}: a time is above 0; give more")
+            self._times[name] = value
 
     @property
     def join(self) -> timedelta:
@@ -133,7 +144,7 @@ class RendezvousTimeout:
 
 @dataclass(repr=False, eq=False, frozen=True)
 class RendezvousSettings:
-    """What a handler was made with.  A node that does not beat for so many intervals is lost."""
+    """A handler's settings.  A node without a heartbeat for `keep_alive_max_attempt` intervals is lost."""
 
     run_id: str
     min_nodes: int
@@ -156,14 +167,14 @@ class RendezvousSettings:
 
 
 class _Host(Struct, frozen=True):
-    """This node's address for the others, and whether somebody gave it."""
+    """This node's address for other nodes, and whether the user gave it."""
 
     name: str
     given: bool
 
 
-class _Blob:
-    """The shared state, as it was when it was last read or written."""
+class _StateHolder:
+    """The shared state as it was last read or written."""
 
     def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
         self._backend = backend
@@ -173,26 +184,26 @@ class _Blob:
         self.state = SharedState(run_id)
 
     def read(self, age: float = 0.0) -> SharedState:
-        """The state; one that was read less than `age` seconds ago will do."""
+        """The state; it may have been read up to `age` seconds ago."""
         if not age or time.monotonic() - self._read >= age:
             found = self._backend.get_state()
-            self._take(*(found or (None, None)))
+            self._accept(*(found or (None, None)))
         return self.state
 
     def write(self, state: SharedState) -> SharedState:
-        """Try to; the state that is there now, whoever wrote it."""
+        """Try to write; returns the state that is stored now, whichever node wrote it."""
         try:
             found = self._backend.set_state(encode(state), self._token)
         except Exception as error:
             if not is_a(error, RendezvousConnectionError):
                 raise
-            return self.read()  # it may have been written all the same; if nobody answers, that is the error
-        self._take(*(found[:2] if found else (None, None)))
+            return self.read()  # the write may have succeeded; if this fails too, its error is raised
+        self._accept(*(found[:2] if found else (None, None)))
         return self.state
 
-    def _take(self, blob: bytes | None, token: Token | None) -> None:
+    def _accept(self, value: bytes | None, token: Token | None) -> None:
         try:
-            self.state = SharedState(self._run_id) if blob is None else decode(blob, self._run_id)
+            self.state = SharedState(self._run_id) if value is None else decode(value, self._run_id)
         except ProtocolError as error:
             raise RendezvousStateError(
                 f"the state of the rendezvous {self._run_id!r} cannot be used: {error}; it is left as it is: "
@@ -202,7 +213,7 @@ class _Blob:
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """Meets others that have a handler on the same blob, from `min_nodes` to `max_nodes` of them."""
+    """Forms rounds of `min_nodes` to `max_nodes` nodes whose handlers use the same shared state."""
 
     @classmethod
     def from_backend(
@@ -217,7 +228,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         keep_alive_interval: int = 5,
         keep_alive_max_attempt: int = 3,
     ) -> DynamicRendezvousHandler:
-        """A new node; `store` is what the rounds' stores are parts of."""
+        """A new node; the stores of its rounds are prefixes of `store`."""
         settings = RendezvousSettings(
             run_id,
             min_nodes,
@@ -227,31 +238,31 @@ class DynamicRendezvousHandler(RendezvousHandler):
             keep_alive_max_attempt,
         )
         host = _Host(local_addr or socket.getfqdn(), given=bool(local_addr))
-        return cls(host, settings, backend.name, store, _Blob(backend, run_id))
+        return cls(host, settings, backend.name, store, _StateHolder(backend, run_id))
 
     def __init__(
-        self, node: _Host, settings: RendezvousSettings, backend_name: str, store: Any, state_holder: _Blob
+        self, node: _Host, settings: RendezvousSettings, backend_name: str, store: Any, state_holder: _StateHolder
     ) -> None:
         interval, attempts = settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt
         self._host, self._given = node.name, node.given
         self._settings = settings
         self.backend_name = backend_name
         self._store = store
-        self._blob = state_holder
-        self._beat = min(interval, interval * attempts / 3)  # a beat that is late by one is no loss
-        self._member = Participant(
+        self._holder = state_holder
+        self._heartbeat_interval = min(interval, interval * attempts / 3)  # one late heartbeat does not remove a node
+        self._participant = Participant(
             f"{node.name}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
-            MemberSettings(
+            ParticipantSettings(
                 settings.min_nodes,
                 settings.max_nodes,
                 settings.timeout.last_call.total_seconds(),
-                self._beat,
+                self._heartbeat_interval,
                 interval * attempts,
             ),
         )
-        self._lock = threading.Lock()  # around every step: beats come from a thread of their own
-        self._pulse: _Pulse | None = None
-        self._faint = False  # the last beat failed, and that was said
+        self._lock = threading.Lock()  # around every step: heartbeats run in another thread
+        self._heartbeats: _HeartbeatThread | None = None
+        self._heartbeat_failing = False  # the last heartbeat failed, and that was logged
         self._server: Any = None  # the workers' store of this round, on rank 0's node
 
     @property
@@ -269,41 +280,41 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._stop_beating()
-        self._server = None  # its workers are gone
+        self._stop_heartbeats()
+        self._server = None  # its workers have exited
         listening = self._listen()
         try:
-            formed = self._join(Address(self._host, listening.getsockname()[1]))
-            self._start_beating()
+            formed = self._join(StoreAddress(self._host, listening.getsockname()[1]))
+            self._start_heartbeats()
             if formed.rank == 0 and self.use_agent_store:
                 self._server = self._serve(listening)
         finally:
             listening.close()
         log.info(
             "rendezvous=%s round=%d node=%s rank=%d nodes=%d",
-            self.get_run_id(), formed.round, self._member.node, formed.rank, formed.size,
+            self.get_run_id(), formed.round, self._participant.node, formed.rank, formed.size,
         )  # fmt: skip
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        # the name of a node is no other job's; a round's number may be that of a job whose state is gone
+        # The host's name is unique; an earlier job of the same name may have had this round number.
         store = PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{formed.round}.{formed.host}", self._store)
         where = RendezvousStoreInfo(formed.store.host, formed.store.port)
         return RendezvousInfo(store, formed.rank, formed.size, where)
 
     def is_closed(self) -> bool:
         with self._lock:
-            return self._blob.read().closed
+            return self._holder.read().closed
 
     def set_closed(self) -> None:
-        self._run(lambda state, _: self._member.close(state), self._closing(), "closed")
+        self._run(lambda state, _: self._participant.close(state), self._closing(), "closed")
 
     def num_nodes_waiting(self) -> int:
         with self._lock:
-            return self._member.waiting(self._blob.read(self._pause()))
+            return self._participant.waiting(self._holder.read(self._pause()))
 
     def shutdown(self) -> bool:
-        """Closes the rendezvous, as torch's does: the job is over for all its nodes."""
-        self._stop_beating()
+        """Close the rendezvous for all nodes, as torch does."""
+        self._stop_heartbeats()
         self._server = None
         try:
             self.set_closed()
@@ -316,12 +327,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     # steps ------------------------------------------------------------------------------------------------------------
 
-    def _join(self, store: Address) -> Formed:
-        patience = self._settings.timeout.join.total_seconds()
+    def _join(self, store: StoreAddress) -> Formed:
+        timeout = self._settings.timeout.join.total_seconds()
         try:
-            end = self._run(lambda state, now: self._member.join(state, store, now), patience, "formed")
+            end = self._run(lambda state, now: self._participant.join(state, store, now), timeout, "formed")
         except RendezvousTimeoutError:
-            self._run(lambda state, _: self._member.leave(state), self._closing(), "left")
+            self._run(lambda state, _: self._participant.leave(state), self._closing(), "left")
             raise
         match end:
             case Formed():
@@ -334,72 +345,82 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _closing(self) -> float:
         return self._settings.timeout.close.total_seconds()
 
-    def _run(self, step: Callable[[SharedState, float], Step], patience: float, what: str) -> Step:
-        """Take the step again and again, with the newest state, until it says that it is done."""
-        until = time.monotonic() + patience
+    def _run(self, step: Callable[[SharedState, float], Step], timeout: float, what: str) -> Step:
+        """Repeat the step with the newest state until it returns neither `Write` nor `Wait`."""
+        until = time.monotonic() + timeout
         with self._lock:
-            self._blob.read()
+            self._holder.read()
         while True:
             with self._lock:
-                said = step(self._blob.state, time.monotonic())
-                if isinstance(said, Write):
-                    now_there = self._blob.write(said.state)
-                    if (now_there.writer, now_there.revision) == (said.state.writer, said.state.revision):
+                step_result = step(self._holder.state, time.monotonic())
+                if isinstance(step_result, Write):
+                    now_there = self._holder.write(step_result.state)
+                    if (now_there.writer, now_there.revision) == (step_result.state.writer, step_result.state.revision):
                         continue
-            if not isinstance(said, Wait | Write):
-                return said
-            if isinstance(said, Wait) and said.spare:
-                until = time.monotonic() + patience  # a spare's time begins when there is a place
+            if not isinstance(step_result, Wait | Write):
+                return step_result
+            if isinstance(step_result, Wait) and step_result.spare:
+                until = time.monotonic() + timeout  # the timeout of a spare begins when there is room
             if time.monotonic() >= until:
-                raise RendezvousTimeoutError(self._late(what, patience))
+                raise RendezvousTimeoutError(self._timeout_message(what, timeout))
             time.sleep(self._pause() * random.uniform(0.5, 1.5))
             with self._lock:
-                self._blob.read()
+                self._holder.read()
 
-    def _late(self, what: str, patience: float) -> str:
-        state = self._blob.state
-        seen = f"{len(state.coming)} of at least {self._settings.min_nodes} nodes have come"
-        if inside := state.inside():
-            seen += f", and {len(inside)} are in round {state.round} still"
+    def _timeout_message(self, what: str, timeout: float) -> str:
+        state = self._holder.state
+        seen = f"{len(state.candidates)} of at least {self._settings.min_nodes} nodes have joined"
+        if active := state.active():
+            seen += f", and {len(active)} are still in round {state.round}"
         return (
-            f"the rendezvous {self.get_run_id()!r} was not {what} in {patience:g} s: {seen}; start more, or wait longer"
+            f"the rendezvous {self.get_run_id()!r} was not {what} in {timeout:g} s: {seen}; start more, or wait longer"
         )
 
     def _pause(self) -> float:
-        """Between two reads: all nodes together read so often, however many there are."""
-        state = self._blob.state
-        return min(LONGEST_PAUSE, self._beat / 4, (1 + len(state.seats) + len(state.coming)) / READS)
+        """Between two reads, in seconds; it grows with the number of nodes, to limit the reads of all together."""
+        state = self._holder.state
+        return min(
+            MAX_PAUSE_S,
+            self._heartbeat_interval / 4,
+            (1 + len(state.members) + len(state.candidates)) / MAX_READS_PER_S,
+        )
 
-    # beats ------------------------------------------------------------------------------------------------------------
+    # heartbeats
+    # --------------------------------------------------------------------------------------------------------
 
-    def _start_beating(self) -> None:
-        self._pulse = _Pulse(self, self._beat / 4)
+    def _start_heartbeats(self) -> None:
+        self._heartbeats = _HeartbeatThread(self, self._heartbeat_interval / 4)
 
-    def _stop_beating(self) -> None:
-        if self._pulse is not None:
-            self._pulse.stop()
-            self._pulse = None
+    def _stop_heartbeats(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+            self._heartbeats = None
 
-    def beat(self) -> None:
-        """One look, and a beat when it is time; called by the pulse, which goes on whatever the backend raises."""
+    def heartbeat(self) -> None:
+        """Read the state and write a heartbeat when it is due; an exception of the backend is logged."""
         until = time.monotonic() + self._settings.timeout.heartbeat.total_seconds()
         try:
             with self._lock:
-                said = self._member.beat(self._blob.read(), time.monotonic())
-                while isinstance(said, Write) and time.monotonic() < until:
-                    said = self._member.beat(self._blob.write(said.state), time.monotonic())
+                step_result = self._participant.heartbeat(self._holder.read(), time.monotonic())
+                while isinstance(step_result, Write) and time.monotonic() < until:
+                    step_result = self._participant.heartbeat(self._holder.write(step_result.state), time.monotonic())
         except Exception as error:
-            if not self._faint:
+            if not self._heartbeat_failing:
                 what = f"{type(error).__name__}: {error}"
-                log.warning("rendezvous=%s node=%s did not beat: %s", self.get_run_id(), self._member.node, what)
-            self._faint = True
+                log.warning(
+                    "rendezvous=%s node=%s could not write a heartbeat: %s",
+                    self.get_run_id(),
+                    self._participant.node,
+                    what,
+                )
+            self._heartbeat_failing = True
         else:
-            self._faint = False
+            self._heartbeat_failing = False
 
     # the workers' store -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> socket.socket:
-        """On the address that was given; on all where none was, since the others may know this node by another."""
+        """Listen on the address that the user gave; without one, on all, because other nodes may use any."""
         try:
             if self._given:
                 family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -410,7 +431,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             )
         except OSError as error:
             raise RendezvousConnectionError(
-                f"the workers' store must listen on an address of this node, and {self._host!r} is none: "
+                f"the workers' store must listen on an address of this node, and {self._host!r} is not one: "
                 f"{error.strerror}; give another as local_addr"
             ) from error
 
@@ -422,31 +443,31 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-class _Pulse:
-    """Has a handler beat in a thread, for as long as anybody holds the handler."""
+class _HeartbeatThread:
+    """Writes a handler's heartbeats in a thread, as long as the handler is referenced."""
 
     def __init__(self, handler: DynamicRendezvousHandler, interval: float) -> None:
         self._handler = weakref.ref(handler)
         self._interval = interval
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-beat", daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def _main(self) -> None:
-        while not self._over.wait(self._interval):
+        while not self._stopped.wait(self._interval):
             if (handler := self._handler()) is None:
                 return
-            handler.beat()
-            del handler  # nobody is kept alive by this
+            handler.heartbeat()
+            del handler  # this thread must not keep it alive
 
 
 def create_handler(store: Any, backend: RendezvousBackend, params: RendezvousParameters) -> DynamicRendezvousHandler:
     """From the settings `join_timeout` (600), `last_call_timeout` (30), `close_timeout` (30), `heartbeat_timeout` (5),
-    `keep_alive_interval` (5) and `keep_alive_max_attempt` (3), in seconds and beats."""
+    `keep_alive_interval` (5) and `keep_alive_max_attempt` (3), in seconds and heartbeats."""
 
     def seconds(name: str) -> timedelta | None:
         value = params.get_as_int(f"{name}_timeout")

@@ -1,4 +1,4 @@
-"""`torch.distributed.elastic.rendezvous.utils`: where a rendezvous is, from `HOST[:PORT]`."""
+"""`torch.distributed.elastic.rendezvous.utils`: parses the endpoint `HOST[:PORT]`."""
 
 import ipaddress
 import socket
@@ -10,7 +10,7 @@ __all__ = ["is_this_machine", "parse_rendezvous_endpoint"]
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
-    """Host and port; nothing given is this machine.  `default_port` -1 says that there was none."""
+    """Host and port; an empty endpoint is localhost.  Pass -1 as `default_port` to detect a missing port."""
     text = (endpoint or "").strip()
     if not text:
         return "localhost", default_port
@@ -29,7 +29,7 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:  # torch.distri
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether this is a name or an address of this machine: one that can be bound here."""
+    """Whether this is a name or an address of this machine, which means that it can be bound."""
     try:
         if ipaddress.ip_address(host).is_loopback:
             return True

@@ -1,8 +1,8 @@
-"""etcd for the synchronous names of torch: `election/etcd_client.py` on an event loop in a thread of its own.
+"""A synchronous etcd client for `EtcdStore` and `EtcdRendezvousBackend`; torch has no module like it.
 
-What torch calls a client is python-etcd's, for an API that etcd has removed.  Ours is for `EtcdStore` and
-`EtcdRendezvousBackend`.  Keys and values are bytes.  When nobody answers, a request is made again until `patience` is
-over; a write whose answer was lost is then made twice, so it must be one that does no harm, or a `swap`.
+It runs `election/etcd_client.py` on an event loop in its own thread.  (Torch uses python-etcd, whose v2 API etcd has
+removed.)  Keys and values are bytes.  If etcd does not reply, a request is retried until `timeout`.  So a write whose
+reply was lost is made twice: it must be idempotent, or a `swap`.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from ripstop.model.config import Etcd
 
 __all__ = ["Client", "Denied", "Unavailable", "Value"]
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before etcd is asked again; doubled
-MOST = 100  # of a transaction's parts; etcd takes 128
-LONGEST_WATCH = 10.0  # seconds: one may hang with its member
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0  # between retries; doubled each time
+MAX_OPERATIONS = 100  # in a transaction; etcd allows 128
+MAX_WATCH_S = 10.0  # a watch may hang with its etcd member
 
 T = TypeVar("T")
 
 
 class Value(Struct, frozen=True):
-    """What a key holds, the revision of etcd at which it was written, and the lease that it goes with."""
+    """A key's value, the etcd revision at which it was written, and its lease."""
 
     data: bytes
     revision: int
@@ -38,96 +38,96 @@ class Value(Struct, frozen=True):
 
 
 class Client:
-    """Connections to etcd, for any number of threads; a forked process makes its own."""
+    """Connections to etcd, for any number of threads; a forked process opens its own."""
 
     def __init__(self, settings: Etcd) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._pid = 0  # the process whose loop it is
+        self._pid = 0  # of the process that runs the loop
         self._close: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """End the connections; the next request would make new ones."""
+        """Close the connections; another request opens new ones."""
         self._close()
         self._pid = 0
 
     # keys -------------------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[bytes], patience: float) -> tuple[int, list[Value | None]]:
-        """What these keys hold, and the revision of etcd when the first was read."""
+    def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[Value | None]]:
+        """The etcd revision when the first key was read, and the values of these keys."""
         revision, found = 0, list[Value | None]()
         for some in _batched(keys):
-            looks = [_look(key) for key in some]
-            answer = self._call("kv/txn", {"success": looks}, patience)
+            gets = [_get(key) for key in some]
+            reply = self._call("kv/txn", {"success": gets}, timeout)
             with parsing_reply():
-                revision = revision or int(answer["header"]["revision"])
-                found.extend(_value(one) for one in answer["responses"])
+                revision = revision or int(reply["header"]["revision"])
+                found.extend(_value(one) for one in reply["responses"])
         return revision, found
 
-    def write(self, values: Mapping[bytes, bytes], patience: float, *, lease: int = 0) -> None:
-        """Many are not written at once."""
+    def write(self, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0) -> None:
+        """Write the values; more than a transaction holds are not written atomically."""
         for some in _batched(list(values.items())):
-            self._call("kv/txn", {"success": [_put(key, value, lease) for key, value in some]}, patience)
+            self._call("kv/txn", {"success": [_put(key, value, lease) for key, value in some]}, timeout)
 
     def swap(
-        self, key: bytes, revision: int, values: Mapping[bytes, bytes], patience: float, *, lease: int = 0
+        self, key: bytes, revision: int, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0
     ) -> tuple[int, list[Value | None]]:
-        """Write, if the key is still what was written at this revision (0: is not there): the new revision, and [].
+        """Write if the key was last written at this revision (0: does not exist).  Returns the new revision and [].
 
-        Else 0, and what all these keys hold.
+        Otherwise returns 0 and the present values of all these keys.
         """
         same = {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
         puts = [_put(name, value, lease) for name, value in values.items()]
-        looks = [_look(name) for name in values]
-        answer = self._call("kv/txn", {"compare": [same], "success": puts, "failure": looks}, patience)
+        gets = [_get(name) for name in values]
+        reply = self._call("kv/txn", {"compare": [same], "success": puts, "failure": gets}, timeout)
         with parsing_reply():
-            if answer.get("succeeded"):
-                return int(answer["header"]["revision"]), []
-            return 0, [_value(one) for one in answer["responses"]]
+            if reply.get("succeeded"):
+                return int(reply["header"]["revision"]), []
+            return 0, [_value(one) for one in reply["responses"]]
 
-    def delete(self, key: bytes, patience: float) -> bool:
-        """Whether it was there."""
-        answer = self._call("kv/deleterange", {"key": b64(key)}, patience)
+    def delete(self, key: bytes, timeout: float) -> bool:
+        """Whether the key existed."""
+        reply = self._call("kv/deleterange", {"key": b64(key)}, timeout)
         with parsing_reply():
-            return int(answer.get("deleted", 0)) > 0
+            return int(reply.get("deleted", 0)) > 0
 
-    def names(self, first: bytes, end: bytes, patience: float) -> list[bytes]:
-        """The keys from the first up to the end, which is not one of them."""
+    def names(self, first: bytes, end: bytes, timeout: float) -> list[bytes]:
+        """The keys from `first` up to, but not including, `end`."""
         body = {"key": b64(first), "range_end": b64(end), "keys_only": True}
-        answer = self._call("kv/range", body, patience)
+        reply = self._call("kv/range", body, timeout)
         with parsing_reply():
-            return [b64decode(kv["key"]) for kv in answer.get("kvs", ())]
+            return [b64decode(kv["key"]) for kv in reply.get("kvs", ())]
 
-    def wait_for_change(self, key: bytes, revision: int, patience: float) -> None:
-        """Return when the key changes at this revision or later; now and then also without a reason."""
+    def wait_for_change(self, key: bytes, revision: int, timeout: float) -> None:
+        """Return when the key changes at this revision or later; may also return without a change."""
 
         async def watch(client: EtcdClient) -> None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(patience, LONGEST_WATCH)):
+                async with asyncio.timeout(min(timeout, MAX_WATCH_S)):
                     if not await client.wait_for_change({"key": b64(key)}, revision):
-                        await asyncio.sleep(FIRST_PAUSE)
+                        await asyncio.sleep(FIRST_PAUSE_S)
 
         self._do(watch)
 
     # leases -----------------------------------------------------------------------------------------------------------
 
-    def lease(self, lease: int, ttl: int, patience: float) -> int:
-        """This lease, counting anew; another when there is no such lease any more."""
+    def lease(self, lease: int, ttl: int, timeout: float) -> int:
+        """Renew this lease; returns a new one if it has expired."""
 
         async def renew(client: EtcdClient) -> int:
             if lease and await client.keep_alive(lease) > 0:
                 return lease
             return (await client.grant(ttl))[0]
 
-        return self._insist(renew, patience)
+        return self._retry(renew, timeout)
 
     # requests ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, path: str, body: dict[str, Any], patience: float) -> dict[str, Any]:
-        return self._insist(lambda client: client.call(path, body), patience)
+    def _call(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        return self._retry(lambda client: client.call(path, body), timeout)
 
-    def _insist(self, work: Callable[[EtcdClient], Coroutine[Any, Any, T]], patience: float) -> T:
-        deadline, pause = time.monotonic() + patience, FIRST_PAUSE
+    def _retry(self, work: Callable[[EtcdClient], Coroutine[Any, Any, T]], timeout: float) -> T:
+        deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_S
         while True:
             try:
                 return self._do(work)
@@ -135,7 +135,7 @@ class Client:
                 if time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
     def _do(self, work: Callable[[EtcdClient], Coroutine[Any, Any, T]]) -> T:
         with self._lock:
@@ -165,16 +165,16 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:
-    if pid == os.getpid():  # a fork has the loop, but not its thread
+    if pid == os.getpid():  # a fork has the loop but not its thread
         asyncio.run_coroutine_threadsafe(client.close(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
 
 
 def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (items[start : start + MOST] for start in range(0, len(items), MOST))
+    return (items[start : start + MAX_OPERATIONS] for start in range(0, len(items), MAX_OPERATIONS))
 
 
-def _look(key: bytes) -> dict[str, Any]:
+def _get(key: bytes) -> dict[str, Any]:
     return {"request_range": {"key": b64(key)}}
 
 

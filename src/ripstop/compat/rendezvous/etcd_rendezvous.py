@@ -1,7 +1,7 @@
-"""`torch.distributed.elastic.rendezvous.etcd_rendezvous`: torch's names of its first rendezvous in etcd.
+"""`torch.distributed.elastic.rendezvous.etcd_rendezvous`: the names of torch's first rendezvous in etcd.
 
-Its protocol is one of etcd's v2 API, which etcd has removed.  Here the nodes meet as with any other backend, by the
-handler of `rendezvous/dynamic.py` and a state that is one key of etcd's v3 API.
+Torch's protocol uses etcd's v2 API, which etcd has removed.  Here the handler is that of `dynamic.py`, and the shared
+state is one key of etcd's v3 API.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ripstop.compat.rendezvous.dynamic import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
-    _Blob,
     _Host,
+    _StateHolder,
 )
 from ripstop.compat.rendezvous.etcd import Client
 from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, connected
@@ -35,15 +35,15 @@ TIMEOUT, LAST_CALL_TIMEOUT = 600, 30  # seconds
 
 
 class EtcdRendezvousRetryableFailure(Exception):
-    """Never raised: it is of torch's protocol, and there for programs that name it."""
+    """Never raised; for programs that import the name."""
 
 
 class EtcdRendezvousRetryImmediately(Exception):
-    """Never raised, as the other one."""
+    """Never raised; for programs that import the name."""
 
 
 class EtcdRendezvous:
-    """Where and with what bounds the nodes of a job meet; `client` is ours, as `EtcdServer.get_client()` gives it."""
+    """The keys and limits of a rendezvous; `client` is what `EtcdServer.get_client()` returns."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None) -> None:
         host = _Host(local_addr or socket.getfqdn(), given=bool(local_addr))
-        blob = _Blob(rdzv_impl.backend, rdzv_impl.settings.run_id)
-        super().__init__(host, rdzv_impl.settings, "etcd", rdzv_impl.store, blob)
+        holder = _StateHolder(rdzv_impl.backend, rdzv_impl.settings.run_id)
+        super().__init__(host, rdzv_impl.settings, "etcd", rdzv_impl.store, holder)
 
 
 def create_rdzv_handler(params: Any) -> RendezvousHandler:
     """From `RendezvousParameters`.
 
-    Of its configuration: `timeout` (600 s), `last_call_timeout` (30 s), `etcd_prefix` (/torchelastic/p2p), `protocol`,
+    Settings: `timeout` (600 s), `last_call_timeout` (30 s), `etcd_prefix` (/torchelastic/p2p), `protocol`,
     `cacert`, `cert`, `key`.
     """
 

@@ -1,23 +1,22 @@
 """`torch.distributed.elastic.rendezvous.etcd_rendezvous_backend`: a rendezvous's state as one key of etcd.
 
-The state is written where nobody has written since it was read; the token is the revision of etcd at which it was.  A
-node has a lease, which every write renews, so every beat does.  When it has not written for a long time, its keys go by
-themselves, here and in the store that is made with the backend: a job leaves nothing behind for ever.  The state is
-base64, as torch has it, so that what is none is known.
+A write succeeds if nobody has written since the state was read; the token is the etcd revision of the state.  A node
+has a lease, which every write renews, so every heartbeat does.  When the lease expires, etcd removes the node's keys,
+here and in the store that `create_backend` returns: a job leaves nothing behind for ever.  The state is base64, as with
+torch, so other values are detected.
 """
 
 from __future__ import annotations
 
-import binascii
 import os
 import threading
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError
-from ripstop.compat.rendezvous.dynamic import RendezvousBackend
+from ripstop.compat.rendezvous import RendezvousConnectionError
+from ripstop.compat.rendezvous.dynamic import RendezvousBackend, decode_base64
 from ripstop.compat.rendezvous.etcd import Client, Denied, Unavailable
 from ripstop.model import parsers
 from ripstop.model.errors import UsageError
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["EtcdRendezvousBackend", "create_backend"]
 
-TTL = 7200  # seconds
-READ_TIMEOUT = 60  # seconds
+LEASE_TTL_S = 7200
+READ_TIMEOUT_S = 60
 STATE_PREFIX, STORE_PREFIX = "/torch/elastic/rendezvous", "/torch/elastic/store"
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
-    """What `DynamicRendezvousHandler` wants of a backend."""
+    """A backend for `DynamicRendezvousHandler`."""
 
     def __init__(
         self,
@@ -42,34 +41,34 @@ class EtcdRendezvousBackend(RendezvousBackend):
         key_prefix: str | None = None,
         ttl: int | None = None,
         *,
-        read_timeout: float = READ_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT_S,
     ) -> None:
         if not run_id:
             raise ValueError("run_id='': it names the job's state in etcd; give one that is not empty")
         self._client = client
         self._key = (f"{key_prefix}/{run_id}" if key_prefix else run_id).encode()
-        self._ttl = ttl if ttl and ttl > 0 else TTL
+        self._ttl = ttl if ttl and ttl > 0 else LEASE_TTL_S
         self._lease = 0
-        self._leasing = threading.Lock()  # beats come from a thread of their own
+        self._leasing = threading.Lock()  # heartbeats run in another thread
         self._read_timeout = read_timeout
 
     @property
     def name(self) -> str:
-        return "etcd-v2"  # torch's, and what users ask for
+        return "etcd-v2"  # torch's name, which users write
 
     def get_state(self) -> tuple[bytes, int] | None:
-        """The state and its token; None when there is none."""
+        """The state and its token; None if there is none."""
         with _connection_errors():
             _, (found,) = self._client.read([self._key], self._read_timeout)
         return (self._decoded(found.data), found.revision) if found is not None else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
-        """Set it if it still has this token (None: if there is none yet).
+        """Set the state if it still has this token (None: if there is no state yet).
 
-        Returns the state then, its token, and whether it is the one given.  None: there is none, and there was one.
+        Returns the stored state, its token, and whether it is the given one; None if the state has been deleted.
         """
         if isinstance(revision := token or 0, bool) or not isinstance(revision, int):
-            held = self.get_state()  # no token of ours
+            held = self.get_state()  # not our token
             return (*held, False) if held is not None else None
         with _connection_errors():
             lease = self.lease(self._read_timeout)
@@ -80,30 +79,24 @@ class EtcdRendezvousBackend(RendezvousBackend):
         (now,) = found
         if now is None:
             return None
-        # our lease with our state: it was written, and the answer lost
-        there = self._decoded(now.data)
-        return there, now.revision, now.lease == lease and there == state
+        # our lease with our state: the write succeeded, and its reply was lost
+        stored = self._decoded(now.data)
+        return stored, now.revision, now.lease == lease and stored == state
 
     def _decoded(self, value: bytes) -> bytes:
-        try:
-            return b64decode(value, validate=True)
-        except binascii.Error:
-            raise RendezvousStateError(
-                f"the key {self._key.decode()} of etcd holds no state of a rendezvous: found {value[:80]!r}; "
-                "it is left as it is: use another run id"
-            ) from None
+        return decode_base64(value, f"the key {self._key.decode()} of etcd")
 
-    def lease(self, patience: float) -> int:
-        """This node's, counting anew."""
+    def lease(self, timeout: float) -> int:
+        """This node's lease, renewed."""
         with self._leasing:
-            self._lease = self._client.lease(self._lease, self._ttl, patience)
+            self._lease = self._client.lease(self._lease, self._ttl, timeout)
             return self._lease
 
 
 def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
-    """The backend, and a store in the same etcd, of `RendezvousParameters`; etcd must answer.
+    """The backend, and a store in the same etcd; etcd must answer.
 
-    Of its configuration: `read_timeout` (60 s), `protocol`, `ssl_cert`, `ssl_cert_key`, `ca_cert`.
+    Settings: `read_timeout` (60 s), `protocol`, `ssl_cert`, `ssl_cert_key`, `ca_cert`.
     """
     from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
@@ -114,13 +107,13 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
 
 @contextmanager
 def connected(params: Any) -> Iterator[tuple[Client, float]]:
-    """A client for what these parameters say, and how long it may wait; at the end, etcd is asked whether it is there.
+    """A client for these parameters, and its read timeout; at the end, one request checks that etcd answers.
 
-    It is asked once: whoever makes a backend learns of a wrong address now, and not after `read_timeout`.
+    There is no retry, so a wrong address is an error now and not after `read_timeout`.
     """
     conf = {key: str(value) for key, value in params.config.items()}
     try:
-        read_timeout = parsers.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT)), positive=True)
+        read_timeout = parsers.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT_S)), positive=True)
         settings, _ = parsers.etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
@@ -128,7 +121,7 @@ def connected(params: Any) -> Iterator[tuple[Client, float]]:
     try:
         yield client, read_timeout
         with _connection_errors():
-            client.read([STATE_PREFIX.encode()], patience=0)
+            client.read([STATE_PREFIX.encode()], timeout=0)
     except BaseException:
         client.close()
         raise
@@ -136,7 +129,7 @@ def connected(params: Any) -> Iterator[tuple[Client, float]]:
 
 @contextmanager
 def _connection_errors() -> Iterator[None]:
-    """By the name under which handlers know them."""
+    """Raise the client's errors as `RendezvousConnectionError`."""
     try:
         yield
     except (Denied, Unavailable) as error:

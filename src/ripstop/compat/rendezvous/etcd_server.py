@@ -1,7 +1,7 @@
-"""`torch.distributed.elastic.rendezvous.etcd_server`: an etcd of one's own, for one machine or for tests.
+"""`torch.distributed.elastic.rendezvous.etcd_server`: a local etcd, for one machine or for tests.
 
-The program is `TORCHELASTIC_ETCD_BINARY_PATH`, else `etcd` on the PATH.  It listens on loopback only.  Unlike with
-torch's, a data directory that was given is left alone at the end; one that was made for it is removed.
+The program is `TORCHELASTIC_ETCD_BINARY_PATH`, or `etcd` on the PATH.  It listens on loopback only.  Unlike torch,
+`stop` keeps a data directory that the caller gave, and removes only a temporary one.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["EtcdServer", "find_free_port", "stop_etcd"]
 log = logging.getLogger("ripstop.compat")
 
 HOST = "localhost"
-STOP = 10.0  # seconds for etcd to end when it is told to
-LOOK = 0.2  # seconds etcd has to answer, before it is looked whether it still runs
+STOP_TIMEOUT_S = 10.0  # from SIGTERM to SIGKILL
+PROBE_TIMEOUT_S = 0.2  # for a reply, before checking that etcd still runs
 
 Process = subprocess.Popen[bytes]
 
 
 def find_free_port() -> socket.socket:
-    """A socket that listens on a free port of localhost; close it just before the port is used."""
+    """A socket that listens on a free port of localhost; close it just before you use the port."""
     return get_socket_with_port()
 
 
 def stop_etcd(subprocess: Process | None, data_dir: str | None = None) -> None:
-    """End the process, if it runs, and remove its data."""
+    """Stop the process, if it runs, and remove its data."""
     if subprocess is not None and subprocess.poll() is None:
         subprocess.terminate()
         try:
-            subprocess.wait(STOP)
+            subprocess.wait(STOP_TIMEOUT_S)
         except TimeoutExpired:
             subprocess.kill()
             subprocess.wait()
@@ -53,11 +53,11 @@ def stop_etcd(subprocess: Process | None, data_dir: str | None = None) -> None:
 
 
 class EtcdServer:
-    """`start()` it, use `get_endpoint()` or `get_client()`, and `stop()` it; the end of the program stops it too."""
+    """`start()` it, use `get_endpoint()` or `get_client()`, and `stop()` it; it also stops when the program exits."""
 
     def __init__(self, data_dir: str | None = None) -> None:
         self._data_dir = data_dir
-        self._made: str | None = None
+        self._temporary_dir: str | None = None
         self._port = -1
         self._process: Process | None = None
 
@@ -71,7 +71,7 @@ class EtcdServer:
         return f"{HOST}:{self._port}"
 
     def get_client(self) -> Client:
-        """A client of this server, for `EtcdStore` and `EtcdRendezvousBackend`."""
+        """A client for `EtcdStore` and `EtcdRendezvousBackend`."""
         from ripstop.compat.rendezvous.etcd import Client
         from ripstop.model.config import ETCD_PREFIX, Etcd
         from ripstop.model.round import Address
@@ -79,32 +79,32 @@ class EtcdServer:
         return Client(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
 
     def start(self, timeout: int = 60, num_retries: int = 3, stderr: int | TextIO | None = None) -> None:
-        """Returns when it answers; `TimeoutError` when it does not in time, `RuntimeError` when it has ended."""
+        """Return when etcd answers; `TimeoutError` if it does not in time, `RuntimeError` if it has exited."""
         if self._process is not None and self._process.poll() is None:
             return
         program = _program()
         if self._data_dir is None:
-            self._made = tempfile.mkdtemp(prefix="ripstop_etcd_")
+            self._temporary_dir = tempfile.mkdtemp(prefix="ripstop_etcd_")
         for left in reversed(range(max(1, num_retries))):
             self._start(program, stderr)
             try:
-                self._wait_until_it_answers(timeout)
+                self._wait_until_ready(timeout)
             except (RuntimeError, TimeoutError) as error:
-                stop_etcd(self._process, self._made if left == 0 else None)
+                stop_etcd(self._process, self._temporary_dir if left == 0 else None)
                 if left == 0:
                     raise
-                log.warning("%s; trying again", error)
+                log.warning("%s; retrying", error)
             else:
                 atexit.register(self._stop_at_exit, os.getpid())
                 return
 
     def stop(self) -> None:
-        """End it, and remove the data directory if it was made for it."""
+        """Stop etcd, and remove a temporary data directory."""
         atexit.unregister(self._stop_at_exit)
-        stop_etcd(self._process, self._made)
+        stop_etcd(self._process, self._temporary_dir)
 
     def _stop_at_exit(self, owner: int) -> None:
-        if os.getpid() == owner:  # and not a fork of it
+        if os.getpid() == owner:  # not in a fork
             self.stop()
 
     def _start(self, program: str, stderr: int | TextIO | None) -> None:
@@ -115,7 +115,7 @@ class EtcdServer:
         here, there = f"http://{HOST}:{self._port}", f"http://{HOST}:{peer_port}"
         self._process = subprocess.Popen(
             [
-                program, f"--data-dir={self._data_dir or self._made}", "--logger=zap", "--log-level=warn",
+                program, f"--data-dir={self._data_dir or self._temporary_dir}", "--logger=zap", "--log-level=warn",
                 f"--listen-client-urls={here}", f"--advertise-client-urls={here}",
                 f"--listen-peer-urls={there}", f"--initial-advertise-peer-urls={there}",
                 f"--initial-cluster=default={there}",
@@ -124,7 +124,7 @@ class EtcdServer:
             stderr=stderr,
         )  # fmt: skip
 
-    def _wait_until_it_answers(self, timeout: float) -> None:
+    def _wait_until_ready(self, timeout: float) -> None:
         from ripstop.compat.rendezvous.etcd import Unavailable
 
         assert self._process is not None, "it was started"
@@ -133,9 +133,9 @@ class EtcdServer:
         try:
             while time.monotonic() < deadline:
                 if (code := self._process.poll()) is not None:
-                    raise RuntimeError(f"etcd ended with code {code} before it answered; its stderr says why")
+                    raise RuntimeError(f"etcd exited with code {code} before it answered; see its stderr")
                 try:
-                    client.read([b"/"], LOOK)
+                    client.read([b"/"], PROBE_TIMEOUT_S)
                     return
                 except Unavailable:
                     continue

@@ -1,6 +1,6 @@
-"""`torch.distributed.elastic.rendezvous.api`: what a rendezvous handler is, is made of, gives, and raises.
+"""`torch.distributed.elastic.rendezvous.api`: the handler's interface, its parameters, results and errors.
 
-Names, arguments and defaults are torch's.  Nothing here needs torch: a store is anything with `set` and `get`.
+Names, arguments and defaults are torch's.  It needs no torch: a store is any object with `set` and `get`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ __all__ = [
 ]
 
 
-_TORCHS = "torch.distributed.elastic.rendezvous.api"  # torch's own, where a program has loaded it
+_TORCH_MODULE = "torch.distributed.elastic.rendezvous.api"  # torch's module, if the program has loaded it
 
 
 class RendezvousError(Exception):
-    """Base of what a rendezvous raises."""
+    """Base of a rendezvous's errors."""
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous was closed: the job is over, or about to be."""
+    """The rendezvous was closed: the job is over, or ends now."""
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """Not in the time that was given."""
+    """The rendezvous did not complete in time."""
 
 
 class RendezvousConnectionError(RendezvousError):
-    """What holds the rendezvous cannot be reached."""
+    """The backend cannot be reached."""
 
 
 class RendezvousStateError(RendezvousError):
-    """What is there is no state of this rendezvous."""
+    """The stored value is not the state of this rendezvous."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """This node was a spare, and the job is over: an end, not a failure."""
+    """This node was a spare, and the job is over: not a failure."""
 
 
 def is_a(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Whether it is one of ours, or of torch's under the same name: a handler may raise either."""
-    torchs = sys.modules.get(_TORCHS)
+    """Whether it is ripstop's error of this kind or torch's: a handler may raise either."""
+    torchs = sys.modules.get(_TORCH_MODULE)
     return isinstance(error, (kind, getattr(torchs, kind.__name__, kind)))
 
 
@@ -80,7 +80,7 @@ class RendezvousStoreInfo:
 
     @staticmethod
     def build(rank: int, store: Any, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
-        """What rank 0 says through `store`: its address, and `server_port` or a port that is free there now."""
+        """Rank 0 publishes its address and `server_port`, or a free port, in `store`; the others read it."""
         if rank == 0:
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
             store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or _free_port()).encode())
@@ -95,7 +95,7 @@ def _free_port() -> int:
 
 
 class RendezvousInfo:
-    """One round, as this node is told of it."""
+    """One round, from this node's view."""
 
     def __init__(self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo) -> None:
         self._store = store
@@ -110,7 +110,7 @@ class RendezvousInfo:
 
     @property
     def rank(self) -> int:
-        """This node's."""
+        """This node's rank."""
         return self._rank
 
     @property
@@ -125,7 +125,7 @@ class RendezvousInfo:
 
 
 class RendezvousHandler(ABC):
-    """How the agents of a job meet; they call it from one thread, again for every round."""
+    """How the agents of a job find each other; an agent calls it from one thread, once for every round."""
 
     @abstractmethod
     def get_backend(self) -> str:
@@ -133,28 +133,28 @@ class RendezvousHandler(ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether `bootstrap_store_info` is a store that an agent serves, and not rank 0's worker."""
+        """Whether an agent serves the store of `bootstrap_store_info`; otherwise rank 0's worker does."""
         return False
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the round that this node is in, and wait for the next one.
+        """Leave the current round, and wait for the next one.
 
         Raises `RendezvousClosedError`, `RendezvousTimeoutError`, `RendezvousConnectionError`, `RendezvousStateError`,
-        and for a spare whose job is over `RendezvousGracefulExitError`.
+        and `RendezvousGracefulExitError` for a spare whose job is over.
         """
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether there will be no other round; known to all nodes sooner or later."""
+        """Whether the rendezvous is closed; all nodes see it eventually."""
 
     @abstractmethod
     def set_closed(self) -> None:
-        """There will be no other round."""
+        """Close the rendezvous: there is no further round."""
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:
-        """How many nodes came too late for this round; when it is above 0, agents come to the next one."""
+        """How many nodes wait for the next round; if it is above 0, agents start a new rendezvous."""
 
     @abstractmethod
     def get_run_id(self) -> str:
@@ -162,11 +162,11 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """The job is over: free what is held; whether that went well."""
+        """The job is over: free all resources; returns whether that succeeded."""
 
 
 class RendezvousParameters:
-    """What a handler is made from; `kwargs` are the backend's own settings, those of `--rdzv-conf`."""
+    """Parameters of a handler; `kwargs` are the backend's own settings, as in `--rdzv-conf`."""
 
     def __init__(
         self,
@@ -193,11 +193,11 @@ class RendezvousParameters:
         self.local_addr = local_addr
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The setting as it was given."""
+        """The setting without conversion."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The setting as true or false; ValueError when it is neither."""
+        """The setting as a bool; ValueError if it is not one."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -207,7 +207,7 @@ class RendezvousParameters:
             raise ValueError(str(error)) from None
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The setting as a whole number; ValueError when it is none."""
+        """The setting as an int; ValueError if it is not one."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)
@@ -225,7 +225,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """`creator` makes the handlers of this backend; a name has one creator."""
+        """Register the function that creates handlers of this backend; a name has one creator."""
         if not backend:
             raise ValueError("a backend has a name, and this one is empty; give one")
         if self._registry.setdefault(backend, creator) != creator:
@@ -235,7 +235,7 @@ class RendezvousHandlerRegistry:
             )
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """A new handler of the backend that `params` names."""
+        """A new handler of the backend in `params`."""
         creator = self._creator(params.backend)
         if creator is None:
             known = ", ".join(sorted(self._registry))
@@ -246,7 +246,7 @@ class RendezvousHandlerRegistry:
         handler = creator(params)
         if handler.get_backend() != params.backend:
             raise RuntimeError(
-                f"the handler for the backend {params.backend!r} says that it is for {handler.get_backend()!r}; "
+                f"the handler for the backend {params.backend!r} returns {handler.get_backend()!r} as its backend; "
                 "register it under that name"
             )
         return handler
@@ -255,30 +255,30 @@ class RendezvousHandlerRegistry:
         return self._registry.get(backend)
 
 
-def _load_torchs() -> None:
-    """Before any handler: torch loads all of them when the first one imports it, and so would load that one twice.
+def _load_torch_registry() -> None:
+    """Import torch's registry before any handler: it loads all handlers, and would load the first one twice.
 
-    What it has to say of those that cannot be loaded is said here, of the one that is asked for.
+    Its warnings about handlers that cannot be loaded are suppressed; the one that is used raises its error.
     """
-    about = logging.getLogger("torch.distributed.elastic.rendezvous.registry")
-    before, about.disabled = about.disabled, True
+    torch_log = logging.getLogger("torch.distributed.elastic.rendezvous.registry")
+    before, torch_log.disabled = torch_log.disabled, True
     with suppress(ImportError):
-        import_module(_TORCHS)
-    about.disabled = before
+        import_module(_TORCH_MODULE)
+    torch_log.disabled = before
 
 
-class _WithEntryPoints(RendezvousHandlerRegistry):
-    """Finds handlers of other packages too, when they are asked for, and those that a program gave to torch's."""
+class _RegistryWithEntryPoints(RendezvousHandlerRegistry):
+    """Also finds handlers of other packages, and handlers that a program has registered with torch."""
 
     def _creator(self, backend: str) -> RendezvousHandlerCreator | None:
         if backend not in self._registry:
             from importlib.metadata import entry_points
 
             for point in entry_points(group="torchrun.handlers", name=backend):
-                _load_torchs()
+                _load_torch_registry()
                 self.register(backend, point.load()())
-        torchs = getattr(sys.modules.get(_TORCHS), "rendezvous_handler_registry", None)
+        torchs = getattr(sys.modules.get(_TORCH_MODULE), "rendezvous_handler_registry", None)
         return super()._creator(backend) or getattr(torchs, "_registry", {}).get(backend)
 
 
-rendezvous_handler_registry: RendezvousHandlerRegistry = _WithEntryPoints()
+rendezvous_handler_registry: RendezvousHandlerRegistry = _RegistryWithEntryPoints()

@@ -1,7 +1,7 @@
-"""`torch.distributed.elastic.rendezvous.registry`: the backends that are there from the start.
+"""`torch.distributed.elastic.rendezvous.registry`: the backends that are registered by default.
 
-A backend's module, and torch, are imported when a handler of it is made.  Those of other packages are entry points of
-the group `torchrun.handlers`, each a function that returns the creator.
+A backend's module, and torch, are imported when the first handler is created.  Backends of other packages are entry
+points of the group `torchrun.handlers`, each a function that returns the creator.
 """
 
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("ripstop.compat")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """A new handler of the backend that `params` names."""
+    """A new handler of the backend in `params`."""
     return rendezvous_handler_registry.create_handler(params)
 
 
@@ -36,12 +36,12 @@ def _etcd(params: RendezvousParameters) -> RendezvousHandler:
 
     backend, store = etcd_rendezvous_backend.create_backend(params)
     handler = dynamic.create_handler(store, backend, params)
-    handler.backend_name = params.backend  # its two names are one thing
+    handler.backend_name = params.backend  # `etcd` or `etcd-v2`
     return handler
 
 
 def _etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
-    log.warning("the backend etcd-v2 is etcd here: ripstop speaks etcd's v3 API")
+    log.warning("the backend etcd-v2 is the same as etcd: ripstop uses etcd's v3 API")
     return _etcd(params)
 
 

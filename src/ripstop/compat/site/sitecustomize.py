@@ -1,12 +1,12 @@
-"""`RIPSTOP_COMPAT=1` for every Python that a tool starts: this directory is to be in PYTHONPATH.
+"""Applies `RIPSTOP_COMPAT=1` in every Python process that has this directory in PYTHONPATH.
 
     eval "$(python -m ripstop.compat --environment)"
 
-Python imports `sitecustomize` when it starts.  This one does what the variable asks, and then lets the one that it
-hides, if there is one, do its part.
+Python imports `sitecustomize` when it starts.  This one calls `install()`, and then imports the `sitecustomize` that it
+hides, if there is one.
 """
 
-# Every interpreter pays for what is imported here.
+# Keep imports few: every interpreter pays for them.
 # ruff: noqa: PTH100, PTH120
 
 import os
@@ -21,12 +21,12 @@ def _install() -> None:
     try:
         from ripstop.compat import install
     except ImportError:
-        sys.stderr.write(f"RIPSTOP_COMPAT=1, but {sys.executable} has no ripstop: torch's own launcher is used\n")
+        sys.stderr.write(f"RIPSTOP_COMPAT=1, but {sys.executable} has no ripstop: torch's launcher is used\n")
         return
     install()
 
 
-def _hand_on() -> None:
+def _import_hidden() -> None:
     path, module = list(sys.path), sys.modules.pop("sitecustomize")
     sys.path = [entry for entry in path if os.path.abspath(entry) != _here]
     try:
@@ -40,4 +40,4 @@ def _hand_on() -> None:
 
 
 _install()
-_hand_on()
+_import_hidden()

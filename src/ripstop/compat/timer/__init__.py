@@ -1,7 +1,7 @@
-"""`torch.distributed.elastic.timer`: blocks of code with a deadline, and who ends a worker that misses one.
+"""`torch.distributed.elastic.timer`: blocks of code with a deadline, and servers that end a worker which misses one.
 
-The parts are in `timer_api.py`, `local_timer.py` (through a queue) and `file_timer.py` (through a named pipe; an agent
-has such a server of its own with `TORCHELASTIC_ENABLE_FILE_TIMER=1`).
+`api` has the base classes and the `with` block, `local_timer` uses a queue, and `file_timer` a named pipe.  An agent
+starts a `FileTimerServer` itself with `TORCHELASTIC_ENABLE_FILE_TIMER=1`.
 """
 
 from ripstop.compat.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires

@@ -1,13 +1,14 @@
-"""`torch.distributed.elastic.timer.api`: what a timer's client and its server are, and the `with` block between them.
+"""`torch.distributed.elastic.timer.api`: clients, servers, and the `with` block that sets a timer.
 
-A server of one's own derives from `TimerServer` and says how timers are kept and workers are ended; ours are in
-`local_timer.py` and `file_timer.py`.
+A server of your own derives from `TimerServer` and implements how timers are stored and workers are ended.
+`TimerTable` is the storage of the two servers in `local_timer.py` and `file_timer.py`.
 """
 
 from __future__ import annotations
 
 import abc
 import logging
+import os
 import sys
 import threading
 import time
@@ -15,13 +16,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ripstop.diagnostics.timers import Timers
+
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "configure", "expires"]
 
 log = logging.getLogger("ripstop.compat")
 
 
 class TimerRequest:
-    """To set a timer, or with a negative `expiration_time` to clear it; `worker_id` is whatever both sides agree on."""
+    """Sets a timer, or clears it if `expiration_time` is negative; client and server agree on what `worker_id` is."""
 
     __slots__ = ("expiration_time", "scope_id", "worker_id")
 
@@ -36,7 +39,7 @@ class TimerRequest:
         mine = (self.worker_id, self.scope_id, self.expiration_time)
         return mine == (other.worker_id, other.scope_id, other.expiration_time)
 
-    __hash__ = None  # type: ignore[assignment]  # it can be changed, as torch's
+    __hash__ = None  # type: ignore[assignment]  # it is mutable, as torch's is
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.worker_id!r}, {self.scope_id!r}, {self.expiration_time!r})"
@@ -47,27 +50,27 @@ class TimerClient(abc.ABC):
 
     @abc.abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Set a timer; it expires at this wall-clock time."""
+        """Set a timer that expires at this wall-clock time."""
 
     @abc.abstractmethod
     def release(self, scope_id: str) -> None:
-        """Clear it."""
+        """Clear the timer."""
 
 
 class RequestQueue(abc.ABC):
-    """Where a server finds requests."""
+    """Where a server reads requests."""
 
     @abc.abstractmethod
     def size(self) -> int:
-        """How many are there at least: a `get` of as many does not wait."""
+        """A lower bound: a `get` of this size does not wait."""
 
     @abc.abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Up to `size` requests, after `timeout` seconds at most."""
+        """Up to `size` requests; waits at most `timeout` seconds."""
 
 
 class TimerServer(abc.ABC):
-    """Keeps timers and ends the workers that miss one, in a thread between `start` and `stop`."""
+    """Stores timers and ends workers whose timer expires, in a thread between `start` and `stop`."""
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
         self._request_queue = request_queue
@@ -75,7 +78,7 @@ class TimerServer(abc.ABC):
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
         self._stop_signaled = False
-        self._not_ended: set[Any] = set()  # workers of which it was said
+        self._not_ended: set[Any] = set()  # workers whose failed end was logged
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -91,17 +94,17 @@ class TimerServer(abc.ABC):
 
     @abc.abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End this worker; False to be asked again.  After an exception it counts as ended."""
+        """End this worker; False to be called again.  After an exception the worker counts as ended."""
 
-    def _patience(self) -> float:
-        """Seconds to wait for a request before timers are looked at."""
+    def _wait_seconds(self) -> float:
+        """How long to wait for a request before timers are checked."""
         return self._max_interval
 
     def _reap_worker_no_throw(self, worker_id: Any) -> bool:
         try:
             return self._reap_worker(worker_id)
         except Exception:
-            log.exception("worker %s could not be ended, and is not tried again", worker_id)
+            log.exception("worker %s could not be ended; this is not retried", worker_id)
             return True
 
     def _watchdog_loop(self) -> None:
@@ -109,20 +112,23 @@ class TimerServer(abc.ABC):
             try:
                 self._run_watchdog()
             except Exception:
-                log.exception("the timer server stumbled, and goes on")
+                log.exception("the timer server failed once, and continues")
 
     def _run_watchdog(self) -> None:
         size = max(1, self._request_queue.size())
-        self.register_timers(self._request_queue.get(size, self._patience()))
+        self.register_timers(self._request_queue.get(size, self._wait_seconds()))
+        self._end_expired()
+
+    def _end_expired(self) -> None:
         ended = set()
         for worker_id, expired in self.get_expired_timers(time.time()).items():
             if worker_id not in self._not_ended:
-                log.warning("worker %s missed its timers %s and is ended", worker_id, self._get_scopes(expired))
+                log.warning("timers of worker %s expired, ending it: %s", worker_id, self._get_scopes(expired))
             if self._reap_worker_no_throw(worker_id):
                 ended.add(worker_id)
             elif worker_id not in self._not_ended:
                 self._not_ended.add(worker_id)
-                log.error("worker %s could not be ended; it will be tried again", worker_id)
+                log.error("worker %s could not be ended; this is retried", worker_id)
         self._not_ended -= ended
         self.clear_timers(ended)
 
@@ -141,20 +147,60 @@ class TimerServer(abc.ABC):
             self._watchdog_thread = None
 
 
+class TimerTable(TimerServer):
+    """A server that stores its timers in the engine's table and checks them at the next deadline."""
+
+    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool) -> None:
+        super().__init__(request_queue, max_interval, daemon)
+        self._timers: Timers[Any, Any] = Timers()
+
+    def register_timers(self, timer_requests: list[Any]) -> None:
+        for request in timer_requests:
+            if request.expiration_time < 0:
+                self._timers.clear(request.worker_id, request.scope_id)
+            else:
+                self._timers.set(request.worker_id, request.scope_id, request.expiration_time, request)
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        for worker_id in worker_ids:
+            self._timers.forget(worker_id)
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
+        return self._timers.expired(deadline)
+
+    def _wait_seconds(self) -> float:
+        deadline = self._timers.deadline()
+        if deadline is None:
+            return self._max_interval
+        return min(self._max_interval, max(0.0, deadline - time.time()))
+
+
+def send_signal(pid: int, signum: int, *, retry: bool = False) -> bool:
+    """Whether the process received the signal or has exited; a `retry` logs no error."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        log.info("pid %d has exited already", pid)
+    except Exception:
+        if not retry:
+            log.exception("pid %d cannot be sent signal %d", pid, signum)
+        return False
+    return True
+
+
 _timer_client: TimerClient | None = None
 
 
 def configure(timer_client: TimerClient) -> None:
-    """The client that `expires` uses from now on in this process."""
+    """Set the client that `expires` uses in this process."""
     global _timer_client
     _timer_client = timer_client
 
 
 def expires(after: float, scope: str | None = None, client: TimerClient | None = None) -> AbstractContextManager[None]:
-    """`with expires(after=60):` a block that is to be left within so many seconds, or the worker is ended.
+    """`with expires(after=60):` ends the worker if the block takes more than 60 seconds.
 
-    A scope that is not named is the caller's file and line: of the caller's own, so that blocks within blocks have
-    timers each.
+    The default scope is the caller's file and line, so nested blocks have different timers.
     """
     if scope is None:
         caller = sys._getframe(1)

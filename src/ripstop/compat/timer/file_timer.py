@@ -1,9 +1,8 @@
 """`torch.distributed.elastic.timer.file_based_local_timer`: timers through a named pipe.
 
-What goes over the pipe is torch's (`diagnostics/timers.py`), so a client of torch's and a server of ours, or the
-other way
-round, understand each other.  Torch's server, once it has killed a worker, kills its own process too; ours does not:
-that is for whoever started the workers to say, and an agent starts them again.
+The lines on the pipe are torch's (`diagnostics/timers.py`), so clients and servers of torch and of ripstop work
+together.  Torch's server kills its own process after it has killed a worker.  This one does not: the agent that started
+the worker restarts it.
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ import math
 import os
 import select
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ripstop.compat.timer.api import TimerClient, TimerRequest
-from ripstop.compat.timer.local_timer import kill
+from ripstop.compat.timer.api import RequestQueue, TimerClient, TimerRequest, TimerTable, send_signal
 from ripstop.diagnostics.timer_pipe import Pipe
-from ripstop.diagnostics.timers import Timers
 from ripstop.model.errors import UsageError
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer", "log_debug_info_for_expired_timers"]
 
 log = logging.getLogger("ripstop.compat")
 
-ATTEMPTS, PAUSE = 10, 0.1  # for a server that has not started yet
+CONNECT_ATTEMPTS, RETRY_PAUSE_S = 10, 0.1  # the server may not have started yet
 _VERSION = 1
 
 
 class FileTimerRequest(TimerRequest):
-    """A request of the process `worker_pid`; `signal` is what it is to get if it misses the timer, 0 for nothing."""
+    """A request of the process `worker_pid`, which gets `signal` when the timer expires (0: no signal)."""
 
     __slots__ = ("signal", "version")
 
@@ -67,7 +64,7 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """For a worker on the server's machine; a `signal` of 0 or less has a missed timer logged and nobody killed."""
+    """For a worker on the server's machine; with a `signal` of 0 or less an expired timer is only logged."""
 
     def __init__(self, file_path: str, signal: int = signal.SIGKILL) -> None:
         self._file_path = file_path
@@ -81,11 +78,11 @@ class FileTimerClient(TimerClient):
 
     def _send(self, request: FileTimerRequest) -> None:
         text = request.to_json()
-        if len(text) >= select.PIPE_BUF:  # longer, it could be torn by another worker's
+        if len(text) >= select.PIPE_BUF:  # a longer write could be mixed with another worker's
             raise RuntimeError(f"a timer request is shorter than {select.PIPE_BUF} bytes, not {len(text)}: {text}")
         fd = self._open()
         try:
-            _wait(fd, select.POLLOUT, ATTEMPTS * PAUSE)  # the server may be behind
+            _poll(CONNECT_ATTEMPTS * RETRY_PAUSE_S, (fd, select.POLLOUT))  # until there is room in the pipe
             os.write(fd, f"{text}\n".encode())
         except OSError as error:
             raise BrokenPipeError(f"{self._file_path}: the timer server does not read: {error.strerror}") from error
@@ -93,20 +90,50 @@ class FileTimerClient(TimerClient):
             os.close(fd)
 
     def _open(self) -> int:
-        for attempt in range(ATTEMPTS):
+        for attempt in range(CONNECT_ATTEMPTS):
             try:
                 return os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:  # no pipe yet, or nobody who reads it
-                if attempt == ATTEMPTS - 1:
+            except OSError as error:  # there is no pipe yet, or no reader
+                if attempt == CONNECT_ATTEMPTS - 1:
                     raise BrokenPipeError(f"{self._file_path}: there is no timer server: {error.strerror}") from error
-                time.sleep(PAUSE)
+                time.sleep(RETRY_PAUSE_S)
         raise AssertionError("the last attempt returns or raises")
 
 
-class FileTimerServer:
-    """Makes the pipe, and sends the signal of a missed timer to the process that set it, in a thread.
+class _PipeQueue(RequestQueue):
+    """The requests on a pipe; `wake` ends a wait."""
 
-    `log_event` is told of every step by name, with the request that it is about or None.
+    def __init__(self, path: str) -> None:
+        try:
+            self._pipe = Pipe(Path(path))
+        except UsageError as error:
+            raise OSError(str(error)) from None
+        self._wake_reader, self._wake_writer = os.pipe()
+        self.has_had_client = False
+
+    def size(self) -> int:
+        return 0
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """All requests that are there, whatever `size` is."""
+        _poll(timeout, (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
+        received = self._pipe.requests()
+        self.has_had_client |= bool(received)
+        return [FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in received]
+
+    def wake(self) -> None:
+        os.write(self._wake_writer, b"\n")
+
+    def close(self) -> None:
+        self._pipe.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+
+class FileTimerServer(TimerTable):
+    """Creates the pipe, and sends the signal of an expired timer to the process that set it, in a thread.
+
+    The server calls `log_event` for every step with the step's name, and its request or None.
     """
 
     def __init__(
@@ -119,144 +146,102 @@ class FileTimerServer:
     ) -> None:
         self._file_path = file_path
         self._run_id = run_id
-        self._max_interval = max_interval
-        self._daemon = daemon
         self._log_event = log_event
-        self._timers: Timers[int, FileTimerRequest] = Timers()
-        self._watchdog_thread: threading.Thread | None = None
-        self._stop_signaled = False
-        self._wakes, self._wake = os.pipe()
-        self._client_was_here = False
         self._last_progress_time = int(time.time())
-        try:
-            self._pipe: Pipe | None = Pipe(Path(file_path))
-        except UsageError as error:
-            self._close()
-            raise OSError(str(error)) from None
+        self._pipe = _PipeQueue(file_path)
+        self._is_open = True
+        super().__init__(self._pipe, max_interval, daemon)
 
     def start(self) -> None:
         log.info("timers at %s", self._file_path)
-        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="ripstop-timers", daemon=self._daemon)
-        self._watchdog_thread.start()
-        self._tell("watchdog started")
+        super().start()
+        self._call_log_event("watchdog started")
 
     def stop(self) -> None:
         """May be called again."""
-        if self._end():
-            self._tell("watchdog stopped")
+        if self._close():
+            self._call_log_event("watchdog stopped")
 
     def run_once(self) -> None:
-        """Deal with what has come in, once, and stop."""
-        self._end(at_last=self._run_watchdog)
+        """Process the requests that are there, once, and stop."""
+        self._close(before=self._run_watchdog)
 
-    def _end(self, at_last: Callable[[], None] | None = None) -> bool:
-        """Whether there was something to end."""
-        if self._pipe is None:
+    def _close(self, before: Callable[[], None] | None = None) -> bool:
+        """Whether the server was open."""
+        if not self._is_open:
             return False
         self._stop_signaled = True
-        os.write(self._wake, b"\n")
+        self._pipe.wake()
         if self._watchdog_thread is not None:
             self._watchdog_thread.join()
             self._watchdog_thread = None
-        if at_last is not None:
-            at_last()
+        if before is not None:
+            before()
         self._pipe.close()
-        self._pipe = None
-        self._close()
+        self._is_open = False
         return True
-
-    def _close(self) -> None:
-        os.close(self._wakes)
-        os.close(self._wake)
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Whether there is such a process, and we may signal it."""
+        """Whether the process exists and this one may signal it."""
         try:
             os.kill(pid, 0)
         except OSError:
             return False
         return True
 
-    def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
-        for request in timer_requests:
-            if request.expiration_time < 0:
-                self._timers.clear(request.worker_pid, request.scope_id)
-            else:
-                self._timers.set(request.worker_pid, request.scope_id, request.expiration_time, request)
-
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Those of these processes, and of all that are gone."""
-        for pid in self._timers.workers():
-            if pid in worker_pids or not self.is_process_running(pid):
-                self._timers.forget(pid)
-
-    def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
-        return self._timers.expired(deadline)
+        """Clear the timers of these processes, and of all that have exited."""
+        exited = {pid for pid in self._timers.workers() if not self.is_process_running(pid)}
+        super().clear_timers(worker_pids | exited)
 
     def get_last_progress_time(self) -> int:
-        """When the server last went around, in whole seconds; before the first client, now."""
-        return self._last_progress_time if self._client_was_here else int(time.time())
-
-    def _watchdog_loop(self) -> None:
-        assert self._pipe is not None, "made at the start, and closed after this"
-        while not self._stop_signaled:
-            _wait(self._pipe.fileno(), select.POLLIN, self._patience(), self._wakes)
-            try:
-                self._run_watchdog()
-                self._last_progress_time = int(time.time())
-            except Exception:
-                log.exception("the timer server stumbled, and goes on")
-
-    def _patience(self) -> float:
-        deadline = self._timers.deadline()
-        wait = self._max_interval if deadline is None else min(self._max_interval, deadline - time.time())
-        return max(0.0, wait)
+        """When the server last checked the timers, in whole seconds; now, before the first client."""
+        return self._last_progress_time if self._pipe.has_had_client else int(time.time())
 
     def _run_watchdog(self) -> None:
-        assert self._pipe is not None
-        came = self._pipe.requests()
-        self._client_was_here |= bool(came)
-        self.register_timers([FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in came])
+        super()._run_watchdog()
+        self._last_progress_time = int(time.time())
+
+    def _end_expired(self) -> None:
         expired = self.get_expired_timers(time.time())
         if not expired:
             return
-        told = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
-        log_debug_info_for_expired_timers(self._run_id, told)
+        as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
+        log_debug_info_for_expired_timers(self._run_id, as_json)
         for pid, timers in expired.items():
             self._end_worker(pid, timers)
         self.clear_timers(set(expired))
 
     def _end_worker(self, pid: int, timers: list[FileTimerRequest]) -> None:
-        """The signal is that of the first missed timer that has one."""
+        """Send the signal of the first expired timer that has one."""
         for timer in timers:
-            self._tell("timer expired", timer)
+            self._call_log_event("timer expired", timer)
             if timer.signal > 0:
                 if self._reap_worker(pid, timer.signal):
-                    self._tell("kill worker process", timer)
+                    self._call_log_event("kill worker process", timer)
                 return
-        log.info("pid %d missed its timers, and none of them has a signal", pid)
+        log.info("timers of pid %d expired, and none of them has a signal", pid)
 
-    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        return kill(worker_pid, signal)
+    def _reap_worker(self, worker_pid: Any, signal: int = signal.SIGKILL) -> bool:
+        return send_signal(worker_pid, signal)
 
-    def _tell(self, name: str, request: FileTimerRequest | None = None) -> None:
+    def _call_log_event(self, name: str, request: FileTimerRequest | None = None) -> None:
         if self._log_event is not None:
             try:
                 self._log_event(name, request)
             except Exception:
-                log.exception("log_event failed at %r; the timers go on", name)
+                log.exception("log_event failed at %r; the timers continue", name)
 
 
-def _wait(fd: int, what: int, seconds: float, or_readable: int | None = None) -> None:
-    poll = select.poll()  # not select(): a program may have more files than that can count
-    poll.register(fd, what)
-    if or_readable is not None:
-        poll.register(or_readable, select.POLLIN)
-    poll.poll(math.ceil(seconds * 1000))
+def _poll(timeout: float, *events: tuple[int, int]) -> None:
+    poll = select.poll()  # select() is limited to the first 1,024 descriptors
+    for fd, mask in events:
+        poll.register(fd, mask)
+    poll.poll(math.ceil(timeout * 1000))
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: dict[int, list[str]]) -> None:
-    """Which timers were missed, as JSON by pid."""
+    """Log the expired timers, as JSON by pid."""
     if expired_timers:
         log.warning("timers expired in run %s: %s", run_id, expired_timers)

@@ -1,11 +1,14 @@
-"""torch.distributed.elastic.utils, its .api, .logging, .log_level and .process_state: small tools, without torch."""
+"""`torch.distributed.elastic.utils`, its `.api`, `.logging`, `.log_level` and `.process_state`: helpers without torch.
+
+`store` and `distributed` work on c10d stores, `data` and `sampler` iterate over datasets after a restart.
+"""
 
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from logging import Logger, getLogger  # not the module: torch has one of that name below this one
+from logging import Logger, getLogger  # not the module: torch has a submodule of this name
 from string import Template
 from typing import Any
 
@@ -23,31 +26,31 @@ __all__ = [
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """The variable's value; ValueError when it is not set."""
+    """The variable's value; ValueError if it is not set."""
     if (value := os.environ.get(env_name)) is None:
         raise ValueError(f"the environment variable {env_name} is needed and is not set; export it first")
     return value
 
 
 def get_socket_with_port() -> socket.socket:
-    """A socket that listens on a free port of localhost: the port is the caller's until the socket is closed."""
-    refusals = []
+    """A socket that listens on a free port of localhost; the port is reserved until the socket is closed."""
+    errors = []
     for family, kind, protocol, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
         try:
-            taken = socket.socket(family, kind, protocol)
+            listening = socket.socket(family, kind, protocol)
         except OSError as error:
-            refusals.append(str(error))
+            errors.append(str(error))
             continue
         try:
-            taken.bind(address)
-            taken.listen(0)
+            listening.bind(address)
+            listening.listen(0)
         except OSError as error:
-            refusals.append(str(error))
-            taken.close()
+            errors.append(str(error))
+            listening.close()
         else:
-            return taken
+            return listening
     raise RuntimeError(
-        f"no address of localhost gives a port ({'; '.join(refusals)}); see that localhost resolves to 127.0.0.1 or ::1"
+        f"no address of localhost gives a port ({'; '.join(errors)}); check that localhost resolves to 127.0.0.1 or ::1"
     )
 
 
@@ -58,18 +61,18 @@ class macros:  # noqa: N801 (torch's name)
 
     @staticmethod
     def substitute(args: Sequence[Any], local_rank: str) -> list[Any]:
-        """The arguments with the placeholder replaced in every text; what else looks like one is left alone."""
+        """Replace the placeholder in every string; other `$` patterns do not change."""
         values = {"local_rank": local_rank}
         return [Template(arg).safe_substitute(values) if isinstance(arg, str) else arg for arg in args]
 
 
 def get_log_level() -> str:
-    """The level of loggers when LOGLEVEL does not say."""
+    """The level of loggers if LOGLEVEL is not set."""
     return "WARNING"
 
 
 def get_logger(name: str | None = None) -> Logger:
-    """A logger by this name, or the calling module's, at the level that LOGLEVEL names."""
+    """A logger with this name, or the calling module's, at the level in LOGLEVEL."""
     logger = getLogger(name or sys._getframe(1).f_globals.get("__name__"))
     level = os.environ.get("LOGLEVEL") or get_log_level()
     with suppress(ValueError):
@@ -77,16 +80,18 @@ def get_logger(name: str | None = None) -> Logger:
     try:
         logger.setLevel(level)
     except ValueError:
-        raise ValueError(f"LOGLEVEL={level} is no level; set it to DEBUG, INFO, WARNING, ERROR or CRITICAL") from None
+        raise ValueError(
+            f"LOGLEVEL={level} is not a level; set it to DEBUG, INFO, WARNING, ERROR or CRITICAL"
+        ) from None
     return logger
 
 
 def read_proc_state(pid: int) -> str | None:
-    """The letter of the process's state (R, S, D, Z …); None when there is no such process."""
+    """The letter of the process's state (R, S, D, Z …); None if there is no such process."""
     process = linux.read_process(pid)
     return process.state if process is not None else None
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
-    """Whether it sleeps in the kernel where no signal reaches it."""
+    """Whether the process is in uninterruptible sleep."""
     return state is not None and state.startswith("D")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class CyclingIterator(Generic[T]):
     """The items of `generator_fn(epoch)` for each epoch from `start_epoch` up to `n`, one after the other.
 
-    An epoch without items is passed over; the epoch `start_epoch` is always there, also when it is past `n`.
+    An epoch without items is skipped; the epoch `start_epoch` always runs, even if it is past `n`.
     """
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[T]], start_epoch: int = 0) -> None:

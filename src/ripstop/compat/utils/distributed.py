@@ -10,7 +10,7 @@ from ripstop.compat.utils.store import barrier
 
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
 
-_MEMBERS = "_tcp_store/num_members"  # torch's key: its members and ours may be of one store
+_MEMBERS = "_tcp_store/num_members"  # torch's key: members of torch and of ripstop may share a store
 log = get_logger(__name__)
 
 
@@ -26,8 +26,8 @@ def create_c10d_store(
 ) -> Any:
     """A `TCPStore`; with `wait_for_workers` it returns when all `world_size` members are connected.
 
-    A server without a port takes a free one by itself, so nobody can take it in between, and `retries`, which torch
-    needs for that, has no effect.  `use_libuv` has none either: the variable USE_LIBUV decides.
+    A server without a port binds a free one itself, so no other process can take it, and `retries` has no effect.
+    `use_libuv` has none either: the variable USE_LIBUV decides.
     """
     from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 
@@ -54,13 +54,13 @@ def create_c10d_store(
             barrier(store, world_size, _MEMBERS, barrier_timeout=timeout)
         except DistStoreError as error:
             raise TimeoutError(
-                f"the store at {server_addr}:{store.port} waited {timeout} s for {world_size} members; not all came: "
-                "see that every one of them was started, or raise timeout"
+                f"the store at {server_addr}:{store.port} waited {timeout} s for {world_size} members, some did not "
+                "connect; check that every member was started, or raise timeout"
             ) from error
     return store
 
 
 def get_free_port() -> int:
-    """A port of localhost that was free a moment ago; `get_socket_with_port` keeps it."""
+    """A port of localhost that was free; `get_socket_with_port` reserves it."""
     with closing(get_socket_with_port()) as taken:
         return int(taken.getsockname()[1])

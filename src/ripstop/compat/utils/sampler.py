@@ -1,4 +1,4 @@
-"""torch.distributed.elastic.utils.data.elastic_distributed_sampler; imports torch, whose sampler it is one of."""
+"""torch.distributed.elastic.utils.data.elastic_distributed_sampler; imports torch, because it extends its sampler."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -10,9 +10,9 @@ __all__ = ["ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` of the items from `start_index` on: for an epoch that goes on after a restart.
+    """A `DistributedSampler` of the items from `start_index` on, for an epoch that continues after a restart.
 
-    The order depends on the epoch and `start_index` alone, so all ranks of any world size agree on it.  Items are
+    The order depends only on the epoch and `start_index`, so all ranks of any world size use the same.  Items are
     repeated from the beginning, as often as needed, until every rank has the same number.
     """
 

@@ -1,7 +1,7 @@
-"""torch.distributed.elastic.utils.store: agents meet at a c10d store.
+"""torch.distributed.elastic.utils.store: barriers and exchanges of agents through a c10d store.
 
-The keys are torch's, so that one of its agents and one of ours meet at the same barrier.  Every key prefix is good for
-one meeting: nothing is deleted from the store.
+The keys are torch's, so that agents of torch and of ripstop can use the same barrier.  Use every key prefix once:
+nothing is deleted from the store.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["barrier", "get_all", "store_timeout", "synchronize"]
 
 _SET = "<val_ignored>"
-_MOST_MISSING = 16  # ranks that a timeout names
+_MAX_MISSING_RANKS = 16  # in the error of a timeout
 
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """The store's timeout is this one meanwhile."""
+    """Set the store's timeout within the block."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -27,21 +27,21 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """The values of `{prefix}0` … `{prefix}{world_size - 1}`; waits for those that are not there yet.
+    """The values of `{prefix}0` … `{prefix}{world_size - 1}`; waits for those that are not set yet.
 
-    Rank 0 returns after all others have read, since its process may host the store.
+    Rank 0 returns after all others have read, because its process may host the store.
     """
     values = store.multi_get([f"{prefix}{index}" for index in range(world_size)])
-    everyone_read = _arrive(store, world_size, f"{prefix}/finished")
+    all_read = _arrive(store, world_size, f"{prefix}/finished")
     if rank == 0:
-        store.wait([everyone_read])
+        store.wait([all_read])
     return list(values)
 
 
 def synchronize(
     store: Any, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300
 ) -> list[bytes]:
-    """Everyone's data, by rank, on every rank."""
+    """Exchange data: returns the data of all ranks, by rank."""
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)
         return get_all(store, rank, key_prefix, world_size)
@@ -56,18 +56,18 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10,
 ) -> None:
-    """Returns when `world_size` callers are here.
+    """Return when `world_size` callers have arrived.
 
-    With a `rank`, a timeout's error names the ranks that are missing, in the words of `rank_tracing_decoder`.
+    With a `rank`, the error of a timeout lists the missing ranks, as `rank_tracing_decoder` names them.
     """
     from torch.distributed import DistStoreError
 
     if rank is None and rank_tracing_decoder is not None:
-        raise AssertionError("a rank_tracing_decoder names missing ranks for a rank; pass rank= too")
+        raise AssertionError("rank_tracing_decoder needs a rank; pass rank= too")
     with store_timeout(store, barrier_timeout):
-        everyone_came = _arrive(store, world_size, key_prefix)
+        all_arrived = _arrive(store, world_size, key_prefix)
         try:
-            store.wait([everyone_came])
+            store.wait([all_arrived])
         except DistStoreError:
             if rank is None:
                 raise
@@ -81,7 +81,7 @@ def barrier(
 
 
 def _arrive(store: Any, world_size: int, prefix: str) -> str:
-    """One more is here; the key that is set when all are."""
+    """Count this caller; returns the key that is set when all have arrived."""
     last = f"{prefix}/last_member"
     if store.add(f"{prefix}/num_members", 1) == world_size:
         store.set(last, _SET)
@@ -89,9 +89,9 @@ def _arrive(store: Any, world_size: int, prefix: str) -> str:
 
 
 def _missing(
-    store: Any, world_size: int, prefix: str, rank: int, name: Callable[[int], str], patience: float
+    store: Any, world_size: int, prefix: str, rank: int, name: Callable[[int], str], timeout: float
 ) -> list[str] | None:
-    """Rank 0 asks who has timed out like itself, and then lets the others go; None when rank 0 is the missing one."""
+    """Rank 0 finds the ranks that did not time out, and then releases the others; None if rank 0 is missing."""
     from torch.distributed import DistStoreError
 
     store.set(f"{prefix}{rank}/TRACE", _SET)
@@ -104,10 +104,10 @@ def _missing(
         return [f"[<check rank 0 ({name(0)}) for missing rank info>]"]
     missing: list[str] = []
     for other in range(1, world_size):
-        if len(missing) == _MOST_MISSING:
+        if len(missing) == _MAX_MISSING_RANKS:
             break
-        try:  # whoever comes has had its time once one was found missing
-            store.wait([f"{prefix}{other}/TRACE"], timedelta(seconds=0.001 if missing else patience))
+        try:  # after the first missing rank, the others have had enough time
+            store.wait([f"{prefix}{other}/TRACE"], timedelta(seconds=0.001 if missing else timeout))
         except DistStoreError:
             missing.append(name(other))
     store.set(gate, _SET)

@@ -1,0 +1,211 @@
+"""From a `LaunchConfig` to the engine's `RunConfig`.
+
+The settings become the flags of `ripstop run` and go through the same parser, so every setting has one meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from ripstop.cli.commands.run import configure
+from ripstop.cli.options.rendezvous import BACKENDS
+from ripstop.compat.launcher.custom_logs import is_custom
+from ripstop.compat.launcher.function_spawner import METHODS
+from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S, HandlerLink
+from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler, rendezvous_handler_registry
+from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import duration
+from ripstop.transport.link import Link
+
+log = logging.getLogger("ripstop.compat")
+
+
+@dataclass
+class LaunchConfig:
+    """How to launch; the names, their order and their defaults are torch's."""
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        else:
+            self.rdzv_configs.setdefault("timeout", HANDLER_TIMEOUT_S)
+        if self.logs_specs is None:
+            self.logs_specs = DefaultLogsSpecs()
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = _shutdown_timeout()
+        elif self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: a time is 0 or more; give seconds")
+
+
+def _shutdown_timeout() -> float:
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    try:
+        seconds = duration(name, os.environ.get(name) or "30")
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return int(seconds) if seconds.is_integer() else seconds  # torch's is an int, and some programs print it
+
+
+def run_config(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> RunConfig:
+    """The engine's configuration; ValueError for one that cannot be right."""
+    if callable(entrypoint) and config.start_method not in METHODS:
+        raise ValueError(f"start_method={config.start_method}: there are {', '.join(METHODS)}; choose one of them")
+    try:
+        run = _parsed(config)
+    except UsageError as error:
+        if not getattr(config.numa_options, "should_fall_back_if_binding_fails", False):
+            raise ValueError(str(error)) from None
+        try:
+            run = _parsed(dataclasses.replace(config, numa_options=None))
+        except UsageError as other:  # the binding was not the cause
+            raise ValueError(str(other)) from None
+        log.warning("workers are not bound: %s", error)
+    entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
+    start = StartMethod.EXEC if isinstance(entry, Executable) else StartMethod.ZYGOTE
+    return replace(run, entry=entry, start=start, role=config.role)  # torch and torchx allow the role ""
+
+
+def _parsed(config: LaunchConfig) -> RunConfig:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    if config.log_line_prefix_template is not None:
+        environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
+    registered = {config.rdzv_backend} if _is_handler(config.rdzv_backend) else set()
+    run = configure([*_flags(config), "--no-python", sys.executable], environ, registered)
+    assert run is not None, "there is no --help among the flags"
+    return run
+
+
+def _is_handler(backend: str) -> bool:
+    """Whether this is a rendezvous handler that the program or another package has registered."""
+    return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
+
+
+def link_to_handler(run: RunConfig, config: LaunchConfig) -> Link | None:
+    """A link to the rendezvous handler, if the configuration names one."""
+    if run.handler is None:
+        return None
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        run.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,  # of any type, so not passed as flags
+    )
+    return HandlerLink(partial(get_rendezvous_handler, parameters), run)
+
+
+# flags of `ripstop run` -----------------------------------------------------------------------------------------------
+
+
+def _flags(config: LaunchConfig) -> Iterator[str]:
+    conf = {} if _is_handler(config.rdzv_backend) else config.rdzv_configs
+    conf = {key: value for key, value in conf.items() if value is not None}
+    rank = conf.pop("rank", None)
+    if "join_timeout" in conf and conf.get("timeout") == HANDLER_TIMEOUT_S:
+        del conf["timeout"]  # the default of `LaunchConfig`
+    if config.rdzv_backend not in BACKENDS and not _is_handler(config.rdzv_backend):
+        raise ValueError(
+            f"rdzv_backend={config.rdzv_backend!r}: there are c10d, etcd, and static for fixed ranks; write "
+            "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
+        )
+    yield f"--nnodes={config.min_nodes}:{config.max_nodes}"
+    yield f"--nproc-per-node={config.nproc_per_node}"
+    yield f"--rdzv-backend={config.rdzv_backend}"
+    yield f"--rdzv-id={config.run_id}"
+    if config.role:
+        yield f"--role={config.role}"
+    yield f"--max-restarts={config.max_restarts}"
+    yield f"--shutdown-timeout={config.shutdown_timeout}"
+    yield f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"
+    if config.rdzv_endpoint:
+        yield f"--rdzv-endpoint={config.rdzv_endpoint}"
+    if rank is not None and config.rdzv_backend == "static":
+        yield f"--node-rank={rank}"
+    if config.local_addr:
+        yield f"--local-addr={config.local_addr}"
+    yield from _log_flags(config)
+    yield from _worker_flags(config)
+
+
+def _log_flags(config: LaunchConfig) -> Iterator[str]:
+    specs = config.logs_specs
+    assert specs is not None, "__post_init__ sets it"
+    if is_custom(specs):
+        yield "--tee=3"  # `reify` decides; without this flag there would be a warning that nothing is teed
+    else:
+        if specs._root_log_dir:
+            yield f"--log-dir={specs._root_log_dir}"
+        if specs._root_log_dir != os.devnull:
+            yield f"--redirects={_streams(specs._redirects)}"
+            yield f"--tee={_streams(specs._tee)}"
+        if specs._local_ranks_filter:
+            yield f"--local-ranks-filter={','.join(map(str, sorted(specs._local_ranks_filter)))}"
+    for name, filters in (("stdout", config.duplicate_stdout_filters), ("stderr", config.duplicate_stderr_filters)):
+        if filters:
+            yield f"--duplicate-{name}-filters={','.join(text.replace(',', ',,') for text in filters)}"
+
+
+def _worker_flags(config: LaunchConfig) -> Iterator[str]:
+    default = LaunchConfig.__dataclass_fields__
+    if config.signals_to_handle != default["signals_to_handle"].default:
+        yield f"--signals-to-handle={config.signals_to_handle}"
+    if config.monitor_interval != default["monitor_interval"].default:
+        yield f"--monitor-interval={config.monitor_interval}"
+    if config.numa_options is not None:
+        yield f"--numa-binding={config.numa_options.affinity_mode.value}"
+    if config.virtual_local_rank:
+        yield "--virtual-local-rank"
+
+
+def _streams(choice: Any) -> str:
+    if isinstance(choice, Mapping):
+        return ",".join(f"{rank}:{int(one)}" for rank, one in choice.items()) or "0"
+    return str(int(choice))
+
+
+def _entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
+    """A command.  This interpreter with a script or a module, as torchrun builds it, starts as a script or module."""
+    texts = [str(arg) for arg in args]
+    match [entrypoint, *texts]:
+        case [sys.executable, "-u", "-m", name, *rest]:
+            return Module(name, tuple(rest))
+        case [sys.executable, "-u", path, *rest] if not path.startswith("-"):
+            return Script(path, tuple(rest))
+    return Executable((entrypoint, *texts))
