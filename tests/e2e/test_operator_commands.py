@@ -116,8 +116,8 @@ def test_status_has_the_current_goodput_of_workers_that_report_steps(alone: Job)
         found = status(alone)["goodput"]
         return found if found is not None and found > share else None
 
-    first = wait_until(lambda: above(0.0), why=alone.story)
-    assert wait_until(lambda: above(first), why=alone.story) < 1.0  # it has started long ago, and nothing is lost
+    first = wait_until(lambda: above(0.0), why=alone.describe)
+    assert wait_until(lambda: above(first), why=alone.describe) < 1.0  # it has started long ago, and nothing is lost
     assert re.search(r"nodes 1:1, goodput \d+%\n", output_of(alone, "status"))
 
 
