@@ -197,7 +197,7 @@ def test_status_queries_one_node_for_the_goodput_and_works_without_its_reply(
         coordinator.journal.take(EventRecord(1, now, "b", FirstStep(1, 1, 10, 0.1)))
         coordinator.journal.take(EventRecord(1, now, "a", FirstStep(1, 0, 10, 0.1)))
         assert (await caller.get("/status"))[1]["goodput"] == 0.0  # no reply in time
-        monkeypatch.setattr(metrics_collector, "HASTE", DEADLINE)
+        monkeypatch.setattr(metrics_collector, "STEP_TIMEOUT_S", DEADLINE)
         request = asyncio.create_task(caller.get("/status"))
         await agents[0].until(lambda agent: len(queries_of(agent)) == 2)
         query = queries_of(agents[0])[-1]
@@ -270,7 +270,7 @@ def test_a_stream_without_a_reader_is_closed_and_the_job_never_waits(
 
 def test_a_reader_that_reads_nothing_does_not_delay_the_end(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FINAL_WRITE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(server, "FLUSH", 1000.0)  # else aiohttp would cut it off, by and by
+    monkeypatch.setattr(server, "FLUSH_TIMEOUT_S", 1000.0)  # else aiohttp would cut it off, by and by
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE):
