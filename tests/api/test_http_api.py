@@ -173,7 +173,7 @@ def test_status_members_and_ranks_agree(harness: Any) -> None:
         assert (await caller.get("/members"))[1] == {"members": status["nodes"]}
         request = asyncio.create_task(caller.get("/ranks"))
         query = await agents[0].heard(Query)
-        assert query.question == "workers"
+        assert query.name == "workers"
         links[0].send(Reply(query.number, json.dumps({"round": 1, "pids": [4711]})))
         links[1].send(Reply((await agents[1].heard(Query)).number, error="no workers run on this node now"))
         _, reply = await request
