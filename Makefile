@@ -24,7 +24,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: demo
-demo: $(RUN)  ## two workers train, one is killed, the job goes on and finishes
+demo: $(RUN)  ## two workers train, one is killed, the job continues and finishes
 	@python examples/demo.py
 
 .PHONY: test

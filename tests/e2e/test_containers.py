@@ -85,7 +85,7 @@ def test_a_probe_port_in_use_is_an_error_before_anything_starts(job: Job) -> Non
     wait_until(lambda: True if "here" in first.out else None)
     second = job.run("--standalone", "--local-addr=127.0.0.1", f"--probe-port={job.port}", script(job, WAIT))
     assert second.wait() == 2
-    assert "choose a port that is free" in second.err
+    assert "choose a free one" in second.err
     assert "here" not in second.out
     first.signal(signal.SIGTERM)
     assert first.wait() == 143

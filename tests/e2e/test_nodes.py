@@ -142,7 +142,7 @@ def test_ranks_follow_labels_and_a_denied_rank_request_is_logged(job: Job, tmp_p
     assert [agent.wait() for agent in agents] == [0, 0, 0]
     ranks = dict(re.findall(r"label (\w+) rank (\d)", "".join(agent.out for agent in agents)))
     assert ranks == {"rack9": "0", "rack10": "1", "rack11": "2"}
-    assert re.search(r"round=1 node=\S+ has node rank 2, not the requested 0: node \S+ wished for it", first.err)
+    assert re.search(r"round=1 node=\S+ has node rank 2, not the requested 0: node \S+ requested it", first.err)
 
 
 def test_with_ranks_by_address_the_coordinators_node_has_a_numeric_address(job: Job) -> None:
@@ -224,7 +224,7 @@ def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted
         agent.wait_for_log("coordinator lost")
     job.steps(2, after=job.worker_events()[-1]["t"])
     again = job.ripstop(*argv)
-    again.wait_for_log("goes on: all 2 nodes are back")
+    again.wait_for_log("continues: all 2 nodes have rejoined")
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
     assert {h["pid"] for h in job.worker_events(event="start")} == pids, "a worker was restarted"

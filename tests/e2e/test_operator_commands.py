@@ -250,7 +250,7 @@ def test_the_http_library_is_loaded_at_the_first_request_and_console_output_is_n
     until_running(job)
     assert maps(agent, "_http_parser")
     assert error_of(job, "logs", "0", "--stream=stdout") == (
-        "rank 0's stdout goes to its node's console alone; start the job with --tee=3 or --redirects=3"
+        "rank 0's stdout goes only to its node's console; start the job with --tee=3 or --redirects=3"
     )
     assert output_of(job, "logs", "0", "--tail=1").startswith("err 0 ")
 
@@ -330,7 +330,7 @@ def test_commands_work_on_any_node_and_a_drained_one_leaves(job: Job, tmp_path: 
     assert "world size 2" in output_of(job, "status", *at, **secret)
     assert error_of(job, "stop", *at, RIPSTOP_TOKEN="guess").startswith("the token is not this job's; ")
     assert error_of(job, "stop", *at[1:], **secret).startswith("the token is not this job's; ")
-    assert error_of(job, "stop", *at).startswith("this job is steered with its token; ")
+    assert error_of(job, "stop", *at).startswith("this job requires its API token; ")
     assert error_of(job, "scale", "3", *at, **secret).startswith("the job runs on 1 to 2 nodes, not on 3; ")
 
     name = next(node["name"] for node in status(job)["nodes"] if str(second.pid) in node["name"])
@@ -386,7 +386,7 @@ def test_commands_work_on_the_machine_of_the_elected_coordinator(job: Job, tmp_p
         host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
         here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
         wait_until(lambda: True if "world size 2" in output_of(job, "status", **here) else None, why=job.describe)
-        assert error_of(job, "status", **there).startswith("a job without a secret is not steered over the network; ")
+        assert error_of(job, "status", **there).startswith("a job without a secret cannot be operated over the network; ")
         agents[host].signal(signal.SIGKILL)
         wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.describe)
         output_of(job, "stop", **there)

@@ -60,7 +60,7 @@ def test_a_host_that_is_cut_off_is_lost_after_its_lease_and_comes_back_as_a_newc
     cut = now(three)
     without = three.ranks(2, after=cut)
     assert "silent for" in agents[0].err
-    agents[1].wait_for_log("coordinator lost: nothing was heard")
+    agents[1].wait_for_log("coordinator lost: the coordinator sent nothing")
     middle.heal()
     again = three.ranks(3, after=cut)
     assert before == {"host1": 0, "host2": 1, "host3": 2}

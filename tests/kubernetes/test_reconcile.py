@@ -268,7 +268,7 @@ def trains(job: ElasticJob, **telemetry: Any) -> ElasticJob:
         ({"spares": 1, "replicas": 4}, 3, [CreatePod(3), CreatePod(4), ResizeJob(4)]),
         ({}, 4, [ResizeJob(2)]),  # replicas is the size, with and without spares
         ({}, 2, []),
-        ({"spares": 1, "secretName": "mine"}, 4, []),  # the operator has no right to steer it
+        ({"spares": 1, "secretName": "mine"}, 4, []),  # the operator has the operator does not have its secret
     ],
 )
 def test_the_job_is_sent_how_many_are_to_train(spec: dict[str, Any], told: int, wanted: list[Action]) -> None:
@@ -596,9 +596,9 @@ def test_how_the_job_ended_counts_more_than_a_latecomer_that_was_turned_away() -
 
 
 def test_what_the_cluster_refuses_is_a_condition_sent_once_and_tried_again() -> None:
-    job = replace(a_job(), refused="Pod train-0 cannot be made: exceeded quota")
+    job = replace(a_job(), refused="Pod train-0 cannot be created: exceeded quota")
     decision = decide(job, [], NOW)
-    assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be made: exceeded quota"
+    assert condition(decision, "Refused")["message"] == "Pod train-0 cannot be created: exceeded quota"
     assert (emitted(decision), actions(decision)) == (["Refused"], [CreatePod(0), CreatePod(1)])
     again = decide(after(job, decision), [], NOW + 1)
     assert emitted(again) == []

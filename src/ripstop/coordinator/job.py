@@ -17,7 +17,7 @@
     is lost costs nothing.
 7.  A port that a node offers for a store serves one round.  An offer from before that round, or from an earlier
     connection, is stale: other processes may still use that port.
-8.  A new coordinator learns the job's state from its agents: the highest round wins, and goes on undisturbed when all
+8.  A new coordinator learns the job's state from its agents: the highest round wins, and continues undisturbed when all
     its nodes return.  Restarts that another coordinator granted stay spent.  A job that a node knows to be closing
     closes.
 9.  A live round is replaced when it has a degraded node that can be removed.

@@ -1,6 +1,6 @@
 """How a new coordinator recovers a round from the nodes that rejoin.  Pure.
 
-Rules: (1) the highest round wins; (2) the round goes on when all its nodes are back within a lease; (3) a round that
+Rules: (1) the highest round wins; (2) the round continues when all its nodes are back within a lease; (3) a round that
 failed meanwhile waits only as long as a live node needs to reconnect, a third of a lease; (4) a failed round with ranks
 by node number (`RankBy.SLOT`) does not wait for a missing node if a new node with the same number has joined.
 """

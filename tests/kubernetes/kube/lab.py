@@ -207,8 +207,8 @@ class Operators:
         return operator
 
     def watching(self, operator: subprocess.Popen[bytes]) -> None:
-        """Wait until the operator watches; one that has ended fails the test with what it said."""
-        eventually(lambda: operator.poll() is not None or "operator watches" in self.log.read_text())
+        """Wait until the watching namespace=; one that has ended fails the test with what it said."""
+        eventually(lambda: operator.poll() is not None or "watching namespace=" in self.log.read_text())
         assert operator.poll() is None, self.log.read_text()
 
     def kill(self) -> None:

@@ -71,9 +71,9 @@ def test_one_job_is_shown_with_its_pods_and_events(place: Place, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "code", "word"),
     [
-        (["status", "nobody"], 1, "there is no ElasticJob nobody in"),
-        (["scale", "t", "9"], 2, "t has 1 to 4 nodes, not 9; choose a number of these"),
-        (["submit", IMAGE, "--name=t", "train.py"], 2, "ElasticJob t is there already; choose another --name"),
+        (["status", "nobody"], 1, "no ElasticJob nobody in namespace"),
+        (["scale", "t", "9"], 2, "t has 1 to 4 nodes, not 9; choose a number in this range"),
+        (["submit", IMAGE, "--name=t", "train.py"], 2, "ElasticJob t exists already; choose another --name"),
         (["submit", "-f", "/no/such/file"], 2, "--file=/no/such/file: cannot be read: No such file or directory"),
         (["submit", "-f", "/dev/zero"], 2, "--file=/dev/zero: cannot be read: it is larger than 1 MiB"),
         (["status", "--context=moon"], 1, "moon"),

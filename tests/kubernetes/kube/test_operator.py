@@ -235,7 +235,7 @@ def test_a_template_that_makes_no_pod_is_a_condition(place: Place) -> None:
 def test_a_service_that_is_somebody_elses_is_left_alone(place: Place) -> None:
     place.create("Service", "train", spec={"ports": [{"port": 80}]})
     place.submit()
-    eventually(lambda: "it is not the job's" in place.condition("Refused")["message"])
+    eventually(lambda: "belongs to another owner" in place.condition("Refused")["message"])
     assert place.pods() == {}
     place.cluster.delete(core_path(place.name, "services", "train"))
     place.there("train-0", "train-1")

@@ -75,7 +75,7 @@ def test_what_two_fields_or_a_change_get_wrong_is_refused(place: Place) -> None:
 
     eventually(lambda: "minReplicas must not be above maxReplicas" in refusal(minReplicas=5))
     assert "replicas must be from minReplicas to maxReplicas" in refusal(replicas=9)
-    assert "rendezvous.endpoints are etcd's" in refusal(rendezvous={"backend": "etcd"})
+    assert "rendezvous.endpoints are required with etcd" in refusal(rendezvous={"backend": "etcd"})
     with pytest.raises(ApiError, match="must be a service name"):
         place.submit("7up")
     place.submit()

@@ -58,4 +58,4 @@ class EventThread:
     def _warn_once(self, what: str, detail: str = "") -> None:
         if what not in self._warned:
             self._warned.add(what)
-            log.warning("the event handler %s %s%s; the job goes on", self._name, what, detail)
+            log.warning("the event handler %s %s%s; the job continues", self._name, what, detail)
