@@ -130,8 +130,7 @@ async def run_agent(
         if access.failure is not None:
             access.failure.add_done_callback(lambda failure: driver.fail(failure.exception()))
         if probe_socket is not None:
-            answer_probes = probes.serve(probe_socket, driver.reason_not_ready)
-            parts.callback(asyncio.create_task(answer_probes, name="ripstop-probes").cancel)
+            _serve_probes(parts, probe_socket, driver.reason_not_ready)
         end = await driver.run()
         if access.coordinator is not None and end.report is not None:
             await access.coordinator.ended  # the other nodes receive the report before their coordinator exits
@@ -342,6 +341,17 @@ async def _serve(
     )
     parts.push_async_callback(server.close)
     await server.start()
+
+
+def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Callable[[], str]) -> None:
+    serving = asyncio.create_task(probes.serve(listening, unready), name="ripstop-probes")
+
+    async def stop() -> None:
+        serving.cancel()
+        await asyncio.wait([serving])
+        listening.close()  # the task does not, if it is cancelled before its first step
+
+    parts.push_async_callback(stop)
 
 
 def _job_socket(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig, node: str) -> JobSocket:

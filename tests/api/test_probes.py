@@ -4,10 +4,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ripstop import launch
+from ripstop.agent.machine_io import ExitAgent
 from ripstop.api.probes import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen, reply, serve
+from ripstop.logs.directory import LogDirectory
+from ripstop.model.config import Logs, RunConfig, Script
 from ripstop.model.errors import UsageError
 
 
@@ -127,3 +133,31 @@ def test_without_a_host_all_addresses_listen() -> None:
     with listen("--probe-port", None, 0) as listening:
         port = listening.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_port_is_closed_when_the_agent_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Also if it ends before the probe server's task has run."""
+
+    class BriefDriver:
+        def __init__(self, *_: object) -> None: ...
+
+        def reason_not_ready(self) -> str:
+            return ""
+
+        async def run(self) -> ExitAgent:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return ExitAgent(0)
+
+    async def main() -> bool:
+        config = RunConfig(entry=Script("train.py"), run_id="job")
+        directory = LogDirectory(Logs(directory=tmp_path), "job")
+        unused: Any = None
+        unused_link: Any = object()
+        await launch.run_agent(config, directory, unused, {}, None, link=unused_link, probe_socket=listening)
+        return listening.fileno() == -1
+
+    monkeypatch.setattr(launch, "Driver", BriefDriver)
+    with listen("--probe-port", "127.0.0.1", 0) as listening:
+        assert asyncio.run(main()), "the port is open"

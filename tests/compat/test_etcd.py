@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat.rendezvous.etcd import Client, Unavailable
+from ripstop.compat.rendezvous.etcd import Client, Denied, Unavailable
 from ripstop.compat.rendezvous.etcd_server import EtcdServer, find_free_port, stop_etcd
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address
@@ -382,6 +382,29 @@ def test_an_etcd_that_does_not_answer_is_known_when_the_backend_is_made(make: Ca
     params = RendezvousParameters("etcd", "127.0.0.1:1", "run", 1, 1, read_timeout=10 * DEADLINE)
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1: connection refused"):
         make(params)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"), [(create_backend, b"/torch/elastic/rendezvous/run"), (create_rdzv_handler, b"/mine/rdzv/run")]
+)
+def test_a_user_who_may_not_read_the_state_is_told_when_the_backend_is_made(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any], key: bytes
+) -> None:
+    closed: list[Client] = []
+
+    def read(_: Client, keys: list[bytes], timeout: float) -> tuple[int, list[None]]:
+        if key in keys:
+            raise Denied("permission denied")
+        return 1, [None]
+
+    def close(client: Client) -> None:
+        closed.append(client)
+
+    monkeypatch.setattr(Client, "read", read)
+    monkeypatch.setattr(Client, "close", close)
+    with pytest.raises(RendezvousConnectionError, match="permission denied"):
+        make(OurParameters("etcd", "127.0.0.1:1", "run", 1, 1, etcd_prefix="/mine"))
+    assert len(closed) == 1
 
 
 def test_a_value_that_is_no_state_is_a_state_error(client: Client, prefix: str) -> None:

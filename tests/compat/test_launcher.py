@@ -334,6 +334,18 @@ def test_teed_output_goes_to_the_object_that_the_program_has_for_its_stdout(
         elastic_launch(config(logs_specs=specs), work)()  # must not fail
 
 
+def test_a_command_is_launched_although_the_programs_stdout_cannot_be_written(program: Program) -> None:
+    source = """
+    own = os.dup(1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    print("before")  # stays in the buffer
+    elastic_launch(config(), "true")()
+    os.write(own, b'"launched"')
+    os._exit(0)  # without another flush
+    """
+    assert said(program(source, PYTHONUNBUFFERED="")) == ["launched"]
+
+
 def test_teed_output_follows_what_the_program_printed_before(program: Program) -> None:
     source = """
     from ripstop.compat.multiprocessing import DefaultLogsSpecs, Std

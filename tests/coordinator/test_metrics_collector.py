@@ -5,6 +5,8 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +19,7 @@ from ripstop.model.round import Address
 from ripstop.model.usage import NodeSample, RankSample
 from ripstop.protocol import secret
 from ripstop.protocol.messages import Query, Reply
+from ripstop.transport import api_authorization
 
 SAMPLE = NodeSample(100.0, 1, 0.5, 1, (RankSample(0, 1.5, 4096, 1, 1, 10),))
 
@@ -158,6 +161,43 @@ def test_a_request_with_any_name_of_the_coordinator_is_accepted(harness: Any, ho
             assert (await get(address, Host=host))[0] == 200
 
     run(scenario())
+
+
+def test_a_host_name_that_cannot_be_looked_up_is_rejected_and_looked_up_again_later(
+    harness: Any, monkeypatch: Any
+) -> None:
+    names = iter([UnicodeError("label too long"), OSError("no server"), "Full.Example"])
+
+    def look_up() -> str:
+        found = next(names)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(socket, "getfqdn", look_up)
+
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address):
+            assert [(await get(address, Host="full.example"))[0] for _ in range(4)] == [403, 403, 200, 200]
+
+    run(scenario())
+
+
+def test_a_slow_dns_server_delays_neither_the_reply_for_long_nor_the_end(harness: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(api_authorization, "FULL_NAME_TIMEOUT_S", 0.1)
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "getfqdn", lambda: "full.example" if answered.wait(60.0) else "")
+
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address):
+            assert [(await get(address, Host="full.example"))[0] for _ in range(2)] == [403, 403]
+
+    began = time.monotonic()
+    try:
+        run(scenario())
+        assert time.monotonic() - began < 20.0
+    finally:
+        answered.set()
 
 
 def test_a_request_with_the_token_may_use_any_host_name(harness: Any) -> None:

@@ -20,11 +20,15 @@ BEGIN = "2027-01-15T08:00:00Z"
 
 
 class Shelf(Cluster):
-    """A job and its pods; pods run as soon as they are made.  `number_is_text`: the definition is an old one."""
+    """A job and its pods; pods run as soon as they are made.
 
-    def __init__(self, *, number_is_text: bool = False, **spec: Any) -> None:
+    `number_is_text`: the definition is an old one.  `refuses_patches`: the job breaks a rule of the definition.
+    """
+
+    def __init__(self, *, number_is_text: bool = False, refuses_patches: bool = False, **spec: Any) -> None:
         template = {"spec": {"containers": [{"name": "main", "image": "x:1"}]}}
         self.number_is_text = number_is_text
+        self.refuses_patches = refuses_patches
         self.job: dict[str, Any] = {
             "metadata": {"name": "train", "namespace": "ml", "uid": "u-1", "creationTimestamp": BEGIN,
                          "resourceVersion": "1"},
@@ -33,6 +37,7 @@ class Shelf(Cluster):
         self.pods: dict[str, dict[str, Any]] = {}
         self.made = 0
         self.others: list[str] = []  # kinds of other things that were made
+        self.events: list[str] = []  # their reasons
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] | None = None
@@ -42,12 +47,15 @@ class Shelf(Cluster):
                 return self.job
             case "GET", path if path == PODS:
                 return {"items": list(self.pods.values()), "metadata": {}}
+            case "PATCH", path if path.startswith(JOB) and self.refuses_patches:
+                raise ApiError(422, "spec: Invalid value: replicas must be from minReplicas to maxReplicas")
             case "PATCH", path if path == f"{JOB}/status":
                 return self._patch(dict(body or {})["status"])
             case "POST", path if path == PODS:
                 return self._start(dict(body or {}))
             case "POST", _:
                 self.others.append(path.rpartition("/")[2])
+                self.events += [body["reason"]] if body and path.endswith("/events") else []
                 return dict(body or {})
         raise NotFound(404, path)
 
@@ -143,6 +151,31 @@ def test_what_an_older_version_wrote_goes_when_the_definition_forbids_it() -> No
         assert "goodput" not in cluster.job["status"]
 
     tracked(cluster, api, story)
+
+
+def test_a_job_whose_status_the_cluster_refuses_is_managed_and_its_status_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster, api = Shelf(refuses_patches=True, replicas=None), Talkative()
+    api.answers.set()
+
+    async def story(operator: Operator) -> None:
+        await until(lambda: cluster.made == 2)
+        operator.job_changed(NAME)
+        await until(lambda: "Running" in cluster.events)
+        del cluster.pods["train-1"]
+        operator.job_changed(NAME)
+        await until(lambda: cluster.made == 3)
+        assert cluster.events == ["Running", "Deleted"], "a lost pod is known only by the last status"
+        assert "status" not in cluster.job
+        cluster.refuses_patches = False
+        operator.job_changed(NAME)
+        await until(lambda: cluster.job.get("status", {}).get("replaced") == 1)
+
+    with caplog.at_level(logging.WARNING):
+        tracked(cluster, api, story)
+    (record,) = caplog.records
+    assert "job=ml/train the cluster refuses its status" in record.getMessage()
 
 
 def test_a_job_that_runs_no_more_is_not_asked_and_is_asked_anew_when_it_does() -> None:

@@ -524,6 +524,17 @@ def test_any_invalid_field_keeps_its_last_valid_value(wrong: dict[str, Any]) -> 
     assert (spec.replicas, spec.spares, spec.suspend, spec.active_deadline, spec.ttl) == (3, 1, False, 100, 7)
 
 
+def test_two_invalid_fields_keep_their_last_valid_values() -> None:
+    job = settled(a_job(spares=1), running(0), running(1), running(2))
+    wrong = {"replicas": 99, "spares": -1, "ttlSecondsAfterFinished": 7}
+    decision = decide(replace(job, spec={**job.spec, **wrong}), [running(0), running(1), running(2)], NOW)
+    spec = decision.spec
+    assert spec is not None and (spec.replicas, spec.spares, spec.ttl) == (2, 1, 7)
+    assert (actions(decision), decision.status["phase"]) == ([], "Running")
+    message = condition(decision, "Invalid")["message"]
+    assert "spec.spares" in message and "spec.replicas (99)" in message
+
+
 def test_an_invalid_field_that_was_never_given_has_its_default() -> None:
     job = settled(a_job(), running(0), running(1))
     decision = decide(replace(job, spec={**job.spec, "spares": -1}), [running(0), running(1)], NOW)

@@ -50,6 +50,10 @@ class CreationRefused(RipstopError):
     """The cluster refuses to create an object: which, why, remedy."""
 
 
+class StatusRefused(RipstopError):
+    """The cluster refuses every status of a job."""
+
+
 def operator_key(cluster: Cluster, home: str) -> bytes:
     """The key from which all tokens are derived; created by the first operator."""
     path = core_path(home, "secrets")
@@ -92,7 +96,8 @@ class Actions:
         """Write the status and return the updated job.  Raises Conflict if the job changed since it was read.
 
         A definition of another version may have other types for informational fields.  The status is then written
-        without these fields, because pods are managed only after the status is written.
+        without these fields, because pods are managed only after the status is written.  Raises StatusRefused if that
+        is invalid too: Kubernetes 1.25 to 1.29 refuses any status of a job whose spec breaks a rule of the definition.
         """
         before: Json = item.get("status") or {}
         changes = {name: value for name, value in status.items() if before.get(name) != value}
@@ -107,9 +112,17 @@ class Actions:
         except ApiError as error:
             if error.code != 422:
                 raise
-            answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(JOB_REPORTED)})
+            answer = self._patch_without_report(path, {"metadata": version, "status": changes})
             self._warn_outdated(str(error))
             return answer
+
+    def _patch_without_report(self, path: str, body: Json) -> dict[str, Any]:
+        try:
+            return self._cluster.patch(path, {**body, "status": body["status"] | dict.fromkeys(JOB_REPORTED)})
+        except ApiError as error:
+            if error.code != 422:
+                raise
+            raise StatusRefused(str(error)) from error
 
     def _warn_outdated(self, why: str) -> None:
         if not self._warned_outdated:
@@ -152,9 +165,14 @@ class Actions:
                 self._delete(jobs_path(owner.namespace, owner.name), owner.uid, propagationPolicy="Background")
             case SetReplicas(replicas):
                 version = {"resourceVersion": item["metadata"]["resourceVersion"]}
-                with suppress(Conflict, NotFound):
-                    body = {"metadata": version, "spec": {"replicas": replicas}}
+                body = {"metadata": version, "spec": {"replicas": replicas}}
+                try:
                     self._cluster.patch(jobs_path(owner.namespace, owner.name), body)
+                except (Conflict, NotFound):
+                    pass
+                except ApiError as error:
+                    if error.code != 422:  # the spec breaks a rule of the definition; the other actions go on
+                        raise
             case CreatePod(slot) if create:
                 assert spec is not None, "an action needs a spec"
                 log.info("%s create pod slot=%d", where, slot)

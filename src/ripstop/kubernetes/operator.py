@@ -6,7 +6,9 @@ into objects.  Rules:
 1.  Every reconciliation reads the job and its pods again.  A watch event only triggers it, so a lost event costs
     time but no correctness.
 2.  The status is written first, and only if the job has not changed since it was read.  Decisions that must be
-    remembered are therefore stored before they are executed, and of two operators one retries.
+    remembered are therefore stored before they are executed, and of two operators one retries.  Exception: if the
+    cluster refuses every status of a job as invalid, the operator logs it, keeps the status in memory and executes the
+    actions.  Until a status is accepted, a restarted operator continues from the last stored one.
 3.  Every action is idempotent.  An operator may be killed at any time, and two operators do no harm, so there is no
     leader election.
 4.  An error in one job does not affect others.  The job is retried with growing delays.
@@ -24,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec import Struct, field
 
-from ripstop.kubernetes.actions import Actions, CreationRefused, operator_key
+from ripstop.kubernetes.actions import Actions, CreationRefused, StatusRefused, operator_key
 from ripstop.kubernetes.client import MAX_THREADS, READ_TIMEOUT_S, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.kubernetes.job_api import JobApi
 from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
@@ -58,12 +60,14 @@ class TrackedJob(Struct):
     ensured_at: float = -math.inf  # when its service, secret and budget existed
     refused: str = ""
     ignored: str = ""
+    refused_status: Json | None = None  # the latest status, while the cluster refuses to store it (rule 2)
     poller: JobPoller | None = None  # while it runs
 
     def reset_for(self, uid: str) -> None:
         """Drop the state of an earlier job of the same name."""
         if self.uid != uid:
             self.uid, self.ensured_at, self.refused, self.ignored = uid, -math.inf, "", ""
+            self.refused_status = None
             self.stop_polling()
 
     def stop_polling(self) -> None:
@@ -170,10 +174,14 @@ class Operator:
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
         job = job_record(
-            item, telemetry=telemetry, refused=tracked.refused, ignored=tracked.ignored, unreachable=unreachable
+            item if tracked.refused_status is None else item | {"status": tracked.refused_status},
+            telemetry=telemetry,
+            refused=tracked.refused,
+            ignored=tracked.ignored,
+            unreachable=unreachable,
         )
         decision = decide(job, pod_records(pods, job.owner, self._unreachable_nodes()), time.time())
-        item = await self._call(self._actions.write_status, item, decision.status)
+        item = await self._write_status(name, tracked, item, decision.status)
         now = time.monotonic()
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
         create = due or any(isinstance(action, CreatePod) for action in decision.actions)
@@ -190,6 +198,24 @@ class Operator:
         resync = FINISHED_RESYNC_S if finished else ACTIVE_RESYNC_S
         longest = POLL_INTERVAL_S if tracked.poller is not None else resync
         return min(decision.requeue_after or longest, longest)
+
+    async def _write_status(
+        self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json
+    ) -> dict[str, Any]:
+        """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
+        try:
+            item = await self._call(self._actions.write_status, item, status)
+            tracked.refused_status = None
+        except StatusRefused as error:
+            if tracked.refused_status is None:
+                log.warning(
+                    "job=%s/%s the cluster refuses its status, which is not updated: %s; "
+                    "correct the job's spec, or run `ripstop kube install` to update the definition",
+                    *name,
+                    error,
+                )
+            tracked.refused_status = status
+        return item
 
     def _poll(self, tracked: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Poll the job's API if it runs and the operator has its secret."""

@@ -118,13 +118,19 @@ class _Reconciliation:
             return self._accept(given), _problems(read(name, given))
         problems = changed(before, given)
         latest = {k: v for k, v in before.items() if k not in _MUTABLE} | {k: given[k] for k in _MUTABLE & given.keys()}
-        wrong = _problems(read(name, latest))
-        kept = _MUTABLE & {problem.where.removeprefix("spec.") for problem in wrong}
-        latest = {k: v for k, v in latest.items() if k not in kept} | {k: before[k] for k in kept & before.keys()}
+        kept: frozenset[str] = frozenset()
+        while wrong := _problems(read(name, latest)):  # sizes are checked only if all types and ranges are valid
+            problems += wrong
+            invalid = _MUTABLE & {problem.where.removeprefix("spec.") for problem in wrong}
+            if invalid <= kept:
+                latest = before
+                break
+            kept |= invalid
+            latest = {k: v for k, v in latest.items() if k not in kept} | {k: before[k] for k in kept & before.keys()}
         spec = self._accept(latest)
         if spec is None:  # another version of the operator accepted it
             return None, _problems(read(name, latest))
-        return spec, [*problems, *wrong]
+        return spec, problems
 
     def _accept(self, fields: Json) -> Spec | None:
         """Parse the fields.  Store them in the status if they are valid."""

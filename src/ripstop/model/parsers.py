@@ -360,9 +360,14 @@ def read_bounded(file: BinaryIO) -> bytes:
 
 
 def pem_file(name: str, text: str) -> Path:
-    """A readable file with certificates or a key."""
+    """A readable file with certificates or a key.
+
+    A pipe (`tls_key=<(command)`) is opened but not read, because it can be read only once.
+    """
     try:
-        read_file(text)
+        with Path(text).open("rb") as file:
+            if file.seekable():
+                read_bounded(file)
     except OSError as error:
         raise UsageError(f"{name}={text}: cannot be read: {error.strerror}; name a PEM file you may read") from None
     return Path(text)

@@ -18,8 +18,11 @@ from aiohttp import web
 
 from ripstop.api.job_interface import RequestRefused
 from ripstop.protocol import secret
+from ripstop.system.blocking_calls import ExclusiveCall
 from ripstop.transport.connection_limits import peer_host
 from ripstop.transport.rejection_log import RejectionLog
+
+FULL_NAME_TIMEOUT_S = 2.0
 
 
 class ApiAuthorization:
@@ -38,7 +41,8 @@ class ApiAuthorization:
         self._api_token = secret.api_token(token, run_id) if token else ""
         self._tls = tls
         self._names = (endpoint_host.lower(), socket.gethostname().lower(), "localhost")
-        self._full_name: asyncio.Task[str] | None = None
+        self._full_name = ""  # until it is found
+        self._full_name_lookup = ExclusiveCall(self._find_full_name, None)
         self._rejections = rejections
         self._on_authenticated = on_authenticated
 
@@ -91,9 +95,13 @@ class ApiAuthorization:
             return True
         with contextlib.suppress(ValueError):
             return bool(ip_address(name))
-        if self._full_name is None:  # in a thread, because it may query a DNS server
-            self._full_name = asyncio.create_task(asyncio.to_thread(socket.getfqdn), name="ripstop-full-name")
-        return name == (await asyncio.shield(self._full_name)).lower()
+        if not self._full_name:  # it may query a DNS server; the job's end does not wait for that
+            await self._full_name_lookup.call(FULL_NAME_TIMEOUT_S)
+        return name == self._full_name
+
+    def _find_full_name(self) -> None:
+        with contextlib.suppress(OSError, UnicodeError):  # the next request tries again
+            self._full_name = socket.getfqdn().lower()
 
 
 def _requested_host(request: web.Request) -> str:

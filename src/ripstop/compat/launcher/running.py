@@ -148,7 +148,8 @@ def _output_objects() -> dict[int, TextIO | None]:
         except (OSError, ValueError, AttributeError):  # not a file
             is_descriptor = False
         if is_descriptor:
-            target.flush()  # earlier prints come first
+            with suppress(OSError, ValueError):  # a closed pipe, a full disk
+                target.flush()  # earlier prints come first
         else:
             found[fd] = target
     return found

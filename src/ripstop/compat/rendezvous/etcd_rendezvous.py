@@ -19,7 +19,7 @@ from ripstop.compat.rendezvous.dynamic import (
     _StateHolder,
 )
 from ripstop.compat.rendezvous.etcd import Client
-from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, connected
+from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, client_for
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
 __all__ = [
@@ -90,7 +90,7 @@ def create_rdzv_handler(params: Any) -> RendezvousHandler:
         assert found is not None, "it has a default"
         return int(found)
 
-    with connected(params) as (client, _):
+    with client_for(params) as (client, _):
         rendezvous = EtcdRendezvous(
             client,
             params.get("etcd_prefix", PREFIX),
@@ -100,4 +100,5 @@ def create_rdzv_handler(params: Any) -> RendezvousHandler:
             seconds("timeout", TIMEOUT),
             seconds("last_call_timeout", LAST_CALL_TIMEOUT),
         )
+        rendezvous.backend.check_connection()
         return EtcdRendezvousHandler(rendezvous, params.local_addr)

@@ -56,6 +56,14 @@ class EtcdRendezvousBackend(RendezvousBackend):
     def name(self) -> str:
         return "etcd-v2"  # torch's name, which users write
 
+    def check_connection(self) -> None:
+        """Raise `RendezvousConnectionError` unless etcd answers and this node may read the state.
+
+        There is no retry, so a wrong address is an error now and not after `read_timeout`.
+        """
+        with _connection_errors():
+            self._client.read([self._key], timeout=0)
+
     def get_state(self) -> tuple[bytes, int] | None:
         """The state and its token; None if there is none."""
         with _connection_errors():
@@ -100,17 +108,15 @@ def create_backend(params: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
     """
     from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
-    with connected(params) as (client, read_timeout):
+    with client_for(params) as (client, read_timeout):
         backend = EtcdRendezvousBackend(client, params.run_id, STATE_PREFIX, read_timeout=read_timeout)
+        backend.check_connection()
         return backend, EtcdStore(client, STORE_PREFIX, lease=backend.lease)
 
 
 @contextmanager
-def connected(params: Any) -> Iterator[tuple[Client, float]]:
-    """A client for these parameters, and its read timeout; at the end, one request checks that etcd answers.
-
-    There is no retry, so a wrong address is an error now and not after `read_timeout`.
-    """
+def client_for(params: Any) -> Iterator[tuple[Client, float]]:
+    """A client for these parameters, and its read timeout.  The client is closed if the body raises."""
     conf = {key: str(value) for key, value in params.config.items()}
     try:
         read_timeout = parsers.duration("read_timeout", conf.get("read_timeout", str(READ_TIMEOUT_S)), positive=True)
@@ -120,8 +126,6 @@ def connected(params: Any) -> Iterator[tuple[Client, float]]:
     client = Client(settings)
     try:
         yield client, read_timeout
-        with _connection_errors():
-            client.read([STATE_PREFIX.encode()], timeout=0)
     except BaseException:
         client.close()
         raise
