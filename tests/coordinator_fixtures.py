@@ -185,6 +185,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """A CA that the job does not trust."""
-    return Authority(tmp_path_factory.mktemp("stranger"))
+    return Authority(tmp_path_factory.mktemp("other-authority"))

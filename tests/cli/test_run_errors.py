@@ -366,7 +366,7 @@ def test_a_missing_script_is_named_with_its_directory(
         (
             {"CUDA_VISIBLE_DEVICES": ""},
             "--numa-binding=node train.py",
-            "--numa-binding=node: workers are bound near their GPUs, and none is visible; leave --numa-binding out",
+            "--numa-binding=node: workers are bound near their GPUs, and no GPU is visible; omit --numa-binding",
         ),
         (
             {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},

@@ -386,7 +386,9 @@ def test_commands_work_on_the_machine_of_the_elected_coordinator(job: Job, tmp_p
         host = next(index for index, agent in enumerate(agents) if "elected: " in agent.err)
         here, there = ({"XDG_RUNTIME_DIR": str(places[index])} for index in (host, 1 - host))
         wait_until(lambda: True if "world size 2" in output_of(job, "status", **here) else None, why=job.describe)
-        assert error_of(job, "status", **there).startswith("a job without a secret cannot be operated over the network; ")
+        assert error_of(job, "status", **there).startswith(
+            "a job without a secret cannot be operated over the network; "
+        )
         agents[host].signal(signal.SIGKILL)
         wait_until(lambda: True if command(job, "status", **there)[0] == 0 else None, why=job.describe)
         output_of(job, "stop", **there)

@@ -42,4 +42,4 @@ def test_a_network_error_is_described_in_a_few_words(error: Exception, expected:
 
 
 def test_without_a_time_limit_the_text_has_no_number() -> None:
-    assert describe_network_error(TimeoutError()) == "no answer in time"
+    assert describe_network_error(TimeoutError()) == "no reply in time"

@@ -416,7 +416,7 @@ def test_a_suspended_agent_does_not_take_the_coordinator_for_lost(harness: Any) 
     async def scenario(address: Address) -> None:
         async with harness.linking(address) as (_, agent):
             await agent.until(lambda a: a.count("linked") == 1)  # it has not joined, so it has no lease
-            harness.stand_still(1.5)  # more than two leases
+            harness.block(1.5)  # more than two leases
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(agent.until(lambda a: a.count("unlinked") == 1), 1.0)
 

@@ -280,5 +280,5 @@ def test_a_host_whose_certificate_is_for_another_name_does_not_start(authority: 
 def test_a_host_without_a_certificate_does_not_start(authority: Authority) -> None:
     with pytest.raises(UsageError, match=r"add tls_cert=FILE,tls_key=FILE, or is_host=0"):
         check_coordinator_certificate(Tls(ca=authority.ca), "h")
-    with pytest.raises(UsageError, match="a coordinator shows a certificate"):
+    with pytest.raises(UsageError, match="a coordinator needs a certificate"):
         configure_coordinator([f"--rdzv-conf=tls_ca={authority.ca}", "--rdzv-endpoint=h"], {})

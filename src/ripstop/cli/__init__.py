@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from ripstop.cli.options.flags import HelpRequested
-from ripstop.model.errors import RipstopError, UsageError
+from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 
 USAGE = """\
 ripstop launches, supervises, heals and resizes distributed PyTorch jobs.

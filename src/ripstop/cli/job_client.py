@@ -19,9 +19,9 @@ from msgspec import Struct
 from ripstop.api import client
 from ripstop.api.registry import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
-from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
-from ripstop.model.errors import RipstopError, UsageError
+from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive

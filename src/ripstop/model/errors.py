@@ -32,3 +32,7 @@ class StartError(RipstopError):
 
 class QueryFailed(RipstopError):
     """A node could not answer an operator's query."""
+
+
+class HelpRequested(Exception):
+    """The command line asks for help; the argument is the text to print."""

@@ -25,6 +25,6 @@ def describe_network_error(error: BaseException, timeout: float | None = None) -
         case OSError(errno=int(number)) if number > 0:  # asyncio replaces the text of the error, but not its number
             return os.strerror(number).lower()
         case TimeoutError():
-            return "no answer in time" if timeout is None else f"no answer in {timeout:g} s"
+            return "no reply in time" if timeout is None else f"no answer in {timeout:g} s"
         case _:
             return str(cause) or type(cause).__name__

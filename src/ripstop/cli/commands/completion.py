@@ -6,8 +6,8 @@ The script is generated from the flags.  After the training script's name it com
 from collections.abc import Iterable, Mapping, Sequence
 
 from ripstop.cli import COMMANDS
-from ripstop.cli.options.flags import Flag, HelpRequested
-from ripstop.model.errors import UsageError
+from ripstop.cli.options.flags import Flag
+from ripstop.model.errors import HelpRequested, UsageError
 
 HELP = """\
 usage: ripstop completion bash|zsh|fish

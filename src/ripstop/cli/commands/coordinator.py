@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ripstop.cli.options.flags import Flag, HelpRequested, parse
+from ripstop.cli.options.flags import Flag, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
-from ripstop.model.errors import UsageError
+from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.parsers import (
     HEALTH_CONF,
     address,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options import handlers
-from ripstop.cli.options.flags import Flag, HelpRequested, ParsedArguments, parse
+from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.health import health
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
 from ripstop.cli.options.output import event_handler, logs
@@ -16,7 +16,7 @@ from ripstop.cli.options.program import entrypoint, preload, start_method
 from ripstop.cli.options.rendezvous import RendezvousOptions, ranking, rendezvous_options
 from ripstop.cli.options.timers import timer_pipe
 from ripstop.model.config import API_PORT, MAX_SLOTS, STOP_SIGNALS, Backend, Binding, Etcd, Numa, RunConfig, Tls
-from ripstop.model.errors import UsageError
+from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.parsers import (
     address,
     duration,

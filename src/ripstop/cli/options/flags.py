@@ -13,12 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from ripstop.model.errors import HelpRequested as HelpRequested
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean
-
-
-class HelpRequested(Exception):
-    """The command line asks for help; the argument is the text to print."""
 
 
 class Flag(Struct, frozen=True):
