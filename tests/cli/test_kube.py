@@ -205,7 +205,7 @@ def test_the_objects_are_valid_in_several_versions_of_kubernetes(kind: str, vers
         (f"render {IMAGE} --rdzv-conf=leese=1 t.py", "--rdzv-conf leese: unknown key; the keys are"),
         (f"render {IMAGE} --memory=lots t.py", "--memory=lots: not a Kubernetes quantity"),
         (f"render {IMAGE} --name={'x' * 60} t.py", "metadata.name has 60 characters"),
-        (f"render {IMAGE} --name=Train t.py", "metadata.name names a service"),
+        (f"render {IMAGE} --name=Train t.py", "metadata.name must be a service name"),
         (f"render {IMAGE} --without-operator=deployment t.py", "unknown kind; write statefulset or job"),
         (f"render {IMAGE} --imgae=x t.py", "--imgae=x: unknown flag; did you mean --image?"),
         ("submit -f job.yaml train.py", "--file and a command line both describe a job"),

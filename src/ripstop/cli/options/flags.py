@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from ripstop.model.errors import HelpRequested as HelpRequested
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean
 
