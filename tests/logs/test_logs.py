@@ -120,6 +120,28 @@ def test_a_temporary_directory_that_cannot_be_created_is_an_error(
         LogDirectory(Logs(), "job7")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+def test_a_temporary_directory_that_another_user_made_in_place_of_ours_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = LogDirectory(Logs(), "job7")
+    directory.path.rmdir()
+    os.chown(directory.path.parent, OTHER, OTHER)
+    with pytest.raises(StartError, match="belongs to user 4242"):
+        round_logs(directory.path).prepare()
+    assert not directory.path.exists()
+
+
+def test_a_temporary_directory_that_is_made_again_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = LogDirectory(Logs(), "job7")
+    directory.path.rmdir()
+    directory.path.parent.rmdir()
+    round_logs(directory.path).prepare()
+    assert directory.path.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_directory_of_the_user_is_never_removed(tmp_path: Path) -> None:
     directory = LogDirectory(Logs(directory=tmp_path), "job7")
     directory.tidy(succeeded=True)
