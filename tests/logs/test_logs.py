@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.logs.console import Console, Prefixer, _Copier
+from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier
 from ripstop.logs.directory import LogDirectory, RoundLogs, file_name, write_whole
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
 from ripstop.system.inotify import InotifyWatch
+from ripstop.system.linux import reserve_range
 
 PLACE = Place(2, 1, 2, 4, 8, 2, 4, 8, Address("localhost", 29500), 1)
 
@@ -335,6 +336,18 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def reserve(path: Path) -> None:
+    """As `RoundLogs.prepare` does."""
+    with path.open("ab") as file:
+        assert reserve_range(file.fileno(), path.stat().st_size, path.stat().st_size + RESERVED_BYTES)
+    if disk_bytes(path) < RESERVED_BYTES:
+        pytest.skip("the file system cannot reserve space")
+
+
+def disk_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
 def ends_with(last: bytes) -> Callable[[bytes], bool]:
     return lambda seen: seen.endswith(last)
 
@@ -513,6 +526,43 @@ def test_a_deleted_file_is_copied_to_its_end(tmp_path: Path, console: Console, t
         asyncio.run(finish(console, path))
     terminal.hang_up()
     assert reader.all() == b"[a0]:still here\n[a0]:to the end\n"
+
+
+def test_space_that_was_reserved_is_released_at_the_end(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path = tmp_path / "err.log"
+    path.write_bytes(b"hello")
+    reserve(path)
+    console.follow(path, terminal.into, reserve_space=True)
+    asyncio.run(finish(console, path))
+    assert disk_bytes(path) < RESERVED_BYTES
+    assert path.read_bytes() == b"hello"
+
+
+def test_lines_that_an_orphan_appends_while_space_is_released_are_kept(
+    tmp_path: Path, console: Console, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    reserve(path)
+    inode, fstat, written = path.stat().st_ino, os.fstat, []
+
+    with path.open("ab", buffering=0) as orphan:
+
+        def fstat_before_a_line(fd: int) -> os.stat_result:
+            found = fstat(fd)
+            if found.st_ino == inode:
+                orphan.write(b"late\n")
+                written.append(b"late\n")
+            return found
+
+        console.follow(path, terminal.into, reserve_space=True)
+        append(path, b"up\n")
+        reader.wait_for(ends_with(b"up\n"))
+        monkeypatch.setattr(os, "fstat", fstat_before_a_line)
+        asyncio.run(finish(console, path))
+        monkeypatch.undo()
+    assert written
+    assert path.read_bytes() == b"up\n" + b"".join(written)
 
 
 def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

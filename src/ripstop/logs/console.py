@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
-from ripstop.system.linux import free_range, reserve_range
+from ripstop.system.linux import free_range, release_reserved, reserve_range
 from ripstop.system.own_directory import no_follow
 
 log = logging.getLogger("ripstop.workers")
@@ -225,7 +225,7 @@ class _LogFile(GrowingFile):
     def close(self) -> None:
         if self._reserved_until is not None:
             with suppress(OSError):
-                os.ftruncate(self.fd, self.size())  # frees the space that was reserved after the end
+                release_reserved(self.fd, 2 * RESERVED_BYTES)
         super().close()
         if self._filtered:
             self._filtered.close()
