@@ -565,6 +565,39 @@ def test_lines_that_an_orphan_appends_while_space_is_released_are_kept(
     assert path.read_bytes() == b"up\n" + b"".join(written)
 
 
+def full_after_one_file() -> Callable[[int, int, int], bool]:
+    """Replaces `reserve_range`: the disk has space for the first file only."""
+    answers = iter([True])
+
+    def reserve_first(fd: int, start: int, end: int) -> bool:
+        return next(answers, False) and reserve_range(fd, start, end)
+
+    return reserve_first
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_no_space_stays_reserved_if_the_disk_is_too_small_for_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: bool
+) -> None:
+    monkeypatch.setattr("ripstop.logs.directory.reserve_range", full_after_one_file())
+    logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.OUT if requested else OutputStreams.NONE)))
+    if requested:
+        with pytest.raises(StartError, match="No space left"):
+            logs.prepare()
+    else:
+        logs.prepare()
+    assert disk_bytes(logs.directory(0) / "stderr.log") < RESERVED_BYTES
+
+
+def test_no_space_stays_reserved_if_the_files_cannot_be_followed(tmp_path: Path, console: Console) -> None:
+    logs = round_logs(tmp_path)
+    logs.prepare()
+    (logs.directory(0) / "stderr.log").unlink()
+    with pytest.raises(StartError, match="cannot be used"):
+        logs.follow(console)
+    assert disk_bytes(logs.directory(1) / "stderr.log") < RESERVED_BYTES
+
+
 def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def used_up() -> InotifyWatch:
         raise OSError(24, "Too many open files")

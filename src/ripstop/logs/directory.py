@@ -29,7 +29,7 @@ from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
-from ripstop.system.linux import DISK_FULL_ERRORS, reserve_range
+from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
 from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
@@ -148,9 +148,11 @@ class RoundLogs:
                 self._prepare(local_rank)
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRORS or self._has_requested_files():
+                    self._release_space()
                     raise StartError(_unusable(self._round, error.strerror)) from error
                 full = True
         if full:
+            self._release_space()
             self._disk_full = True
             effect = "workers write stderr to the console only, and failure reports will not quote it"
             log.warning("the disk of %s is full: %s; free space, or use another --log-dir", self._job, effect)
@@ -168,6 +170,19 @@ class RoundLogs:
                         fd, size, size + RESERVED_BYTES
                     ):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                finally:
+                    os.close(fd)
+
+    def _release_space(self) -> None:
+        """Free the disk space that `prepare` reserved: nobody will follow the files, and free it then."""
+        for local_rank in range(self._place.slots):
+            path = self._file(local_rank, OutputStreams.ERR)
+            if path is None or not self._is_evidence_only(local_rank, OutputStreams.ERR):
+                continue
+            with suppress(OSError):  # the file that could not be made
+                fd = os.open(path, os.O_WRONLY | no_follow(path) | os.O_CLOEXEC)
+                try:
+                    release_reserved(fd, RESERVED_BYTES)
                 finally:
                     os.close(fd)
 
@@ -190,7 +205,11 @@ class RoundLogs:
             for local_rank in range(self._place.slots):
                 for stream, fd in ((OutputStreams.OUT, 1), (OutputStreams.ERR, 2)):
                     self._follow(console, local_rank, stream, fd)
+        except StartError:
+            self._release_space()
+            raise
         except OSError as error:
+            self._release_space()
             raise StartError(_unusable(self._round, error.strerror)) from error
 
     def _follow(self, console: Console, local_rank: int, stream: OutputStreams, fd: int) -> None:
