@@ -598,6 +598,32 @@ def test_no_space_stays_reserved_if_the_files_cannot_be_followed(tmp_path: Path,
     assert disk_bytes(logs.directory(1) / "stderr.log") < RESERVED_BYTES
 
 
+def test_space_is_reserved_again_after_a_truncation(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    reserve(path)
+    console.follow(path, terminal.into, reserve_space=True)
+    append(path, b"a long line\n")
+    reader.wait_for(ends_with(b"line\n"))
+    os.truncate(path, 0)
+    append(path, b"short\n")
+    reader.wait_for(ends_with(b"short\n"))
+    assert disk_bytes(path) >= RESERVED_BYTES
+
+
+def test_only_the_end_of_a_file_stays_on_disk_after_a_truncation(
+    tmp_path: Path, console: Console, terminal: Terminal
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into, keep_end_only=True)
+    for size, last in ((5 << 20, b"first\n"), (4 << 20, b"second\n")):
+        os.truncate(path, 0)
+        append(path, b"x" * size + last)
+        reader.wait_for(ends_with(last))
+    assert disk_bytes(path) < 3 << 20
+
+
 def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def used_up() -> InotifyWatch:
         raise OSError(24, "Too many open files")

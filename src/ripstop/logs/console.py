@@ -195,6 +195,16 @@ class _LogFile(GrowingFile):
         self._freed_until = self.position
         self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
 
+    def unread(self) -> int:
+        """Truncation, as by logrotate, frees the space that was reserved."""
+        before = self.position
+        unread = super().unread()
+        if self.position < before:
+            self._freed_until = 0
+            if self._reserved_until is not None:
+                self._reserved_until = 0
+        return unread
+
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
         data = self.read()
