@@ -104,6 +104,14 @@ def test_a_failed_sample_is_taken_again(
     assert ["Too many open files" in line for line in caplog.messages] == [True]
 
 
+def test_stacks_are_written_after_the_log_directory_was_removed(tmp_path: Path, idle: int) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
+        await monitor.inspect()
+
+    Scene(tmp_path / "removed" / "job7", idle).play(script)
+    assert len(list(tmp_path.glob("removed/job7/*/hang/rank_*.txt"))) == 1
+
+
 def test_a_failed_inspection_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         hang_monitor, "code_location", fails_once(hang_monitor.code_location, RuntimeError("can't start new thread"))

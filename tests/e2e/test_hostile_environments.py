@@ -231,6 +231,37 @@ def test_workers_restart_after_the_working_directory_was_deleted(job: Job) -> No
     assert agent.wait() == 0
 
 
+@pytest.mark.parametrize("removed", ["run", "top"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_job_recovers_after_its_log_directory_was_removed(job: Job, named: bool, removed: str) -> None:
+    text = f"""
+import os, pathlib, shutil, sys
+run = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2]
+print(run.name, file=sys.stderr)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    shutil.rmtree(run if {removed!r} == "run" else run.parent)
+    os._exit(3)
+"""
+    top = job.folder / "tmp"
+    top.mkdir()
+    flags = [f"--log-dir={job.logs}"] if named else []
+    agent = job.ripstop("run", "--standalone", *flags, "--max-restarts=2", script(job, text), env={"TMPDIR": str(top)})
+    assert agent.wait() == 0, job.describe()
+    (log,) = (job.logs if named else top).rglob("stderr.log")
+    assert log.parent.parent.name == "round_2"
+
+
+def test_the_report_is_saved_after_the_log_directory_was_removed(job: Job) -> None:
+    text = """
+import os, pathlib, shutil
+shutil.rmtree(pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[3])
+os._exit(3)
+"""
+    agent = job.run("--standalone", script(job, text))
+    assert agent.wait() == 1
+    assert len(list(job.logs.glob("*/report.json"))) == 1, job.describe()
+
+
 def test_a_relative_log_directory_in_a_deleted_directory_is_exit_2(job: Job) -> None:
     here = job.folder / "here"
     here.mkdir()

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.logs.console import Console, Prefixer, _Copier
+from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier
 from ripstop.logs.directory import LogDirectory, RoundLogs, file_name, write_whole
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
 from ripstop.system.inotify import InotifyWatch
+from ripstop.system.linux import reserve_range
 
 PLACE = Place(2, 1, 2, 4, 8, 2, 4, 8, Address("localhost", 29500), 1)
 
@@ -118,6 +119,28 @@ def test_a_temporary_directory_that_cannot_be_created_is_an_error(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     with pytest.raises(UsageError, match=r"missing cannot be used \(No such file or directory\)"):
         LogDirectory(Logs(), "job7")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+def test_a_temporary_directory_that_another_user_made_in_place_of_ours_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = LogDirectory(Logs(), "job7")
+    directory.path.rmdir()
+    os.chown(directory.path.parent, OTHER, OTHER)
+    with pytest.raises(StartError, match="belongs to user 4242"):
+        round_logs(directory.path).prepare()
+    assert not directory.path.exists()
+
+
+def test_a_temporary_directory_that_is_made_again_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = LogDirectory(Logs(), "job7")
+    directory.path.rmdir()
+    directory.path.parent.rmdir()
+    round_logs(directory.path).prepare()
+    assert directory.path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_directory_of_the_user_is_never_removed(tmp_path: Path) -> None:
@@ -313,6 +336,18 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def reserve(path: Path) -> None:
+    """As `RoundLogs.prepare` does."""
+    with path.open("ab") as file:
+        assert reserve_range(file.fileno(), path.stat().st_size, path.stat().st_size + RESERVED_BYTES)
+    if disk_bytes(path) < RESERVED_BYTES:
+        pytest.skip("the file system cannot reserve space")
+
+
+def disk_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
 def ends_with(last: bytes) -> Callable[[bytes], bool]:
     return lambda seen: seen.endswith(last)
 
@@ -491,6 +526,102 @@ def test_a_deleted_file_is_copied_to_its_end(tmp_path: Path, console: Console, t
         asyncio.run(finish(console, path))
     terminal.hang_up()
     assert reader.all() == b"[a0]:still here\n[a0]:to the end\n"
+
+
+def test_space_that_was_reserved_is_released_at_the_end(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path = tmp_path / "err.log"
+    path.write_bytes(b"hello")
+    reserve(path)
+    console.follow(path, terminal.into, reserve_space=True)
+    asyncio.run(finish(console, path))
+    assert disk_bytes(path) < RESERVED_BYTES
+    assert path.read_bytes() == b"hello"
+
+
+def test_lines_that_an_orphan_appends_while_space_is_released_are_kept(
+    tmp_path: Path, console: Console, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    reserve(path)
+    inode, fstat, written = path.stat().st_ino, os.fstat, []
+
+    with path.open("ab", buffering=0) as orphan:
+
+        def fstat_before_a_line(fd: int) -> os.stat_result:
+            found = fstat(fd)
+            if found.st_ino == inode:
+                orphan.write(b"late\n")
+                written.append(b"late\n")
+            return found
+
+        console.follow(path, terminal.into, reserve_space=True)
+        append(path, b"up\n")
+        reader.wait_for(ends_with(b"up\n"))
+        monkeypatch.setattr(os, "fstat", fstat_before_a_line)
+        asyncio.run(finish(console, path))
+        monkeypatch.undo()
+    assert written
+    assert path.read_bytes() == b"up\n" + b"".join(written)
+
+
+def full_after_one_file() -> Callable[[int, int, int], bool]:
+    """Replaces `reserve_range`: the disk has space for the first file only."""
+    answers = iter([True])
+
+    def reserve_first(fd: int, start: int, end: int) -> bool:
+        return next(answers, False) and reserve_range(fd, start, end)
+
+    return reserve_first
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_no_space_stays_reserved_if_the_disk_is_too_small_for_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: bool
+) -> None:
+    monkeypatch.setattr("ripstop.logs.directory.reserve_range", full_after_one_file())
+    logs = round_logs(tmp_path, Logs(redirects=StreamMap(OutputStreams.OUT if requested else OutputStreams.NONE)))
+    if requested:
+        with pytest.raises(StartError, match="No space left"):
+            logs.prepare()
+    else:
+        logs.prepare()
+    assert disk_bytes(logs.directory(0) / "stderr.log") < RESERVED_BYTES
+
+
+def test_no_space_stays_reserved_if_the_files_cannot_be_followed(tmp_path: Path, console: Console) -> None:
+    logs = round_logs(tmp_path)
+    logs.prepare()
+    (logs.directory(0) / "stderr.log").unlink()
+    with pytest.raises(StartError, match="cannot be used"):
+        logs.follow(console)
+    assert disk_bytes(logs.directory(1) / "stderr.log") < RESERVED_BYTES
+
+
+def test_space_is_reserved_again_after_a_truncation(tmp_path: Path, console: Console, terminal: Terminal) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    reserve(path)
+    console.follow(path, terminal.into, reserve_space=True)
+    append(path, b"a long line\n")
+    reader.wait_for(ends_with(b"line\n"))
+    os.truncate(path, 0)
+    append(path, b"short\n")
+    reader.wait_for(ends_with(b"short\n"))
+    assert disk_bytes(path) >= RESERVED_BYTES
+
+
+def test_only_the_end_of_a_file_stays_on_disk_after_a_truncation(
+    tmp_path: Path, console: Console, terminal: Terminal
+) -> None:
+    path, reader = tmp_path / "err.log", terminal.reader()
+    path.touch()
+    console.follow(path, terminal.into, keep_end_only=True)
+    for size, last in ((5 << 20, b"first\n"), (4 << 20, b"second\n")):
+        os.truncate(path, 0)
+        append(path, b"x" * size + last)
+        reader.wait_for(ends_with(last))
+    assert disk_bytes(path) < 3 << 20
 
 
 def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The directory for sockets is private."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,45 @@ def test_a_directory_that_is_not_empty_is_kept(tmp_path: Path) -> None:
     (held.path / "socket").touch()
     held.release()
     assert (held.path / "socket").exists()
+
+
+def test_a_directory_that_another_process_has_locked_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    environ = {"TMPDIR": str(tmp_path)}
+    other = os.open(run_directory(environ), os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process has locked"):
+            HeldDirectory(environ)
+    finally:
+        os.close(other)
+
+
+def test_a_directory_that_another_agent_is_about_to_remove_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"TMPDIR": str(tmp_path)}
+    other = os.open(run_directory(environ), os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def remove(seconds: float) -> None:
+        run_directory(environ).rmdir()
+        os.close(other)
+
+    monkeypatch.setattr("time.sleep", remove)
+    held = HeldDirectory(environ)
+    assert held.path.is_dir()
+    held.release()
+
+
+def test_a_lock_that_fails_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="No locks available"):
+        HeldDirectory({"TMPDIR": str(tmp_path)})
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_the_search_covers_both_places_and_creates_none(tmp_path: Path) -> None:

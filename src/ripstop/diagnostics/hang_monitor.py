@@ -336,7 +336,7 @@ class HangMonitor:
             if worker.flight and worker.flight.raw and not native:  # written once
                 files[self._file(worker.failure.rank, "flight.json")] = worker.flight.raw
         try:
-            await run_in_daemon_thread(partial(_write, files), WRITE_TIMEOUT_S)
+            await run_in_daemon_thread(partial(_write, self._workers.logs, files), WRITE_TIMEOUT_S)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             log.warning("stacks cannot be written to %s: %s", self._workers.logs.hang_directory(), why)
@@ -360,10 +360,10 @@ def _measure(stack_files: Mapping[int, Path], sessions: list[int]) -> tuple[dict
     return {rank: file_size(file) for rank, file in stack_files.items()}, linux.usage_of_sessions(sessions)
 
 
-def _write(files: Mapping[Path, bytes]) -> None:
+def _write(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:
+    logs.make_round_directory()  # a log plugin may not have made it
+    make_own_directory(logs.hang_directory())
     for path, content in files.items():
-        make_own_directory(path.parent.parent)  # a log plugin may not have created it
-        make_own_directory(path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
             file.write(content)

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
-from ripstop.system.linux import free_range, reserve_range
+from ripstop.system.linux import free_range, release_reserved, reserve_range
 from ripstop.system.own_directory import no_follow
 
 log = logging.getLogger("ripstop.workers")
@@ -195,6 +195,16 @@ class _LogFile(GrowingFile):
         self._freed_until = self.position
         self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
 
+    def unread(self) -> int:
+        """Truncation, as by logrotate, frees the space that was reserved."""
+        before = self.position
+        unread = super().unread()
+        if self.position < before:
+            self._freed_until = 0
+            if self._reserved_until is not None:
+                self._reserved_until = 0
+        return unread
+
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
         data = self.read()
@@ -225,7 +235,7 @@ class _LogFile(GrowingFile):
     def close(self) -> None:
         if self._reserved_until is not None:
             with suppress(OSError):
-                os.ftruncate(self.fd, self.size())  # frees the space that was reserved after the end
+                release_reserved(self.fd, 2 * RESERVED_BYTES)
         super().close()
         if self._filtered:
             self._filtered.close()

@@ -11,6 +11,8 @@ Rules:
 4. A worker that the user does not want to see on the console writes stderr to its file, and stdout to /dev/null.
 5. LOG_DIR may belong to anybody and may be a symbolic link.  The directories below it belong to this user, and no
    symbolic link is followed there.
+6. Directories that were removed during the run, as cleaners of /tmp do, are made again for the next round, for stacks
+   and for the report.
 """
 
 import errno
@@ -27,8 +29,8 @@ from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
-from ripstop.system.linux import DISK_FULL_ERRORS, reserve_range
-from ripstop.system.own_directory import make_own_directory, no_follow
+from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
+from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
@@ -46,19 +48,21 @@ class LogDirectory:
         try:
             self._top = self._top.absolute()
             self.path = self._top / file_name(run_id)
-            self._top.mkdir(parents=True, exist_ok=True)
-            make_own_directory(self.path)
+            _make_job_directory(self.path, temporary=logs.directory is None)
         except OSError as error:
             raise UsageError(_unusable(self._top, error.strerror)) from error
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise UsageError(_unusable(self._top, f"no right to write in {self.path.name}"))
 
     def tidy(self, *, succeeded: bool) -> None:
-        """At the end of the job: apply rule 2."""
+        """At the end of the job: apply rule 2, and rule 6 for the report of a failure."""
         if not self.kept:
             from shutil import rmtree
 
             rmtree(self._top, ignore_errors=True)
+        elif not succeeded:
+            with suppress(OSError):  # whoever writes the report will find out
+                _make_job_directory(self.path, temporary=self._made_up)
         if not (self._made_up and succeeded):
             return
         tree = list(os.walk(self._top, topdown=False))
@@ -131,6 +135,11 @@ class RoundLogs:
         """The log files of this worker, for `Console.finish`."""
         return tuple(path for path in (self.stdout(local_rank), self.stderr(local_rank)) if path)
 
+    def make_round_directory(self) -> None:
+        """Make the round's directory, and those above it (rule 6).  Raises OSError."""
+        _make_job_directory(self._job, temporary=self._logs.directory is None)
+        make_own_directory(self._round)
+
     def prepare(self) -> None:
         """Make the directories and files of all local ranks."""
         full = False
@@ -139,15 +148,17 @@ class RoundLogs:
                 self._prepare(local_rank)
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRORS or self._has_requested_files():
+                    self._release_space()
                     raise StartError(_unusable(self._round, error.strerror)) from error
                 full = True
         if full:
+            self._release_space()
             self._disk_full = True
             effect = "workers write stderr to the console only, and failure reports will not quote it"
             log.warning("the disk of %s is full: %s; free space, or use another --log-dir", self._job, effect)
 
     def _prepare(self, local_rank: int) -> None:
-        make_own_directory(self._round)
+        self.make_round_directory()
         make_own_directory(self.directory(local_rank))
         rename_existing(self.error_file(local_rank))
         for stream in (OutputStreams.OUT, OutputStreams.ERR):
@@ -159,6 +170,19 @@ class RoundLogs:
                         fd, size, size + RESERVED_BYTES
                     ):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                finally:
+                    os.close(fd)
+
+    def _release_space(self) -> None:
+        """Free the disk space that `prepare` reserved: nobody will follow the files, and free it then."""
+        for local_rank in range(self._place.slots):
+            path = self._file(local_rank, OutputStreams.ERR)
+            if path is None or not self._is_evidence_only(local_rank, OutputStreams.ERR):
+                continue
+            with suppress(OSError):  # the file that could not be made
+                fd = os.open(path, os.O_WRONLY | no_follow(path) | os.O_CLOEXEC)
+                try:
+                    release_reserved(fd, RESERVED_BYTES)
                 finally:
                     os.close(fd)
 
@@ -181,7 +205,11 @@ class RoundLogs:
             for local_rank in range(self._place.slots):
                 for stream, fd in ((OutputStreams.OUT, 1), (OutputStreams.ERR, 2)):
                     self._follow(console, local_rank, stream, fd)
+        except StartError:
+            self._release_space()
+            raise
         except OSError as error:
+            self._release_space()
             raise StartError(_unusable(self._round, error.strerror)) from error
 
     def _follow(self, console: Console, local_rank: int, stream: OutputStreams, fd: int) -> None:
@@ -234,6 +262,14 @@ class LogsSource(Protocol):
     async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> RoundLogs: ...
 
     def close(self) -> None: ...
+
+
+def _make_job_directory(job: Path, *, temporary: bool) -> None:
+    """Make `LOG_DIR/RUN_ID`.  A temporary LOG_DIR is private: another user may have made one in place of ours."""
+    job.parent.mkdir(mode=0o700 if temporary else 0o777, parents=True, exist_ok=True)
+    if temporary:
+        check_own_directory(job.parent)
+    make_own_directory(job)
 
 
 def _round_directory(job: Path, round: int) -> Path:

@@ -116,7 +116,7 @@ class PluginLogs(RoundLogs):
         try:
             for local_rank in range(self._place.slots):
                 if self._named_error_file(local_rank) is None:
-                    make_own_directory(self._round)
+                    self.make_round_directory()
                     make_own_directory(self.directory(local_rank))
                     rename_existing(self.error_file(local_rank))
                 for path in self.files(local_rank):

@@ -7,6 +7,7 @@ started, the caller writes.
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 MAX_QUEUED_LINES = 4096
 FLUSH_TIMEOUT_S = 2.0
@@ -30,6 +31,7 @@ class BackgroundWriter:
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
+        self._start_lock = threading.RLock()  # a signal handler may put a line meanwhile
 
     def put(self, line: str) -> None:
         """Queue a line, without its newline."""
@@ -41,11 +43,19 @@ class BackgroundWriter:
         self._dropped = 0
         self._lines.put(line)
         if not self._started:
-            try:
-                self._thread.start()
-                self._started = True
-            except RuntimeError:  # no more threads available
-                self._write_next(self._lines.get())
+            with self._start_lock:
+                self._start()
+
+    def _start(self) -> None:
+        if self._started:  # by another thread
+            return
+        try:
+            self._thread.start()
+            self._started = True
+        except RuntimeError:  # no more threads available
+            with suppress(queue.Empty):
+                while True:
+                    self._write_next(self._lines.get_nowait())
 
     def close(self) -> bool:
         """Wait up to FLUSH_TIMEOUT_S for the queued lines; return whether all are written."""

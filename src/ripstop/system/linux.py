@@ -8,6 +8,7 @@ Reading every process of a large host is cheap: one small file each, `/proc/PID/
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261,
 _subreaper_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
 _subreaper_holds = 0  # counted for the process, since the kernel has one flag for it
 _was_subreaper = False  # before the first hold
+_APPEND_MARGIN_BYTES = 1 << 16  # after the end of a file, which another process may just fill
 _PUNCH_BYTES = 1 << 16  # a multiple of every usual block size
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -228,6 +230,28 @@ def reserve_range(fd: int, start: int, end: int) -> bool:
     if error in (errno.EOPNOTSUPP, errno.ENOSYS):
         return not is_full(fd)
     return error not in DISK_FULL_ERRORS
+
+
+def release_reserved(fd: int, size: int) -> None:
+    """Free the disk space that `reserve_range` allocated in the `size` bytes after the end of the file.
+
+    Only ftruncate frees it on all file systems, but it also removes what another process appends meanwhile.  So it is
+    used only with a lease, which the kernel grants if no other process has the file open.  Otherwise a hole is made
+    behind the end; ext4 and btrfs ignore it.
+    """
+    import fcntl
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for a process that opens the file; the default ends ours
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        hole = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        _fallocate(fd, hole, os.fstat(fd).st_size + _APPEND_MARGIN_BYTES, size)
+        return
+    try:
+        os.ftruncate(fd, os.fstat(fd).st_size)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def is_full(where: "int | str | os.PathLike[str]") -> bool:

@@ -27,7 +27,7 @@ def check_own_directory(path: Path) -> None:
         raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
     if not stat.S_ISDIR(found.st_mode):
         raise OSError(errno.ENOTDIR, f"{path.name} is not a directory", str(path))
-    if found.st_uid not in (os.geteuid(), _owner_of_new_files(path)):
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new_files(path):
         raise OSError(errno.EPERM, f"{path.name} belongs to user {found.st_uid}", str(path))
 
 

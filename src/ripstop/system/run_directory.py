@@ -6,14 +6,19 @@ they run, and the last one removes it.  Commands search both places, because a j
 environment than a shell.
 """
 
+import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ripstop.model.errors import UsageError
+
+LOCK_TIMEOUT_S = 0.1  # agents lock it for an instant only, and the event loop waits
+LOCK_RETRY_S = 0.001
 
 
 def run_directory(environ: Mapping[str, str]) -> Path:
@@ -62,18 +67,37 @@ def _make(path: Path) -> os.stat_result:
             return path.lstat()
 
 
+def _lock(path: Path) -> int:
+    """Open and lock the directory.  FileNotFoundError: it was removed; BlockingIOError: another agent may remove it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 class HeldDirectory:
     """The directory at `path`.  It stays until all holders have released it; the last one removes it if it is empty."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        give_up_at = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             self.path = run_directory(environ)
-            with suppress(FileNotFoundError):  # another agent has just removed it
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if os.fstat(self._fd).st_nlink:
-                    return  # not removed, and the lock keeps it
-                os.close(self._fd)
+            try:
+                self._fd = _lock(self.path)
+                return
+            except FileNotFoundError:  # another agent has just removed it
+                continue
+            except BlockingIOError as error:  # another agent is about to remove it
+                if time.monotonic() > give_up_at:
+                    raise UsageError(
+                        f"sockets need a directory: another process has locked {self.path}; set another TMPDIR"
+                    ) from error
+                time.sleep(LOCK_RETRY_S)
 
     def release(self) -> None:
         with suppress(OSError):  # another agent holds it, or it is not empty
