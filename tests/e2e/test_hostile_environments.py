@@ -356,7 +356,7 @@ for number in range(40):  # more than the disk holds; each part is on the consol
 
 def test_workers_can_write_to_stderr_when_the_disk_is_full(job: Job, small_disk: list[str]) -> None:
     env = {"TMPDIR": small_disk[-1], "FIRST": 'head -c 9m /dev/zero > "$0/fill" 2> /dev/null'}
-    text = "import sys\nsys.stderr.write('x' * 1_000_000 + '\\n')\nprint('trained')\n"
+    text = "import sys\nsys.stderr.write('x' * 1_000_000 + '\\n')\nsys.stdout.write('trained\\n')\n"  # one write
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=2", script(job, text), env=env, wrap=small_disk)
     assert agent.wait() == 0, job.describe()
     assert agent.out.split() == ["trained"] * 2
