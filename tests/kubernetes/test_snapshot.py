@@ -4,7 +4,7 @@ from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
 from ripstop.kubernetes.records import Pod
-from ripstop.kubernetes.snapshot import coordinator_addresses, job_record, pod_records, unreachable_since
+from ripstop.kubernetes.snapshot import coordinator_pod_addresses, job_record, pod_records, unreachable_since
 
 OWNER = Owner("train", "ml", "u-1")
 BEGIN = "2027-01-15T08:00:00Z"
@@ -156,11 +156,11 @@ def test_a_node_is_unreachable_when_its_kubelet_is_not_heard() -> None:
 def test_the_coordinator_is_at_slot_0_or_anywhere_if_it_is_elected() -> None:
     first = a_pod({"podIP": "10.0.0.7", "phase": "Running"}, labels={SLOT: "0"})
     second = a_pod({"podIP": "10.0.0.8", "phase": "Running"})
-    assert coordinator_addresses([second, first], OWNER, elected=False) == ["10.0.0.7"]
-    assert coordinator_addresses([second, first], OWNER, elected=True) == ["10.0.0.7", "10.0.0.8"]
+    assert coordinator_pod_addresses([second, first], OWNER, elected=False) == ["10.0.0.7"]
+    assert coordinator_pod_addresses([second, first], OWNER, elected=True) == ["10.0.0.7", "10.0.0.8"]
 
 
 def test_no_coordinator_is_in_a_pod_that_does_not_run_or_is_another_jobs() -> None:
     over = a_pod({"podIP": "10.0.0.7", "phase": "Failed"}, labels={SLOT: "0"})
     other = a_pod({"podIP": "10.0.0.8", "phase": "Running"}, ownerReferences=[{"uid": "u-0"}])
-    assert coordinator_addresses([over, other, a_pod()], OWNER, elected=True) == []
+    assert coordinator_pod_addresses([over, other, a_pod()], OWNER, elected=True) == []

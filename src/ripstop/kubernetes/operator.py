@@ -33,7 +33,7 @@ from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
 from ripstop.kubernetes.manifests import HOME, JOB, Owner
 from ripstop.kubernetes.reconcile import decide
 from ripstop.kubernetes.records import CreatePod, Decision, ResizeJob
-from ripstop.kubernetes.snapshot import coordinator_addresses, job_record, node_of, pod_records, unreachable_since
+from ripstop.kubernetes.snapshot import coordinator_pod_addresses, job_record, node_of, pod_records, unreachable_since
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
@@ -226,7 +226,7 @@ class Operator:
         if tracked.poller is None:
             token = self._actions.token(owner)
             tracked.poller = JobPoller(self._api, self._poll_threads, owner, token, tracked.woken.set)
-        addresses = coordinator_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
+        addresses = coordinator_pod_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
         size = next((action.nodes for action in decision.actions if isinstance(action, ResizeJob)), None)
         tracked.poller.poll(addresses, size, time.monotonic())
 

@@ -46,7 +46,7 @@ def owned(item: Json, uid: str) -> bool:
     return any(reference["uid"] == uid for reference in references)
 
 
-def coordinator_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
+def coordinator_pod_addresses(items: Iterable[Json], owner: Owner, *, elected: bool) -> list[str]:
     """Possible addresses of the coordinator: the pod of slot 0, or any running pod if it is elected."""
     ours = {slot: item for item in items if owned(item, owner.uid) and (slot := _slot(item)) is not None}
     states = [ours[slot].get("status") or {} for slot in sorted(ours) if elected or slot == 0]
