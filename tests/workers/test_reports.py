@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import MAX_BURST, CheckpointReport, JobReport, Reports, WorkerHeartbeat, read
+from ripstop.workers.reports import MAX_BURST, CheckpointReport, Reports, WorkerHeartbeat, WorkerReport, read
 
 DEADLINE = 20.0
 
 
-def received(folder: Path, count: int, send: Callable[[str], None]) -> list[tuple[int, JobReport]]:
+def received(folder: Path, count: int, send: Callable[[str], None]) -> list[tuple[int, WorkerReport]]:
     """The reports that arrive while `send` runs, at least `count`."""
 
-    async def listen() -> list[tuple[int, JobReport]]:
-        found: list[tuple[int, JobReport]] = []
+    async def listen() -> list[tuple[int, WorkerReport]]:
+        found: list[tuple[int, WorkerReport]] = []
         enough = asyncio.Event()
 
-        def on_report(pid: int, report: JobReport) -> None:
+        def on_report(pid: int, report: WorkerReport) -> None:
             found.append((pid, report))
             if len(found) >= count:
                 enough.set()
@@ -117,8 +117,8 @@ def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(t
         Path(path).unlink()
         Path(path).parent.rmdir()
 
-    async def scenario() -> tuple[list[bool], JobReport]:
-        report_received: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
+    async def scenario() -> tuple[list[bool], WorkerReport]:
+        report_received: asyncio.Future[WorkerReport] = asyncio.get_running_loop().create_future()
         reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: report_received.set_result(report))
         try:
             before = reports.ensure_socket()

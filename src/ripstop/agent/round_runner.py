@@ -42,7 +42,7 @@ from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.group import Exit, Group
-from ripstop.workers.reports import JobReport, Reports
+from ripstop.workers.reports import Reports, WorkerReport
 from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.store import StorePort
 
@@ -254,7 +254,7 @@ class RoundRunner:
             monitor.on_worker_ended(local_rank)
         return monitor
 
-    def _on_worker_report(self, pid: int, report: JobReport) -> None:
+    def _on_worker_report(self, pid: int, report: WorkerReport) -> None:
         round = self._round
         if round is not None and round.group is not None and round.monitor is not None:
             rank = round.group.rank_of(pid)

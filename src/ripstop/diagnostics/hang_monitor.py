@@ -46,7 +46,7 @@ from ripstop.model.text import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.own_directory import make_own_directory
-from ripstop.workers.reports import CheckpointReport, JobReport, WorkerHeartbeat
+from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:
     from ripstop.diagnostics.flight_dump import FlightDump
@@ -112,7 +112,7 @@ class HangMonitor:
         self._native_stacks: asyncio.Task[None] | None = None
         self._schedule_check()
 
-    def on_report(self, local_rank: int, report: JobReport) -> None:
+    def on_report(self, local_rank: int, report: WorkerReport) -> None:
         """A worker, or a process that belongs to it, sent a heartbeat or reported a checkpoint."""
         place, now = self._workers.place, self._loop.time()
         match report:

@@ -53,13 +53,13 @@ class CheckpointReport(Struct, frozen=True):
     path: str
 
 
-JobReport = WorkerHeartbeat | CheckpointReport
+WorkerReport = WorkerHeartbeat | CheckpointReport
 
 
 class Reports:
     """The socket, while the agent runs; `on_report` is called in the event loop with the sender's pid."""
 
-    def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, JobReport], None]) -> None:
+    def __init__(self, environ: Mapping[str, str], on_report: Callable[[int, WorkerReport], None]) -> None:
         self._on_report = on_report
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -209,7 +209,7 @@ def _machine_id() -> str:
     return f"{crc32(os.fsencode(os.uname().nodename)):08x}"
 
 
-def read(data: bytes) -> JobReport | None:
+def read(data: bytes) -> WorkerReport | None:
     """The report in a datagram; None if it is invalid."""
     if len(data) > MAX_DATAGRAM_BYTES:
         return None
