@@ -208,7 +208,7 @@ LAST_LINES = [f"{number} {'x' * 50}" for number in range(20_000)] + ["the last w
 
 
 def go(job: Job, how: str) -> None:
-    """Let `last_words.py` write its output and end."""
+    """Let `final_output.py` write its output and end."""
     path = Path(job.env["GO"])
     path.with_suffix(".new").write_text(how)
     path.with_suffix(".new").rename(path)
@@ -217,7 +217,7 @@ def go(job: Job, how: str) -> None:
 @pytest.mark.parametrize(("how", "code"), [("fail", 1), ("stop", 1), ("signal", 143)])
 def test_a_followed_log_is_complete_when_the_job_ends(tmp_path: Path, how: str, code: int) -> None:
     with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
-        agent = job.run("--standalone", "--redirects=1", str(SCRIPTS / "last_words.py"))
+        agent = job.run("--standalone", "--redirects=1", str(SCRIPTS / "final_output.py"))
         until_running(job)
         following = job.ripstop("logs", "0", "-f", "--stream=stdout")
         wait_until(lambda: following.out or None, why=lambda: following.err)
@@ -232,7 +232,7 @@ def test_a_followed_log_is_complete_when_the_job_ends(tmp_path: Path, how: str, 
 
 def test_followed_logs_of_several_nodes_are_complete_when_the_job_ends(tmp_path: Path) -> None:
     with Job(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), TMPDIR=str(tmp_path), GO=str(tmp_path / "go")) as job:
-        nodes = [job.node("--redirects=1", nnodes="2", script=SCRIPTS / "last_words.py") for _ in range(2)]
+        nodes = [job.node("--redirects=1", nnodes="2", script=SCRIPTS / "final_output.py") for _ in range(2)]
         until_running(job, 1, "--job=e2e")
         following = job.ripstop("logs", "-f", "--stream=stdout", "--job=e2e")
         wait_until(lambda: True if following.out.count("ready") == 2 else None, why=lambda: following.err)
