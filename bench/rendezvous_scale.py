@@ -120,30 +120,30 @@ class Node(asyncio.Protocol):
             if len(self.buffer) < start + length:
                 return
             text, self.buffer = self.buffer[start : start + length], self.buffer[start + length :]
-            if b'"Beat"' not in text:
-                self.heard(json.loads(text))
+            if b'"Heartbeat"' not in text:
+                self.receive(json.loads(text))
 
-    def heard(self, message: dict) -> None:
+    def receive(self, message: dict) -> None:
         match message["type"]:
             case "Challenge":
-                self.say("Hello", **self.hello(message["nonce"]))
+                self.send("Hello", **self.hello(message["nonce"]))
             case "Welcome":
                 node = round.Node(self.name, "127.0.0.1", slots=8)
                 join = Join(node, self.fleet.least, self.fleet.size, ready=Ready(self.port, after=0))
                 self.welcome = True
                 self.fleet.gate.release()
-                self.say("Join", **to_builtins(join))
-                self.beat()
+                self.send("Join", **to_builtins(join))
+                self.send_heartbeats()
             case "Assign":
                 place = message["place"]
                 self.rank = place["group_rank"]
                 if self.rank == 0:
-                    self.say("Ready", store_port=self.port, after=place["round"])
+                    self.send("Ready", store_port=self.port, after=place["round"])
                 self.fleet.assigned(place["round"])
             case "StandBy":
                 pass
             case _:
-                sys.exit(f"{self.name} was told {message}")
+                sys.exit(f"{self.name} received {message}")
 
     def hello(self, challenge: str) -> dict:
         nonce = secrets.token_hex(16)
@@ -152,12 +152,12 @@ class Node(asyncio.Protocol):
         proof = hmac.new(TOKEN.encode(), b"ripstop" + framed, hashlib.sha256).hexdigest()
         return {"run_id": JOB, "node": self.name, "nonce": nonce, "proof": proof}
 
-    def beat(self) -> None:
+    def send_heartbeats(self) -> None:
         if not self.cut:
-            asyncio.get_running_loop().call_later(LEASE / 3, self.beat)
-            self.say("Beat")
+            asyncio.get_running_loop().call_later(LEASE / 3, self.send_heartbeats)
+            self.send("Heartbeat")
 
-    def say(self, kind: str, **fields: object) -> None:
+    def send(self, kind: str, **fields: object) -> None:
         payload = json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
         size = len(payload)
         head = bytes((0x81, 0x80 | size)) if size < 126 else bytes((0x81, 0xFE)) + size.to_bytes(2, "big")
