@@ -4,9 +4,12 @@ The `kubernetes` package handles credentials.  The requests are plain JSON, so t
 package and of the cluster.  Calls block and may come from any thread.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlencode
 
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
@@ -15,6 +18,9 @@ from ripstop.model.errors import RipstopError
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
 MAX_THREADS = 16
 PAGE_SIZE = "500"  # objects
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -130,6 +136,11 @@ class Cluster:
         return headers | {
             auth["key"]: auth["value"] for auth in auth_settings if auth["in"] == "header" and auth["value"]
         }
+
+
+async def in_thread(threads: Executor, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Run a blocking call in one of these threads."""
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **options))
 
 
 def jobs_path(namespace: str | None, name: str = "", *, part: str = "") -> str:

@@ -14,9 +14,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
-from typing import ParamSpec, TypeVar
 
+from ripstop.kubernetes.client import in_thread
 from ripstop.kubernetes.job_api import JobApi
 from ripstop.kubernetes.manifests import Owner, run_id
 from ripstop.kubernetes.spec import Json
@@ -25,8 +24,6 @@ POLL_INTERVAL_S = 10.0
 SEARCH_TIMEOUT_S = 5.0  # for the coordinator among the pods
 MAX_FAILED_POLLS = 3  # then the job counts as unreachable
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
 log = logging.getLogger("ripstop.operator")
 
@@ -86,7 +83,7 @@ class JobPoller:
 
     async def _send_size(self, size: int) -> bool:
         try:
-            await self._call(self._api.scale, self._address, *self._secret, size)
+            await in_thread(self._threads, self._api.scale, self._address, *self._secret, size)
         except Exception as error:  # retried after the next successful poll
             log.warning("%s size=%d could not be sent: %s", self._name, size, error)
             return False
@@ -100,7 +97,7 @@ class JobPoller:
         for address in self._ordered(addresses):
             self._last_address = address
             try:
-                self.telemetry = await self._call(self._api.status, address, *self._secret)
+                self.telemetry = await in_thread(self._threads, self._api.status, address, *self._secret)
                 self._failed_polls = 0
                 return
             except Exception as error:  # the job does not depend on it
@@ -116,6 +113,3 @@ class JobPoller:
             return list(addresses)
         first = addresses.index(self._last_address) + (not self._address)
         return [*addresses[first:], *addresses[:first]]
-
-    async def _call(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **options))

@@ -18,16 +18,24 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from msgspec import Struct, field
 
 from ripstop.kubernetes.actions import Actions, CreationRefused, StatusRefused, operator_key
-from ripstop.kubernetes.client import MAX_THREADS, READ_TIMEOUT_S, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.kubernetes.client import (
+    MAX_THREADS,
+    READ_TIMEOUT_S,
+    Cluster,
+    Conflict,
+    NotFound,
+    core_path,
+    in_thread,
+    jobs_path,
+)
 from ripstop.kubernetes.job_api import JobApi
 from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
 from ripstop.kubernetes.manifests import HOME, JOB, Owner
@@ -42,8 +50,6 @@ FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
 FINISHED_RESYNC_S = 600.0  # reconcile a finished job this often without an event
 ACTIVE_RESYNC_S = 60.0  # and an active one this often, to recreate its service, secret and budget
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Name = tuple[str, str]  # namespace and name of a job
 
 log = logging.getLogger("ripstop.operator")
@@ -166,10 +172,12 @@ class Operator:
 
     async def _reconcile(self, name: Name, tracked: TrackedJob) -> float | None:
         try:
-            item = await self._call(self._cluster.get, jobs_path(*name))
+            item = await in_thread(self._threads, self._cluster.get, jobs_path(*name))
         except NotFound:
             return None
-        pods = await self._call(self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}")
+        pods = await in_thread(
+            self._threads, self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}"
+        )
         tracked.nodes = frozenset(filter(None, map(node_of, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
@@ -186,7 +194,7 @@ class Operator:
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
         create = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            ignored = await self._call(self._actions.execute, item, job.owner, decision, create=create)
+            ignored = await in_thread(self._threads, self._actions.execute, item, job.owner, decision, create=create)
             tracked.ensured_at, tracked.refused = now if create else tracked.ensured_at, ""
             tracked.ignored = _ignored_text(ignored) or tracked.ignored
         except CreationRefused as error:
@@ -204,7 +212,7 @@ class Operator:
     ) -> dict[str, Any]:
         """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
         try:
-            item = await self._call(self._actions.write_status, item, status)
+            item = await in_thread(self._threads, self._actions.write_status, item, status)
             tracked.refused_status = None
         except StatusRefused as error:
             if tracked.refused_status is None:
@@ -229,9 +237,6 @@ class Operator:
         addresses = coordinator_pod_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
         size = next((action.nodes for action in decision.actions if isinstance(action, ResizeJob)), None)
         tracked.poller.poll(addresses, size, time.monotonic())
-
-    async def _call(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **options))
 
 
 def _ignored_text(fields: Sequence[str]) -> str:
