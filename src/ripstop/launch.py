@@ -41,7 +41,7 @@ from ripstop.model.config import (
     Script,
 )
 from ripstop.model.errors import UsageError
-from ripstop.model.events import EventRecord, Sink
+from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text import clean, one_line
@@ -385,32 +385,13 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
     if not config.event_handler:
         yield []
         return
-    from ripstop.telemetry.torch_handler import EventHandler
+    from ripstop.telemetry.torch_handler import EventHandler, torch_sink
 
     handler = EventHandler(config.event_handler, environ, children)
     try:
         yield [torch_sink(config, _program_name(config.entry), handler.put)]
     finally:
         handler.close()
-
-
-def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
-    """A sink that passes this node's events to `put` in the format of torch's agent."""
-    from ripstop.telemetry.torch_events import TorchEvents
-
-    events = TorchEvents(
-        run_id=config.run_id,
-        role=config.role,
-        backend=config.backend.value,
-        host=socket.gethostname(),
-        program=program,
-    )
-
-    def sink(record: EventRecord) -> None:
-        for text in events.convert(record):
-            put(text)
-
-    return sink
 
 
 def _program_name(entry: Entrypoint) -> str:

@@ -61,7 +61,7 @@ class LogDirectory:
 
             rmtree(self._top, ignore_errors=True)
         elif not succeeded:
-            with suppress(OSError):  # whoever writes the report will find out
+            with suppress(OSError):  # writing the report fails with the same error
                 _make_job_directory(self.path, temporary=self._made_up)
         if not (self._made_up and succeeded):
             return

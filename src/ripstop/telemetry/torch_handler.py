@@ -10,10 +10,13 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from ripstop.model.config import RunConfig
+from ripstop.model.events import EventRecord, Sink
 from ripstop.telemetry import torch_handler_process
+from ripstop.telemetry.torch_events import TorchEvents
 from ripstop.workers.processes import Children, cannot_start
 
 log = logging.getLogger("ripstop.workers")
@@ -66,3 +69,20 @@ class EventHandler:
         if not self._problem_logged:
             self._problem_logged = True
             log.warning("the event handler %s %s; the job continues", self._name, what)
+
+
+def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
+    """A sink that passes this node's events to `put` in the format of torch's agent."""
+    events = TorchEvents(
+        run_id=config.run_id,
+        role=config.role,
+        backend=config.backend.value,
+        host=socket.gethostname(),
+        program=program,
+    )
+
+    def sink(record: EventRecord) -> None:
+        for text in events.convert(record):
+            put(text)
+
+    return sink

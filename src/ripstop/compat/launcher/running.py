@@ -37,6 +37,7 @@ from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Scri
 from ripstop.model.errors import UsageError
 from ripstop.model.events import Sink
 from ripstop.model.round import Outcome
+from ripstop.telemetry.torch_handler import torch_sink
 from ripstop.transport.endpoint import Bound
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
@@ -174,7 +175,7 @@ def _event_sinks(run: RunConfig, handler: str, program: str) -> Iterator[list[Si
         return
     thread = EventThread(handler)
     try:
-        yield [launch.torch_sink(run, program, thread.put)]
+        yield [torch_sink(run, program, thread.put)]
     finally:
         thread.close()
 
