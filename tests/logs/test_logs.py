@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier
+from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
 from ripstop.logs.directory import LogDirectory, RoundLogs, file_name, write_whole
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
@@ -417,6 +417,21 @@ def test_without_a_prefix_half_a_line_appears_at_once(tmp_path: Path, console: C
     reader.wait_for(lambda seen: seen == b"\r 10%")
     append(path, b"\r\xff")
     reader.wait_for(lambda seen: seen == b"\r 10%\r\xff")
+
+
+def test_without_a_prefix_a_long_output_is_divided_between_lines(tmp_path: Path) -> None:
+    path = tmp_path / "err.log"
+    path.touch()
+    file = _LogFile(path, None, None, keep_end_only=False, reserve_space=False)
+    line = b"x" * 99 + b"\n"
+    append(path, line * 10_000 + b"half")
+    blocks = []
+    while (block := file.next_output())[1]:
+        blocks.append(block[0])
+    file.close()
+    assert b"".join(blocks) == line * 10_000 + b"half"
+    assert len(blocks) > 2
+    assert all(block.endswith(b"\n") for block in blocks[:-1])
 
 
 def test_earlier_content_of_a_file_is_not_copied(tmp_path: Path, console: Console, terminal: Terminal) -> None:

@@ -5,7 +5,8 @@ agent, nor the workers, nor the other console: unread output stays in the files.
 
 1. With a prefix, only whole lines are written, so that lines of different workers never mix.  A carriage return ends a
    line, too; otherwise a progress bar would appear only at its end.
-2. Without a prefix, bytes are copied as they come.
+2. Without a prefix, bytes are copied as they come.  A block that is read from the middle of a long output ends with a
+   line, so that the agent's own lines do not divide the worker's.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
 4. Nothing polls where inotify is available (`growing_file.py`).
 5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
@@ -208,6 +209,8 @@ class _LogFile(GrowingFile):
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
         data = self.read()
+        if self._prefixer is None and len(data) == MAX_READ_BYTES:
+            data = self._unread_partial_line(data)
         if self._keep_end_only and self.position - self._freed_until > 2 * _MIN_KEPT_BYTES:
             self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES)
         if self._reserved_until is not None and self.position + RESERVED_BYTES // 2 > self._reserved_until:
@@ -215,6 +218,13 @@ class _LogFile(GrowingFile):
         if self._filtered:
             self._filtered.feed(data)
         return (self._prefixer.feed(data) if self._prefixer else data), bool(data)
+
+    def _unread_partial_line(self, data: bytes) -> bytes:
+        """The whole lines of a full block (rule 2); the next block begins with the rest."""
+        end = data.rfind(b"\n") + 1
+        if end:
+            self.position -= len(data) - end
+        return data[:end] or data
 
     def _reserve(self) -> int:
         """Reserve disk space after the end of the file; return the position up to which there is space."""
