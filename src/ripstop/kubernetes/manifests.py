@@ -1,20 +1,32 @@
-"""The objects that an ElasticJob owns: service, secret, pods, disruption budget.  Pure.
+"""The Kubernetes objects of a job, and their YAML.  Pure.
 
-All names are derived from the job's name, so creating an object twice has no effect.  A pod is a slot: a
-replacement has the same name, host name and rank.
+With the operator: the service, secret, pods and disruption budget that an ElasticJob owns.  All names are derived from
+the job's name, so creating an object twice has no effect.  A pod is a slot: a replacement has the same name, host name
+and rank.
+
+Without the operator: a headless service, and a StatefulSet or an indexed Job whose pods are the nodes.  A pod's index
+is its slot, and pod 0 hosts the coordinator.  A StatefulSet restarts its containers after any exit, so an agent must
+linger after the end of its job; it has no liveness probe, because a lingering agent does not respond.  A Job ends with
+its pods: a failed training job or invalid input fails it, and a lost pod is replaced.
 """
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json, Spec
+from ripstop.model.errors import RipstopError
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
 AGENT_EXIT_S = 15  # for the agent, after the workers' shutdown timeout
 TERMINATION_LOG = "/dev/termination-log"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # as in the pods of an indexed Job
+KINDS_WITHOUT_OPERATOR = ("statefulset", "job")
+INSTANCE = "app.kubernetes.io/instance"  # not the label that the operator uses
+MAX_LOST_PODS = 1000  # of an indexed Job
 
 
 def _probe(path: str, **more: int) -> dict[str, Any]:
@@ -28,35 +40,22 @@ PROBES = {  # one hour until the agent starts; then one minute until a hanging a
 }
 
 
-class Owner:
+class Owner(Struct, frozen=True):
     """The job that owns an object."""
 
-    __slots__ = ("name", "namespace", "uid")
-
-    def __init__(self, name: str, namespace: str, uid: str) -> None:
-        self.name = name
-        self.namespace = namespace
-        self.uid = uid
+    name: str
+    namespace: str
+    uid: str
 
     def labels(self) -> dict[str, str]:
         return {JOB: self.name, UID: self.uid}
 
     def metadata(self, name: str, **labels: str) -> dict[str, Any]:
         """The metadata of an object that is deleted with the job."""
-        reference = {
-            "apiVersion": f"{GROUP}/{VERSION}",
-            "kind": KIND,
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
-        return {
-            "name": name,
-            "namespace": self.namespace,
-            "labels": self.labels() | labels,
-            "ownerReferences": [reference],
-        }
+        job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": self.name, "uid": self.uid}
+        reference = job | {"controller": True, "blockOwnerDeletion": True}
+        names = {"name": name, "namespace": self.namespace}
+        return names | {"labels": self.labels() | labels, "ownerReferences": [reference]}
 
 
 def pod_name(job: str, slot: int) -> str:
@@ -69,18 +68,7 @@ def run_id(owner: Owner) -> str:
 
 
 def service(owner: Owner) -> dict[str, Any]:
-    """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": owner.metadata(owner.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": owner.labels(),
-            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
-        },
-    }
+    return _service(owner.metadata(owner.name), owner.labels())
 
 
 def secret_name(owner: Owner, spec: Spec) -> str:
@@ -90,23 +78,13 @@ def secret_name(owner: Owner, spec: Spec) -> str:
 
 def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
     """The secret of a job without `secretName`."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": owner.metadata(secret_name(owner, spec)),
-        "type": "Opaque",
-        "stringData": {"token": token},
-    }
+    return _secret(owner.metadata(secret_name(owner, spec)), token)
 
 
 def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
     """Limits voluntary evictions to what the job can lose."""
-    return {
-        "apiVersion": version,
-        "kind": "PodDisruptionBudget",
-        "metadata": owner.metadata(owner.name),
-        "spec": {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}},
-    }
+    budget = {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}}
+    return _object(version, "PodDisruptionBudget", owner.metadata(owner.name), spec=budget)
 
 
 def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
@@ -120,7 +98,7 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         metadata["annotations"] = annotations
     body = template["spec"]
     body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
-    make_node(
+    _make_node(
         body,
         spec,
         secret=secret_name(owner, spec),
@@ -129,7 +107,7 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         conf=_conf(spec, slot),
         variables={INDEX_VARIABLE: str(slot)},
     )
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+    return _object("v1", "Pod", metadata, spec=body)
 
 
 def _conf(spec: Spec, slot: int) -> str:
@@ -139,7 +117,89 @@ def _conf(spec: Spec, slot: int) -> str:
     return location + (f",target={spec.target}" if spec.target not in (None, spec.max_replicas) else "")
 
 
-def make_node(
+# without the operator -------------------------------------------------------------------------------------------------
+
+
+def objects_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec, token: str) -> list[dict[str, Any]]:
+    """All objects to apply; with a secret unless the spec names one."""
+    name = metadata["name"]
+    found = [_service(metadata, {INSTANCE: name})]
+    if not spec.secret_name:
+        found.append(_secret({**metadata, "name": f"{name}-token"}, token))
+    if kind == "job":
+        found.append(_object("batch/v1", "Job", metadata, spec=_indexed_job(name, spec)))
+    else:
+        found.append(_object("apps/v1", "StatefulSet", metadata, spec=_stateful_set(name, spec)))
+    return found
+
+
+def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
+    ready = {"readinessProbe": PROBES["readinessProbe"]}
+    return {
+        "serviceName": name,
+        "replicas": spec.pods,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": {INSTANCE: name}},
+        "template": _template(name, spec, variables={"PET_LINGER": "1"}, probes=ready),
+    }
+
+
+def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
+    template = _template(name, spec)
+    template["spec"] |= {"restartPolicy": "Never", "subdomain": name}
+    final = {"containerName": template["spec"]["containers"][0]["name"], "operator": "In", "values": [1, 2]}
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": final, "onPodConditions": []},  # required before 1.29
+    ]
+    return {
+        "completionMode": "Indexed",
+        "completions": spec.pods,
+        "parallelism": spec.pods,
+        "backoffLimit": MAX_LOST_PODS,
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+
+
+def _template(name: str, spec: Spec, **options: Any) -> dict[str, Any]:
+    template: dict[str, Any] = deepcopy(dict(spec.template))
+    metadata = template.pop("metadata", {})
+    labels = {**(metadata.get("labels") or {}), INSTANCE: name}
+    secret = spec.secret_name or f"{name}-token"
+    _make_node(template["spec"], spec, secret=secret, run_id=name, host=f"{name}-0.{name}", **options)
+    return {"metadata": {**metadata, "labels": labels}, **template}
+
+
+# for both -------------------------------------------------------------------------------------------------------------
+
+
+def to_yaml(objects: Sequence[Json]) -> str:
+    """One document per object, with the fields in their given order."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise RipstopError("YAML output needs PyYAML; run `pip install ripstop[kubernetes]`") from error
+    text: str = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    return text
+
+
+def _object(version: str, kind: str, metadata: Json, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": dict(metadata), **fields}
+
+
+def _service(metadata: Json, selector: Mapping[str, str]) -> dict[str, Any]:
+    """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
+    ports = [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(selector), "ports": ports}
+    return _object("v1", "Service", metadata, spec=spec)
+
+
+def _secret(metadata: Json, token: str) -> dict[str, Any]:
+    return _object("v1", "Secret", metadata, type="Opaque", stringData={"token": token})
+
+
+def _make_node(
     body: dict[str, Any],
     spec: Spec,
     *,

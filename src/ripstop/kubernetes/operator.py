@@ -1,7 +1,7 @@
 """The operator: watches jobs, pods and nodes, and reconciles each job that changed.
 
-`reconcile` decides; `actions` executes.  kopf maintains the watches; it uses raw events only, so it writes nothing
-into objects.  Rules:
+`reconcile` decides; `cluster_writer` executes.  kopf maintains the watches; it uses raw events only, so it writes
+nothing into objects.  Rules:
 
 1.  Every reconciliation reads the job and its pods again.  A watch event only triggers it, so a lost event costs
     time but no correctness.
@@ -25,23 +25,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ripstop.kubernetes.actions import Actions, CreationRefused, StatusRefused, operator_key
-from ripstop.kubernetes.client import (
-    MAX_THREADS,
-    READ_TIMEOUT_S,
-    Cluster,
-    Conflict,
-    NotFound,
-    core_path,
-    in_thread,
-    jobs_path,
-)
-from ripstop.kubernetes.job_api import JobApi
-from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
+from ripstop.kubernetes import api_server
+from ripstop.kubernetes.api_server import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
+from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, operator_key
+from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
 from ripstop.kubernetes.manifests import HOME, JOB, Owner
-from ripstop.kubernetes.reconcile import decide
-from ripstop.kubernetes.records import CreatePod, Decision, ResizeJob
-from ripstop.kubernetes.snapshot import coordinator_pod_addresses, job_record, node_of, pod_records, unreachable_since
+from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
+from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, read_job
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
@@ -92,7 +82,7 @@ class Operator:
 
     def __init__(self, cluster: Cluster, key: bytes, api: JobApi | None = None) -> None:
         self._cluster = cluster
-        self._actions = Actions(cluster, key)
+        self._writer = ClusterWriter(cluster, key)
         self._api = api
         self._threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-api")
         self._poll_threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-jobs")
@@ -181,22 +171,24 @@ class Operator:
         tracked.nodes = frozenset(filter(None, map(node_of, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
-        job = job_record(
+        job = read_job(
             item if tracked.refused_status is None else item | {"status": tracked.refused_status},
             telemetry=telemetry,
             refused=tracked.refused,
             ignored=tracked.ignored,
             unreachable=unreachable,
         )
-        decision = decide(job, pod_records(pods, job.owner, self._unreachable_nodes()), time.time())
+        decision = decide(job, read_pods(pods, job.owner, self._unreachable_nodes()), time.time())
         item = await self._write_status(name, tracked, item, decision.status)
         now = time.monotonic()
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
         create = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            ignored = await in_thread(self._threads, self._actions.execute, item, job.owner, decision, create=create)
+            ignored = await in_thread(self._threads, self._writer.execute, item, job.owner, decision, create=create)
             tracked.ensured_at, tracked.refused = now if create else tracked.ensured_at, ""
-            tracked.ignored = _ignored_text(ignored) or tracked.ignored
+            if ignored:
+                remedy = "correct their spelling or position in a new job"
+                tracked.ignored = f"the cluster drops unknown template fields: {', '.join(ignored)}; {remedy}"
         except CreationRefused as error:
             tracked.refused = str(error)
         if (tracked.refused, tracked.ignored) != (job.refused, job.ignored):
@@ -212,7 +204,7 @@ class Operator:
     ) -> dict[str, Any]:
         """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
         try:
-            item = await in_thread(self._threads, self._actions.write_status, item, status)
+            item = await in_thread(self._threads, self._writer.write_status, item, status)
             tracked.refused_status = None
         except StatusRefused as error:
             if tracked.refused_status is None:
@@ -232,20 +224,11 @@ class Operator:
             tracked.stop_polling()
             return
         if tracked.poller is None:
-            token = self._actions.token(owner)
+            token = self._writer.token(owner)
             tracked.poller = JobPoller(self._api, self._poll_threads, owner, token, tracked.woken.set)
         addresses = coordinator_pod_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
         size = next((action.nodes for action in decision.actions if isinstance(action, ResizeJob)), None)
         tracked.poller.poll(addresses, size, time.monotonic())
-
-
-def _ignored_text(fields: Sequence[str]) -> str:
-    if not fields:
-        return ""
-    return f"the cluster drops unknown template fields: {', '.join(fields)}; {_SPELLING}"
-
-
-_SPELLING = "correct their spelling or position in a new job"
 
 
 def run_operator(
@@ -296,7 +279,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
     kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
     kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
     settings.watching.label_selectors["", "v1", "pods"] = JOB
-    settings.networking.request_timeout = READ_TIMEOUT_S
+    settings.networking.request_timeout = api_server.READ_TIMEOUT_S
     settings.posting.enabled = False  # the operator creates its own events
     settings.scanning.disabled = namespace is not None  # scanning needs access to all namespaces
     await kopf.operator(
