@@ -44,7 +44,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
-from ripstop.model.text import clean, one_line
+from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.log import StderrHandler

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ripstop.model.status import JobStatus, NodeState, Phase
-from ripstop.model.text import without_surrogates
+from ripstop.model.text_formatting import without_surrogates
 from ripstop.model.usage import NodeSample
 from ripstop.telemetry.metrics import BUCKET_BOUNDS_S, Histogram, Totals
 

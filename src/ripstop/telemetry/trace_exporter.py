@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ripstop import __version__
 from ripstop.model.config import Tracing
 from ripstop.model.events import EventRecord
-from ripstop.model.text import one_line, without_surrogates
+from ripstop.model.text_formatting import one_line, without_surrogates
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.telemetry.spans import Attributes, Context, Span, Spans
 
