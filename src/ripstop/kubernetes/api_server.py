@@ -19,6 +19,7 @@ from ripstop.model.errors import RipstopError
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
 MAX_THREADS = 16
 PAGE_SIZE = "500"  # objects
+Query = Mapping[str, str] | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -37,6 +38,10 @@ class NotFound(ApiError):
 
 class Conflict(ApiError):
     """The object exists already, or changed since it was read."""
+
+
+class Invalid(ApiError):
+    """The object breaks a rule of its definition."""
 
 
 class ApiUnreachable(RipstopError):
@@ -90,9 +95,7 @@ class Cluster:
     def delete(self, path: str, body: Json | None = None) -> dict[str, Any]:
         return self.request("DELETE", path, body)
 
-    def request(
-        self, method: str, path: str, body: Json | None = None, *, query: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    def request(self, method: str, path: str, body: Json | None = None, *, query: Query = None) -> dict[str, Any]:
         from urllib3 import Timeout
         from urllib3.exceptions import HTTPError
 
@@ -110,7 +113,7 @@ class Cluster:
         except (HTTPError, OSError) as error:
             raise ApiUnreachable(f"{method} {path}: {error}") from error
         if response.status >= 300:
-            kind = {404: NotFound, 409: Conflict}.get(response.status, ApiError)
+            kind = {404: NotFound, 409: Conflict, 422: Invalid}.get(response.status, ApiError)
             raise kind(response.status, _message(response.data) or f"{method} {path}: HTTP {response.status}")
         found: dict[str, Any] = json.loads(response.data)
         return found

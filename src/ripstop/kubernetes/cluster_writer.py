@@ -15,15 +15,25 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from ripstop.kubernetes import manifests, reconcile
-from ripstop.kubernetes.api_server import ApiError, Cluster, Conflict, NotFound, budgets_path, core_path, jobs_path
-from ripstop.kubernetes.manifests import KEY, Owner
+from ripstop.kubernetes.api_server import (
+    ApiError,
+    Cluster,
+    Conflict,
+    Invalid,
+    NotFound,
+    budgets_path,
+    core_path,
+    jobs_path,
+)
+from ripstop.kubernetes.manifests import KEY, Owner, new_object
 from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS, is_owned
 from ripstop.kubernetes.reconcile import JOB_REPORTED, Action, Decision, Emit
-from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Json, Spec
+from ripstop.kubernetes.spec import Json, Spec
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
@@ -52,9 +62,9 @@ def operator_key(cluster: Cluster, home: str) -> bytes:
         return _stored_key(cluster, path)
     except NotFound:
         key = secrets.token_bytes(32)
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEY, "namespace": home}}
+        data = {"key": base64.b64encode(key).decode()}
         try:
-            cluster.create(path, secret | {"data": {"key": base64.b64encode(key).decode()}})
+            cluster.create(path, new_object("v1", "Secret", {"name": KEY, "namespace": home}, data=data))
         except Conflict:  # another operator created it at the same time
             return _stored_key(cluster, path)
         except NotFound as error:
@@ -71,7 +81,6 @@ class ClusterWriter:
     def __init__(self, cluster: Cluster, key: bytes) -> None:
         self._cluster = cluster
         self._key = key
-        self._budgets = ""  # API version of disruption budgets in this cluster
         self._warned_outdated = False
 
     def token(self, owner: Owner) -> str:
@@ -96,15 +105,11 @@ class ClusterWriter:
         version = {"resourceVersion": metadata["resourceVersion"]}
         try:
             return self._cluster.patch(path, {"metadata": version, "status": changes})
-        except ApiError as error:
-            if error.code != 422:
-                raise
+        except Invalid as error:
             why = str(error)
         try:
             answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(JOB_REPORTED)})
-        except ApiError as error:
-            if error.code != 422:
-                raise
+        except Invalid as error:
             raise StatusRefused(str(error)) from error
         if not self._warned_outdated:
             self._warned_outdated = True
@@ -146,13 +151,8 @@ class ClusterWriter:
             case reconcile.SetReplicas(replicas):
                 version = {"resourceVersion": item["metadata"]["resourceVersion"]}
                 body = {"metadata": version, "spec": {"replicas": replicas}}
-                try:
+                with suppress(Conflict, NotFound, Invalid):  # an invalid spec does not stop the other actions
                     self._cluster.patch(jobs_path(owner.namespace, owner.name), body)
-                except (Conflict, NotFound):
-                    pass
-                except ApiError as error:
-                    if error.code != 422:  # the spec breaks a rule of the definition; the other actions go on
-                        raise
             case reconcile.CreatePod(slot) if create:
                 assert spec is not None, "an action needs a spec"
                 log.info("%s create pod slot=%d", where, slot)
@@ -160,9 +160,7 @@ class ClusterWriter:
             case reconcile.Ensure(what) if create:
                 assert spec is not None, "an action needs a spec"
                 self._ensure(what, owner, spec)
-            case _:
-                pass  # an earlier creation was refused, or the object exists
-        return []
+        return []  # also if an earlier creation was refused, or the object exists
 
     def _ensure(self, what: str, owner: Owner, spec: Spec) -> None:
         match what:
@@ -173,9 +171,8 @@ class ClusterWriter:
                 with suppress(Conflict):
                     self._create(core_path(owner.namespace, "secrets"), secret)
             case "disruption-budget":
-                version = self._budgets_version()
-                budget = manifests.disruption_budget(owner, spec, version=version)
-                self._create_owned(budgets_path(owner.namespace, version), budget, owner)
+                budget = manifests.disruption_budget(owner, spec, version=self._budgets_version)
+                self._create_owned(budgets_path(owner.namespace, self._budgets_version), budget, owner)
 
     def _create_owned(self, path: str, body: Json, owner: Owner) -> list[str]:
         """Create an object unless the job already owns it.  Returns the fields that the cluster dropped."""
@@ -203,11 +200,11 @@ class ClusterWriter:
         with suppress(NotFound, Conflict):  # it is gone, or a new object has its name
             self._cluster.delete(path, {"preconditions": {"uid": uid}, **options})
 
+    @cached_property
     def _budgets_version(self) -> str:
-        if not self._budgets:
-            known = {version["groupVersion"] for version in self._cluster.get("/apis/policy")["versions"]}
-            self._budgets = "policy/v1" if "policy/v1" in known else "policy/v1beta1"
-        return self._budgets
+        """The API version of disruption budgets in this cluster."""
+        known = {version["groupVersion"] for version in self._cluster.get("/apis/policy")["versions"]}
+        return "policy/v1" if "policy/v1" in known else "policy/v1beta1"
 
     def _emit(self, owner: Owner, event: Emit) -> None:
         """Create an event, or increase the count of the same event."""
@@ -256,22 +253,21 @@ def _matching(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
 
 
 def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
-    job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": owner.name, "namespace": owner.namespace}
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": name, "namespace": owner.namespace},
-        "involvedObject": job | {"uid": owner.uid},
-        "type": "Warning" if event.warning else "Normal",
-        "reason": event.reason,
-        "message": event.text[:MAX_MESSAGE_CHARS],
-        "firstTimestamp": now,
-        "lastTimestamp": now,
-        "count": 1,
-        "source": {"component": COMPONENT},
-        "reportingComponent": COMPONENT,
-        "reportingInstance": COMPONENT,
-    }
+    return new_object(
+        "v1",
+        "Event",
+        {"name": name, "namespace": owner.namespace},
+        involvedObject=owner.reference() | {"namespace": owner.namespace},
+        type="Warning" if event.warning else "Normal",
+        reason=event.reason,
+        message=event.text[:MAX_MESSAGE_CHARS],
+        firstTimestamp=now,
+        lastTimestamp=now,
+        count=1,
+        source={"component": COMPONENT},
+        reportingComponent=COMPONENT,
+        reportingInstance=COMPONENT,
+    )
 
 
 def _refusal(body: Json, code: int, why: str) -> CreationRefused:

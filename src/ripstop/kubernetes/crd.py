@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ripstop.kubernetes.manifests import new_object
 from ripstop.kubernetes.spec import FIELDS, GROUP, KIND, MAX_NAME_CHARS, PLURAL, VERSION, Field
 
 TYPES = {int: "integer", bool: "boolean", str: "string"}
@@ -90,12 +91,8 @@ def definition(*, rules: bool = True) -> dict[str, Any]:
         "shortNames": ["ej"],
         "categories": ["all"],
     }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
-        "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
-    }
+    spec = {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]}
+    return new_object("apiextensions.k8s.io/v1", "CustomResourceDefinition", {"name": f"{PLURAL}.{GROUP}"}, spec=spec)
 
 
 def _validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:

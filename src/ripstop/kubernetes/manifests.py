@@ -50,10 +50,12 @@ class Owner(Struct, frozen=True):
     def labels(self) -> dict[str, str]:
         return {JOB: self.name, UID: self.uid}
 
+    def reference(self) -> dict[str, Any]:
+        return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": self.name, "uid": self.uid}
+
     def metadata(self, name: str, **labels: str) -> dict[str, Any]:
         """The metadata of an object that is deleted with the job."""
-        job = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": self.name, "uid": self.uid}
-        reference = job | {"controller": True, "blockOwnerDeletion": True}
+        reference = self.reference() | {"controller": True, "blockOwnerDeletion": True}
         names = {"name": name, "namespace": self.namespace}
         return names | {"labels": self.labels() | labels, "ownerReferences": [reference]}
 
@@ -84,7 +86,7 @@ def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
 def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
     """Limits voluntary evictions to what the job can lose."""
     budget = {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}}
-    return _object(version, "PodDisruptionBudget", owner.metadata(owner.name), spec=budget)
+    return new_object(version, "PodDisruptionBudget", owner.metadata(owner.name), spec=budget)
 
 
 def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         conf=_conf(spec, slot),
         variables={INDEX_VARIABLE: str(slot)},
     )
-    return _object("v1", "Pod", metadata, spec=body)
+    return new_object("v1", "Pod", metadata, spec=body)
 
 
 def _conf(spec: Spec, slot: int) -> str:
@@ -127,9 +129,9 @@ def objects_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec,
     if not spec.secret_name:
         found.append(_secret({**metadata, "name": f"{name}-token"}, token))
     if kind == "job":
-        found.append(_object("batch/v1", "Job", metadata, spec=_indexed_job(name, spec)))
+        found.append(new_object("batch/v1", "Job", metadata, spec=_indexed_job(name, spec)))
     else:
-        found.append(_object("apps/v1", "StatefulSet", metadata, spec=_stateful_set(name, spec)))
+        found.append(new_object("apps/v1", "StatefulSet", metadata, spec=_stateful_set(name, spec)))
     return found
 
 
@@ -184,7 +186,7 @@ def to_yaml(objects: Sequence[Json]) -> str:
     return text
 
 
-def _object(version: str, kind: str, metadata: Json, **fields: Any) -> dict[str, Any]:
+def new_object(version: str, kind: str, metadata: Json, **fields: Any) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": dict(metadata), **fields}
 
 
@@ -192,11 +194,11 @@ def _service(metadata: Json, selector: Mapping[str, str]) -> dict[str, Any]:
     """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
     ports = [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}]
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(selector), "ports": ports}
-    return _object("v1", "Service", metadata, spec=spec)
+    return new_object("v1", "Service", metadata, spec=spec)
 
 
 def _secret(metadata: Json, token: str) -> dict[str, Any]:
-    return _object("v1", "Secret", metadata, type="Opaque", stringData={"token": token})
+    return new_object("v1", "Secret", metadata, type="Opaque", stringData={"token": token})
 
 
 def _make_node(

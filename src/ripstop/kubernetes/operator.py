@@ -29,7 +29,7 @@ from ripstop.kubernetes import api_server
 from ripstop.kubernetes.api_server import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
 from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, operator_key
 from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
-from ripstop.kubernetes.manifests import HOME, JOB, Owner
+from ripstop.kubernetes.manifests import JOB, Owner
 from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
 from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, read_job
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
@@ -80,7 +80,7 @@ class TrackedJob(Struct):
 class Operator:
     """Reconciles all jobs."""
 
-    def __init__(self, cluster: Cluster, key: bytes, api: JobApi | None = None) -> None:
+    def __init__(self, cluster: Cluster, key: bytes, api: JobApi) -> None:
         self._cluster = cluster
         self._writer = ClusterWriter(cluster, key)
         self._api = api
@@ -165,9 +165,8 @@ class Operator:
             item = await in_thread(self._threads, self._cluster.get, jobs_path(*name))
         except NotFound:
             return None
-        pods = await in_thread(
-            self._threads, self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}"
-        )
+        selector, path = f"{JOB}={name[1]}", core_path(name[0], "pods")
+        pods = await in_thread(self._threads, self._cluster.list, path, labelSelector=selector)
         tracked.nodes = frozenset(filter(None, map(node_of, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
@@ -199,9 +198,7 @@ class Operator:
         longest = POLL_INTERVAL_S if tracked.poller is not None else resync
         return min(decision.requeue_after or longest, longest)
 
-    async def _write_status(
-        self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json
-    ) -> dict[str, Any]:
+    async def _write_status(self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json) -> Json:
         """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
         try:
             item = await in_thread(self._threads, self._writer.write_status, item, status)
@@ -211,8 +208,7 @@ class Operator:
                 log.warning(
                     "job=%s/%s the cluster refuses its status, which is not updated: %s; "
                     "correct the job's spec, or run `ripstop kube install` to update the definition",
-                    *name,
-                    error,
+                    *(*name, error),
                 )
             tracked.refused_status = status
         return item
@@ -220,7 +216,7 @@ class Operator:
     def _poll(self, tracked: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Poll the job's API if it runs and the operator has its secret."""
         spec = decision.spec
-        if self._api is None or spec is None or spec.secret_name or decision.status["phase"] != "Running":
+        if spec is None or spec.secret_name or decision.status["phase"] != "Running":
             tracked.stop_polling()
             return
         if tracked.poller is None:
@@ -231,13 +227,10 @@ class Operator:
         tracked.poller.poll(addresses, size, time.monotonic())
 
 
-def run_operator(
-    namespace: str | None = None, *, home: str = HOME, health: str | None = None, api: JobApi | None = None
-) -> None:
+def run_operator(namespace: str | None, api: JobApi, *, home: str, health: str | None = None) -> None:
     """Run the operator for one namespace or all, until SIGTERM.
 
-    `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.  Without `api`, running
-    jobs are not polled.
+    `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):

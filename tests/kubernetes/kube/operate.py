@@ -47,4 +47,4 @@ class Talkative(JobApi):
 
 if last:
     Cluster.request = counting  # type: ignore[method-assign]
-run_operator(namespace or None, home=home, api=Talkative())
+run_operator(namespace or None, Talkative(), home=home)

@@ -357,9 +357,9 @@ def operate(args: ParsedArguments) -> int:
 
     run_operator(
         args.text("--namespace") or None,
+        JobApi(api_token),
         home=args.text("--home", HOME),
         health=args.text("--health") or None,
-        api=JobApi(api_token),
     )
     return 0
 
