@@ -100,15 +100,9 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         metadata["annotations"] = annotations
     body = template["spec"]
     body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
-    _make_node(
-        body,
-        spec,
-        secret=secret_name(owner, spec),
-        run_id=run_id(owner),
-        host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
-        conf=_conf(spec, slot),
-        variables={INDEX_VARIABLE: str(slot)},
-    )
+    coordinator = f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
+    flags = _flags(spec, run_id(owner), coordinator, _conf(spec, slot))
+    _make_node(body, spec, secret_name(owner, spec), flags | {INDEX_VARIABLE: str(slot)})
     return new_object("v1", "Pod", metadata, spec=body)
 
 
@@ -136,18 +130,17 @@ def objects_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec,
 
 
 def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
-    ready = {"readinessProbe": PROBES["readinessProbe"]}
     return {
         "serviceName": name,
         "replicas": spec.pods,
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": {INSTANCE: name}},
-        "template": _template(name, spec, variables={"PET_LINGER": "1"}, probes=ready),
+        "template": _template(name, spec, linger=True),
     }
 
 
 def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
-    template = _template(name, spec)
+    template = _template(name, spec, linger=False)
     template["spec"] |= {"restartPolicy": "Never", "subdomain": name}
     final = {"containerName": template["spec"]["containers"][0]["name"], "operator": "In", "values": [1, 2]}
     rules = [
@@ -164,12 +157,13 @@ def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _template(name: str, spec: Spec, **options: Any) -> dict[str, Any]:
+def _template(name: str, spec: Spec, *, linger: bool) -> dict[str, Any]:
     template: dict[str, Any] = deepcopy(dict(spec.template))
     metadata = template.pop("metadata", {})
     labels = {**(metadata.get("labels") or {}), INSTANCE: name}
-    secret = spec.secret_name or f"{name}-token"
-    _make_node(template["spec"], spec, secret=secret, run_id=name, host=f"{name}-0.{name}", **options)
+    flags = _flags(spec, run_id=name, host=f"{name}-0.{name}") | ({"PET_LINGER": "1"} if linger else {})
+    probes = {"readinessProbe": PROBES["readinessProbe"]} if linger else PROBES
+    _make_node(template["spec"], spec, spec.secret_name or f"{name}-token", flags, probes)
     return {"metadata": {**metadata, "labels": labels}, **template}
 
 
@@ -202,43 +196,31 @@ def _secret(metadata: Json, token: str) -> dict[str, Any]:
 
 
 def _make_node(
-    body: dict[str, Any],
-    spec: Spec,
-    *,
-    secret: str,
-    run_id: str,
-    host: str,
-    conf: str = "",
-    variables: Mapping[str, str] = {},
-    probes: Json = PROBES,
+    body: dict[str, Any], spec: Spec, secret: str, variables: Mapping[str, str], probes: Json = PROBES
 ) -> None:
     """Add the settings of a node to a pod's spec: variables, probes and termination message of the first container.
 
-    `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`, `variables` additional environment.
     Settings of the user's template take precedence.
     """
     body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + AGENT_EXIT_S)
     trainer = body["containers"][0]
-    settings = {**_flags(spec, run_id, host, conf), **variables}
-    trainer["env"] = _environment(secret, settings, trainer.get("env") or ())
-    if not any(probe in trainer for probe in PROBES):
-        trainer |= probes
-    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
-
-
-def _environment(secret: str, variables: Mapping[str, str], given: Sequence[Json]) -> list[Json]:
     ours: list[Json] = [
         {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
         {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": name, "value": value} for name, value in variables.items()),
     ]
-    mine = {variable["name"] for variable in given}
-    return [*(variable for variable in ours if variable["name"] not in mine), *given]
+    given = trainer.get("env") or ()
+    names = {variable["name"] for variable in given}
+    trainer["env"] = [*(variable for variable in ours if variable["name"] not in names), *given]
+    if not any(probe in trainer for probe in PROBES):
+        trainer |= probes
+    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
 
 
-def _flags(spec: Spec, run_id: str, host: str, conf: str) -> dict[str, str]:
+def _flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]:
+    """Flags as variables.  `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`."""
     embedded = spec.rendezvous.backend == "embedded"
     settings = ["rank_by=slot", conf, spec.rendezvous.conf]
     flags = {

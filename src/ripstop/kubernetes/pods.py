@@ -7,7 +7,7 @@ even if other containers still run.  (3) A node is unreachable if its kubelet do
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -176,7 +176,7 @@ def to_seconds(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-def _by_slot(items: Iterable[Json], owner: Owner) -> Iterable[tuple[int, Json]]:
+def _by_slot(items: Iterable[Json], owner: Owner) -> Iterator[tuple[int, Json]]:
     for item in items:
         slot = str((item["metadata"].get("labels") or {}).get(SLOT, ""))
         if is_owned(item, owner.uid) and slot.isascii() and slot.isdigit():
@@ -186,12 +186,12 @@ def _by_slot(items: Iterable[Json], owner: Owner) -> Iterable[tuple[int, Json]]:
 def _pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
     metadata, status = item["metadata"], item.get("status") or {}
     end = _trainer_end(item)
-    waiting = _waiting(status)
+    waiting = _waiting(item)
     phase = status.get("phase") or "Pending"
     if end and phase in ("Pending", "Running"):  # rule 2
         phase = "Succeeded" if end.get("exitCode") == 0 else "Failed"
     over = phase in ("Succeeded", "Failed")
-    failed_init: Json = _failed_init(status) if phase == "Failed" and not end else {}
+    failed_init: Json = _failed_init(item) if phase == "Failed" and not end else {}
     reason = end.get("reason") or failed_init.get("reason") or ""
     detail = status.get("message") or waiting.get("message") or failed_init.get("message") or ""
     unplaced = _condition(item, "PodScheduled", "False")
@@ -220,30 +220,35 @@ def _pod(item: Json, slot: int, unreachable: Mapping[str, float]) -> Pod:
 
 def _trainer_end(item: Json) -> Json:
     """How the first container ended; empty if it has not."""
-    containers: Sequence[Json] = (item.get("spec") or {}).get("containers") or ()
-    statuses: Sequence[Json] = (item.get("status") or {}).get("containerStatuses") or ()
-    name = containers[0]["name"] if containers else ""
-    return next(((each.get("state") or {}).get("terminated") or {} for each in statuses if each["name"] == name), {})
+    trainer = next((container["name"] for container in (item.get("spec") or {}).get("containers") or ()), "")
+    ends = (state.get("terminated") for name, state in _states(item, "containerStatuses") if name == trainer)
+    return next(ends, None) or {}
 
 
-def _waiting(status: Json) -> Json:
+def _waiting(item: Json) -> Json:
     """Why a container does not start; init containers first."""
-    for kind in ("initContainerStatuses", "containerStatuses"):
-        for container in status.get(kind) or ():
-            waiting: Json = (container.get("state") or {}).get("waiting") or {}
-            if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
-                return waiting
+    for _, state in _states(item, "initContainerStatuses", "containerStatuses"):
+        waiting: Json = state.get("waiting") or {}
+        if waiting.get("reason") not in (None, "", "ContainerCreating", "PodInitializing"):
+            return waiting
     return {}
 
 
-def _failed_init(status: Json) -> Json:
+def _failed_init(item: Json) -> Json:
     """The state of a failed init container; the trainer was not started."""
-    for container in status.get("initContainerStatuses") or ():
-        end: Json = (container.get("state") or {}).get("terminated") or {}
+    for name, state in _states(item, "initContainerStatuses"):
+        end: Json = state.get("terminated") or {}
         if end.get("exitCode"):
             detail = f": {end['message']}" if end.get("message") else ""
-            return {**end, "message": f"init container {container['name']} exited with code {end['exitCode']}{detail}"}
+            return {**end, "message": f"init container {name} exited with code {end['exitCode']}{detail}"}
     return {}
+
+
+def _states(item: Json, *kinds: str) -> Iterator[tuple[str, Json]]:
+    """The names and states of containers."""
+    for kind in kinds:
+        for container in (item.get("status") or {}).get(kind) or ():
+            yield container["name"], container.get("state") or {}
 
 
 def _condition(item: Json, kind: str, status: str) -> Json:
