@@ -47,7 +47,7 @@ from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.log import StderrHandler
+from ripstop.telemetry.stderr_log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.in_process import InProcessLink
 from ripstop.transport.link import Link

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import operator as operator_module
-from ripstop.kubernetes.api_server import Cluster, Invalid, NotFound
 from ripstop.kubernetes.cluster_writer import dropped
 from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.kube_client import Cluster, Invalid, NotFound
 from ripstop.kubernetes.operator import Operator
 
 JOB, PODS = "/apis/ripstop.dev/v1alpha1/namespaces/ml/elasticjobs/train", "/api/v1/namespaces/ml/pods"

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 from ripstop.kubernetes import manifests, reconcile
-from ripstop.kubernetes.api_server import (
+from ripstop.kubernetes.kube_client import (
     ApiError,
     Cluster,
     Conflict,

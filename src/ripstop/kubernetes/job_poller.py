@@ -22,7 +22,7 @@ from http.client import HTTPException
 from typing import Any
 
 from ripstop.api.client import ErrorReply, request
-from ripstop.kubernetes.api_server import in_thread
+from ripstop.kubernetes.kube_client import in_thread
 from ripstop.kubernetes.manifests import Owner, run_id
 from ripstop.kubernetes.spec import PORT, Json
 from ripstop.model.errors import QueryFailed

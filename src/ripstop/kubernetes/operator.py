@@ -25,10 +25,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ripstop.kubernetes import api_server
-from ripstop.kubernetes.api_server import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
+from ripstop.kubernetes import kube_client
 from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, operator_key
 from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
+from ripstop.kubernetes.kube_client import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
 from ripstop.kubernetes.manifests import JOB, Owner
 from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
 from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, read_job
@@ -272,7 +272,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
     kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
     kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
     settings.watching.label_selectors["", "v1", "pods"] = JOB
-    settings.networking.request_timeout = api_server.READ_TIMEOUT_S
+    settings.networking.request_timeout = kube_client.READ_TIMEOUT_S
     settings.posting.enabled = False  # the operator creates its own events
     settings.scanning.disabled = namespace is not None  # scanning needs access to all namespaces
     await kopf.operator(

@@ -84,8 +84,6 @@ class _NodeRecovery(Struct):
     context: Context
     start: float
     end: float
-    first_rank: int
-    workers: int
     is_ended: bool = False
 
 
@@ -224,10 +222,10 @@ class Spans:
 
     def _on_workers_run(self, node: str, recovery: _Recovery, phases: list[Phase]) -> Iterator[Span]:
         """Return the spans of a node whose workers run again after these phases."""
-        at, started = recovery.started[node]
+        at, _ = recovery.started[node]
         context = Context(recovery.context.trace, self._id(8, f"recovery {recovery.number} {node}"))
         start = min((start for _, start, _ in phases), default=at)
-        part = recovery.recovered[node] = _NodeRecovery(context, start, at, started.first_rank, len(started.pids))
+        part = recovery.recovered[node] = _NodeRecovery(context, start, at)
         for ordinal, phase in enumerate(phases):
             yield self._phase(recovery, node, phase, f"{ordinal} {phase[0]}", {})
         if node not in self._nodes_with_steps:
@@ -254,11 +252,10 @@ class Spans:
 
     def _node_span(self, recovery: _Recovery, node: str, part: _NodeRecovery) -> Span:
         part.is_ended = True
-        about: Attributes = {
-            "ripstop.round": recovery.number, "ripstop.node": node,
-            "ripstop.first_rank": part.first_rank, "ripstop.workers": part.workers,
-        }  # fmt: skip
-        return Span(part.context, recovery.context.span, "node", part.start, part.end, self._common | about)
+        _, started = recovery.started[node]
+        about = self._common | {"ripstop.round": recovery.number, "ripstop.node": node}
+        about |= {"ripstop.first_rank": started.first_rank, "ripstop.workers": len(started.pids)}
+        return Span(part.context, recovery.context.span, "node", part.start, part.end, about)
 
     # the end of a recovery --------------------------------------------------------------------------------------------
 

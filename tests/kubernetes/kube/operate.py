@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import Any
 
-from ripstop.kubernetes.api_server import Cluster
 from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.kube_client import Cluster
 from ripstop.kubernetes.operator import run_operator
 from tests.kubernetes.kube.lab import SAYS, TALKATIVE
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.api_server import Cluster, Conflict, NotFound, PodStreams, core_path, jobs_path
 from ripstop.kubernetes.crd import supports_rules
+from ripstop.kubernetes.kube_client import Cluster, Conflict, NotFound, PodStreams, core_path, jobs_path
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT
 from ripstop.kubernetes.spec import KIND, PLURAL
 from ripstop.model.errors import RipstopError, UsageError
