@@ -12,9 +12,9 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -33,7 +33,7 @@ from ripstop.kubernetes.kube_client import (
 from ripstop.kubernetes.manifests import KEY, Owner, new_object
 from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS, is_owned
 from ripstop.kubernetes.reconcile import JOB_REPORTED, Action, Decision, Emit
-from ripstop.kubernetes.spec import Json, Spec
+from ripstop.kubernetes.spec import Json, Spec, to_timestamp
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
@@ -210,7 +210,7 @@ class ClusterWriter:
         """Create an event, or increase the count of the same event."""
         digest = hashlib.sha256(f"{owner.uid} {event.reason} {event.text}".encode()).hexdigest()[:12]
         name = f"{owner.name}.{digest}"
-        path, now = core_path(owner.namespace, "events"), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        path, now = core_path(owner.namespace, "events"), to_timestamp(time.time())
         try:
             try:
                 self._cluster.create(path, _event(owner, event, name, now))

@@ -8,13 +8,12 @@ even if other containers still run.  (3) A node is unreachable if its kubelet do
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from msgspec import Struct
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.spec import Json
+from ripstop.kubernetes.spec import Json, to_seconds
 
 MAX_MESSAGE_CHARS = 1024  # of a message in the status
 WAITING_ERRORS = (
@@ -169,11 +168,6 @@ def unreachable_since(node: Json) -> float | None:
     ready = _condition(node, "Ready", "Unknown")
     since = ready.get("lastTransitionTime")
     return to_seconds(since) if since else None
-
-
-def to_seconds(timestamp: str) -> float:
-    """Seconds since the epoch of a Kubernetes timestamp."""
-    return datetime.fromisoformat(timestamp).timestamp()
 
 
 def _by_slot(items: Iterable[Json], owner: Owner) -> Iterator[tuple[int, Json]]:

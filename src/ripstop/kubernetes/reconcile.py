@@ -26,14 +26,13 @@ the cluster stores.  Rules:
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct, field
 
 from ripstop.kubernetes.manifests import JOB, UID, Owner, pod_name
-from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, deletion_reason, parse_object, to_seconds
-from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read
+from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, deletion_reason, parse_object
+from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read, to_seconds, to_timestamp
 
 QUICK_FAILURE_S = 60.0  # a pod that lives shorter failed quickly
 MAX_REPLACE_DELAY_S = 300.0
@@ -138,7 +137,7 @@ class _Reconciliation:
     def __init__(self, job: ElasticJob, pods: Sequence[Pod], now: float) -> None:
         self.job = job
         self.pods = {pod.slot: pod for pod in sorted(pods, key=lambda pod: pod.slot)}
-        self.now = now
+        self.now, self.timestamp = now, to_timestamp(now)
         self.status: dict[str, Any] = dict(job.status)
         self.members = frozenset(self.status.get("members", ()))  # pods that ran at the last reconciliation
         self.actions: list[Action] = []
@@ -198,7 +197,7 @@ class _Reconciliation:
         if spec.suspend:
             self.status.pop("startTime", None)  # the deadline counts running time only
         else:
-            self.status.setdefault("startTime", _iso(self.now))
+            self.status.setdefault("startTime", self.timestamp)
         if self._finish(spec):
             return
         if self.job.spec.get("replicas") is None:
@@ -234,7 +233,7 @@ class _Reconciliation:
         return bool(ends)
 
     def _end(self, phase: str, reason: str, text: str) -> None:
-        self.status |= {"phase": phase, "completionTime": _iso(self.now)}
+        self.status |= {"phase": phase, "completionTime": self.timestamp}
         if phase == "Failed":
             self.status["lastFailure"] = text[:MAX_MESSAGE_CHARS]
         self._condition("Running", False, reason, text)
@@ -303,7 +302,7 @@ class _Reconciliation:
         ended = pod.finished if pod.finished is not None else self.now
         quick = ended - pod.created < QUICK_FAILURE_S and reason not in NOT_QUICK
         times = (before["times"] + 1 if before else 1) if quick else 0
-        losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": _iso(self.now)}
+        losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": self.timestamp}
         self.status["losses"] = sorted(losses.values(), key=lambda loss: loss["slot"])
         self.status["replaced"] = self.status.get("replaced", 0) + 1
         self.actions.append(Emit(reason, f"pod {pod.name}: {text}; it will be replaced", warning=True))
@@ -382,7 +381,7 @@ class _Reconciliation:
         before = conditions.get(kind)
         if before is None and not truth and kind != "Running":
             return  # a condition that was never true is not listed
-        since = before["lastTransitionTime"] if before and before["status"] == value else _iso(self.now)
+        since = before["lastTransitionTime"] if before and before["status"] == value else self.timestamp
         conditions[kind] = {
             "type": kind,
             "status": value,
@@ -405,7 +404,3 @@ class _Reconciliation:
                 self.actions.append(DeleteJob())
             else:
                 self.requeue.append(ended + spec.ttl - self.now)
-
-
-def _iso(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
