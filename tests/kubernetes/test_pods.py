@@ -1,4 +1,4 @@
-"""What is made of the cluster's objects."""
+"""Jobs, pods and nodes, as read from the objects of a cluster."""
 
 from typing import Any
 

@@ -178,12 +178,12 @@ class Operator:
             unreachable=unreachable,
         )
         decision = decide(job, read_pods(pods, job.owner, self._unreachable_nodes()), time.time())
-        item = await self._write_status(name, tracked, item, decision.status)
+        updated = await self._write_status(name, tracked, item, decision.status)
         now = time.monotonic()
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
         create = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            ignored = await in_thread(self._threads, self._writer.execute, item, job.owner, decision, create=create)
+            ignored = await in_thread(self._threads, self._writer.execute, updated, job.owner, decision, create=create)
             tracked.ensured_at, tracked.refused = now if create else tracked.ensured_at, ""
             if ignored:
                 remedy = "correct their spelling or position in a new job"
