@@ -44,10 +44,10 @@ from ripstop.model.errors import UsageError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
-from ripstop.model.text import clean, one_line
+from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.log import StderrHandler
+from ripstop.telemetry.stderr_log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.in_process import InProcessLink
 from ripstop.transport.link import Link

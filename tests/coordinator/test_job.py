@@ -30,7 +30,6 @@ from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
 from ripstop.coordinator.phases import TRANSITIONS
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
-from ripstop.model.event_text import log_line
 from ripstop.model.events import (
     BudgetCharged,
     HangDiagnosed,
@@ -43,6 +42,7 @@ from ripstop.model.events import (
     RoundEnded,
     ScaleRequested,
     UnhealthyNodeRetained,
+    log_line,
 )
 from ripstop.model.events import Event as Recordable
 from ripstop.model.failure import CollectiveProgress, Failure, Hang

@@ -31,7 +31,7 @@ from ripstop.diagnostics.evidence import (
 )
 from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
-from ripstop.model.text import clean, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
 
 PLACE = Place(3, 1, 2, 4, 8, 4, 4, 8, Address("localhost", 29500), 2)
 NOW = 1_800_000_000.0
@@ -361,7 +361,7 @@ def test_only_sigkill_is_attributed_to_memory(tmp_path: Path) -> None:
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
-from ripstop.model.text import clean, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import clean, truncate_bytes, truncate_middle
 from ripstop.model.round import Address, Place
 from ripstop.diagnostics.evidence import gather, read_memory
 

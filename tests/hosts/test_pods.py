@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes import plain
-from ripstop.kubernetes.manifests import Owner, pod
+from ripstop.kubernetes.manifests import Owner, objects_without_operator, pod
 from ripstop.kubernetes.spec import Spec, read
 from tests.e2e.harness import TRAIN, Agent, Job
 from tests.hosts.network import Cluster, Host, hosts, needs_hosts
@@ -73,7 +72,7 @@ def of_operator(slot: int) -> dict[str, Any]:
 
 
 def of_stateful_set(slot: int) -> dict[str, Any]:
-    *_, found = plain.objects("statefulset", {"name": "train"}, spec(), "t0ken")
+    *_, found = objects_without_operator("statefulset", {"name": "train"}, spec(), "t0ken")
     template: dict[str, Any] = found["spec"]["template"]
     return template
 

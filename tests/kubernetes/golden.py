@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.kubernetes import deploy, manifests
-from ripstop.kubernetes.manifests import Owner
+from ripstop.kubernetes.manifests import Owner, to_yaml
 from ripstop.kubernetes.spec import Spec, read
-from ripstop.kubernetes.to_yaml import to_yaml
 
 HERE = Path(__file__).parent / "golden"
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes import job_api
-from ripstop.kubernetes.job_api import MAX_TEXT_CHARACTERS, JobApi
+from ripstop.kubernetes import job_poller
+from ripstop.kubernetes.job_poller import MAX_TEXT_CHARACTERS, JobApi
 from ripstop.model.errors import QueryFailed
 
 
@@ -157,7 +157,7 @@ def a_dripping_pod(start: bytes, drop: bytes, bell: threading.Event) -> Iterator
 def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
     start: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_api, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(job_poller, "TIMEOUT_S", 0.2)
     bell = threading.Event()
     rescue = threading.Timer(5.0, bell.set)  # for a listener who would wait
     rescue.start()

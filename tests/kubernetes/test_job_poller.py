@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import job_poller
-from ripstop.kubernetes.job_api import JobApi
-from ripstop.kubernetes.job_poller import MAX_FAILED_POLLS, POLL_INTERVAL_S, JobPoller
+from ripstop.kubernetes.job_poller import MAX_FAILED_POLLS, POLL_INTERVAL_S, JobApi, JobPoller
 from ripstop.kubernetes.manifests import Owner
 
 OWNER = Owner("train", "ml", "u-1")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import operator as operator_module
-from ripstop.kubernetes.actions import dropped
-from ripstop.kubernetes.client import ApiError, Cluster, NotFound
-from ripstop.kubernetes.job_api import JobApi
+from ripstop.kubernetes.cluster_writer import dropped
+from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.kube_client import Cluster, Invalid, NotFound
 from ripstop.kubernetes.operator import Operator
 
 JOB, PODS = "/apis/ripstop.dev/v1alpha1/namespaces/ml/elasticjobs/train", "/api/v1/namespaces/ml/pods"
@@ -48,7 +48,7 @@ class Shelf(Cluster):
             case "GET", path if path == PODS:
                 return {"items": list(self.pods.values()), "metadata": {}}
             case "PATCH", path if path.startswith(JOB) and self.refuses_patches:
-                raise ApiError(422, "spec: Invalid value: replicas must be from minReplicas to maxReplicas")
+                raise Invalid(422, "spec: Invalid value: replicas must be from minReplicas to maxReplicas")
             case "PATCH", path if path == f"{JOB}/status":
                 return self._patch(dict(body or {})["status"])
             case "POST", path if path == PODS:
@@ -62,7 +62,7 @@ class Shelf(Cluster):
     def _patch(self, status: Mapping[str, Any]) -> dict[str, Any]:
         merged = {**self.job.get("status", {}), **status}
         if self.number_is_text and not isinstance(merged.get("goodput", ""), str | None):
-            raise ApiError(422, "status.goodput: must be of type string")
+            raise Invalid(422, "status.goodput: must be of type string")
         self.job = {**self.job, "status": {name: value for name, value in merged.items() if value is not None}}
         return self.job
 

@@ -7,8 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.kubernetes.manifests import Owner
-from ripstop.kubernetes.reconcile import EXIT_TIMEOUT_S, NODE_TIMEOUT_S, decide
-from ripstop.kubernetes.records import (
+from ripstop.kubernetes.pods import Pod
+from ripstop.kubernetes.reconcile import (
+    EXIT_TIMEOUT_S,
+    NODE_TIMEOUT_S,
     Action,
     CreatePod,
     Decision,
@@ -17,9 +19,9 @@ from ripstop.kubernetes.records import (
     ElasticJob,
     Emit,
     Ensure,
-    Pod,
     ResizeJob,
     SetReplicas,
+    decide,
 )
 
 OWNER = Owner("train", "ml", "u-1")
@@ -28,7 +30,7 @@ NOW = 1_800_000_000.0
 
 
 def a_job(status: dict[str, Any] | None = None, **spec: Any) -> ElasticJob:
-    return ElasticJob(OWNER, {"maxReplicas": 4, "replicas": 2, "template": TEMPLATE} | spec, status or {}, created=NOW)
+    return ElasticJob(OWNER, {"maxReplicas": 4, "replicas": 2, "template": TEMPLATE} | spec, status or {})
 
 
 def running(slot: int, **more: Any) -> Pod:

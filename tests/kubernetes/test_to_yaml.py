@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.to_yaml import to_yaml
+from ripstop.kubernetes.manifests import to_yaml
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

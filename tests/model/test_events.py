@@ -20,6 +20,7 @@ from ripstop.model.events import (
     WorkersStarted,
     from_json,
     kind,
+    log_line,
     to_dict,
     to_json,
 )
@@ -169,3 +170,8 @@ def test_a_journal_is_bounded_in_bytes() -> None:
     kept = [number for number, _ in journal.since(0)]
     assert 1 < len(kept) < 40
     assert kept[-1] == journal.count == 100
+
+
+@given(every_event())
+def test_every_event_has_a_log_line_or_none(event: Any) -> None:
+    assert isinstance(log_line(event), str)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import fields
 
-from ripstop.model.bounds import MAX_ITEMS
 from ripstop.model.errors import ProtocolError
 from ripstop.model.failure import Failure, JobReport
+from ripstop.model.field_types import MAX_ITEMS
 from ripstop.model.round import Outcome
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode, fit
 from ripstop.protocol.messages import Closed, Failed, Heartbeat, Hello, Message, Ready, StandBy, Welcome

@@ -9,8 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ripstop.model.event_text import log_line
-from ripstop.model.events import Event, EventRecord, Sink, to_json
+from ripstop.model.events import Event, EventRecord, Sink, log_line, to_json
 from ripstop.protocol.messages import Events
 
 log = logging.getLogger("ripstop.agent")

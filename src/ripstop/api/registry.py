@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ripstop.model.redacted import Redacted
+from ripstop.model.config import Redacted
 
 MAX_FILE_BYTES = 64 * 1024
 MAX_SOCKET_PATH_BYTES = 100  # every system accepts a socket address of this length

@@ -31,8 +31,7 @@ from ripstop.coordinator.job_io import (
 from ripstop.coordinator.settings import JobSettings
 from ripstop.model import events
 from ripstop.model.errors import ProtocolError, QueryFailed
-from ripstop.model.event_text import log_line
-from ripstop.model.events import Sink
+from ripstop.model.events import Sink, log_line
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus

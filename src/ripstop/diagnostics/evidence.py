@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
-from ripstop.model.text import clean, format_bytes, truncate_bytes, truncate_middle
+from ripstop.model.text_formatting import clean, format_bytes, truncate_bytes, truncate_middle
 from ripstop.system.linux import is_full
 
 _MAX_MESSAGE_CHARS = 2048

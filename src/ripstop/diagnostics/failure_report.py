@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
-from ripstop.model.text import truncate
+from ripstop.model.text_formatting import truncate
 
 # compiled at first use: most jobs never need them
 _COLLECTIVE = (

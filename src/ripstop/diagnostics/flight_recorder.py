@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
-from ripstop.model.text import clean, rank_list
+from ripstop.model.text_formatting import clean, rank_list
 
 MAX_SHOWN_ENTRIES = 20
 _MAX_SHOWN_GROUPS = 3  # and kinds of ranks in each group, in one message

@@ -42,7 +42,7 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
-from ripstop.model.text import clean, truncate_middle
+from ripstop.model.text_formatting import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.own_directory import make_own_directory

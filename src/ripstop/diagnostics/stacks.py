@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
-from ripstop.model.text import rank_list
+from ripstop.model.text_formatting import rank_list
 
 MAX_FRAMES = 200
 # compiled at first use: most jobs never need them

@@ -24,7 +24,7 @@ from msgspec import Struct
 from ripstop.diagnostics.evidence import signal_name
 from ripstop.diagnostics.timers import Request, Timers, read_request
 from ripstop.model.errors import UsageError
-from ripstop.model.text import clean, truncate_bytes
+from ripstop.model.text_formatting import clean, truncate_bytes
 
 log = logging.getLogger("ripstop.workers")
 

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ripstop.kubernetes.manifests import new_object
 from ripstop.kubernetes.spec import FIELDS, GROUP, KIND, MAX_NAME_CHARS, PLURAL, VERSION, Field
 
 TYPES = {int: "integer", bool: "boolean", str: "string"}
+TEXT, NUMBER, TIME = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
 COLUMNS = (
     ("Phase", "string", ".status.phase", 0),
     ("Nodes", "integer", ".status.readyReplicas", 0),
@@ -58,52 +60,39 @@ def supports_rules(version: Mapping[str, str]) -> bool:
 
 def definition(*, rules: bool = True) -> dict[str, Any]:
     """The definition; without `rules` for clusters older than 1.25."""
-    version = {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": _root(rules)},
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
-        "additionalPrinterColumns": [
-            {"name": name, "type": kind, "jsonPath": path, "priority": priority}
-            for name, kind, path, priority in COLUMNS
-        ],
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": ["ej"],
-                "categories": ["all"],
-            },
-            "versions": [version],
-        },
-    }
-
-
-def _root(rules: bool) -> dict[str, Any]:
-    return {
+    schema = {
         "type": "object",
         "description": "A fault-tolerant, elastic PyTorch job.",
         "required": ["spec"],
         "properties": {"spec": _spec(rules), "status": _status()},
         **(_validations(NAME_RULES) if rules else {}),
     }
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}, "scale": scale},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, "priority": priority}
+            for name, kind, path, priority in COLUMNS
+        ],
+    }
+    names = {
+        "kind": KIND,
+        "listKind": f"{KIND}List",
+        "plural": PLURAL,
+        "singular": KIND.lower(),
+        "shortNames": ["ej"],
+        "categories": ["all"],
+    }
+    spec = {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]}
+    return new_object("apiextensions.k8s.io/v1", "CustomResourceDefinition", {"name": f"{PLURAL}.{GROUP}"}, spec=spec)
 
 
 def _validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -111,117 +100,82 @@ def _validations(rules: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _spec(rules: bool) -> dict[str, Any]:
+    backend = {"type": "string", "enum": ["embedded", "etcd"], "default": "embedded"}
+    endpoints = {"type": "array", "items": {"type": "string"}}
+    rendezvous = {
+        "backend": _described(backend, "embedded: in the pod of slot 0.  etcd: on the node that etcd elects."),
+        "endpoints": _described(endpoints, "Addresses of etcd: host:port."),
+        "conf": _described(TEXT, "Additional --rdzv-conf: key=value,key=value."),
+    }
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    pod = {
+        "type": "object",
+        "required": ["containers"],
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": {"containers": {"type": "array", "minItems": 1, "items": anything}},
+    }
+    template = {
+        "type": "object",
+        "description": "The pod of every node.  Its first container runs `ripstop run`.",
+        "required": ["spec"],
+        "properties": {"metadata": dict(anything), "spec": pod},
+    }
     return {
         "type": "object",
         "required": ["maxReplicas", "template"],
         "properties": {
             **{field.name: _field(field) for field in FIELDS},
-            "rendezvous": {
-                "type": "object",
-                "description": "Where the coordinator runs.",
-                "properties": {
-                    "backend": {
-                        "type": "string",
-                        "enum": ["embedded", "etcd"],
-                        "default": "embedded",
-                        "description": "embedded: in the pod of slot 0.  etcd: on the node that etcd elects.",
-                    },
-                    "endpoints": {
-                        "type": "array",
-                        "items": {"type": "string"},
-                        "description": "Addresses of etcd: host:port.",
-                    },
-                    "conf": {"type": "string", "description": "Additional --rdzv-conf: key=value,key=value."},
-                },
-            },
-            "template": {
-                "type": "object",
-                "description": "The pod of every node.  Its first container runs `ripstop run`.",
-                "required": ["spec"],
-                "properties": {
-                    "metadata": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-                    "spec": {
-                        "type": "object",
-                        "required": ["containers"],
-                        "x-kubernetes-preserve-unknown-fields": True,
-                        "properties": {
-                            "containers": {
-                                "type": "array",
-                                "minItems": 1,
-                                "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-                            }
-                        },
-                    },
-                },
-            },
+            "rendezvous": {"type": "object", "description": "Where the coordinator runs.", "properties": rendezvous},
+            "template": template,
         },
         **(_validations(SPEC_RULES) if rules else {}),
     }
 
 
 def _field(field: Field) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": TYPES[field.type], "description": field.text}
-    if field.name == "nprocPerNode":
-        del schema["type"]
-        schema["x-kubernetes-int-or-string"] = True
-    if field.default is not None:
-        schema["default"] = field.default
-    if field.least is not None:
-        schema["minimum"] = field.least
-    if field.most is not None:
-        schema["maximum"] = field.most
-    return schema
+    is_text_or_number = field.name == "nprocPerNode"
+    schema = {
+        "type": None if is_text_or_number else TYPES[field.type],
+        "description": field.text,
+        "x-kubernetes-int-or-string": True if is_text_or_number else None,
+        "default": field.default,
+        "minimum": field.least,
+        "maximum": field.most,
+    }
+    return {name: value for name, value in schema.items() if value is not None}
 
 
 def _status() -> dict[str, Any]:
-    text, number, time = {"type": "string"}, {"type": "integer"}, {"type": "string", "format": "date-time"}
-    share = {"type": "number", "minimum": 0, "maximum": 1}
+    names, share = {"type": "array", "items": TEXT}, {"type": "number", "minimum": 0, "maximum": 1}
+    of_condition = {"type": TEXT, "status": TEXT, "reason": TEXT, "message": TEXT, "lastTransitionTime": TIME}
+    condition = {"type": "object", "required": ["type", "status"], "properties": of_condition}
+    of_loss = {"slot": NUMBER, "uid": TEXT, "reason": TEXT, "times": NUMBER, "at": TEXT}
+    losses = {"type": "array", "items": {"type": "object", "properties": of_loss}}
+    conditions = (
+        "Running, Recovering, Suspended, Succeeded, Failed; "
+        "Invalid, Refused, FieldsIgnored, CannotStart, Unschedulable, CoordinatorUnreachable."
+    )
+    fields = (
+        ("phase", TEXT, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
+        ("conditions", {"type": "array", "items": condition}, conditions),
+        ("replicas", NUMBER, "Pods that exist."),
+        ("readyReplicas", NUMBER, "Pods that train or are ready to."),
+        ("selector", TEXT, "Label selector for autoscalers."),
+        ("members", names, "Pods that run and are not surplus."),
+        ("round", NUMBER, "The current round, as reported by the coordinator."),
+        ("restarts", NUMBER, "Restarts since the job was started or resumed, as reported by the coordinator."),
+        ("goodput", share, "Share of time spent in kept training steps, as reported by the coordinator."),
+        ("lastFailure", TEXT, "The reason of the latest failure."),
+        ("startTime", TIME, "When the job was accepted."),
+        ("completionTime", TIME, "When the job finished."),
+        ("observedGeneration", NUMBER, "The generation of the spec that this status describes."),
+        ("accepted", TEXT, "The last valid spec; invalid fields keep their values from here."),
+        ("everRan", {"type": "boolean"}, "Whether enough pods were ready at least once."),
+        ("replaced", NUMBER, "Number of lost and replaced pods."),
+        ("losses", losses, "The last lost pod of each slot, for the delay of the next one."),
+    )
+    return {"type": "object", "properties": {name: _described(schema, text) for name, schema, text in fields}}
 
-    def described(schema: dict[str, Any], meaning: str) -> dict[str, Any]:
-        return {**schema, "description": meaning}
 
-    condition = {
-        "type": "object",
-        "required": ["type", "status"],
-        "properties": {
-            "type": text,
-            "status": text,
-            "reason": text,
-            "message": text,
-            "lastTransitionTime": time,
-        },
-    }
-    loss = {
-        "type": "object",
-        "properties": {"slot": number, "uid": text, "reason": text, "times": number, "at": text},
-    }
-    return {
-        "type": "object",
-        "properties": {
-            "phase": described(text, "Pending, Running, Recovering, Suspended, Succeeded, Failed or Invalid."),
-            "conditions": described(
-                {"type": "array", "items": condition},
-                "Running, Recovering, Suspended, Succeeded, Failed; "
-                "Invalid, Refused, FieldsIgnored, CannotStart, Unschedulable, CoordinatorUnreachable.",
-            ),
-            "replicas": described(number, "Pods that exist."),
-            "readyReplicas": described(number, "Pods that train or are ready to."),
-            "selector": described(text, "Label selector for autoscalers."),
-            "members": described({"type": "array", "items": text}, "Pods that run and are not surplus."),
-            "round": described(number, "The current round, as reported by the coordinator."),
-            "restarts": described(
-                number, "Restarts since the job was started or resumed, as reported by the coordinator."
-            ),
-            "goodput": described(share, "Share of time spent in kept training steps, as reported by the coordinator."),
-            "lastFailure": described(text, "The reason of the latest failure."),
-            "startTime": described(time, "When the job was accepted."),
-            "completionTime": described(time, "When the job finished."),
-            "observedGeneration": described(number, "The generation of the spec that this status describes."),
-            "accepted": described(text, "The last valid spec; invalid fields keep their values from here."),
-            "everRan": described({"type": "boolean"}, "Whether enough pods were ready at least once."),
-            "replaced": described(number, "Number of lost and replaced pods."),
-            "losses": described(
-                {"type": "array", "items": loss}, "The last lost pod of each slot, for the delay of the next one."
-            ),
-        },
-    }
+def _described(schema: Mapping[str, Any], meaning: str) -> dict[str, Any]:
+    return {**schema, "description": meaning}

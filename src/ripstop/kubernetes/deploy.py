@@ -1,13 +1,13 @@
 """The objects that install the operator: CRD, RBAC, Deployment.  Pure; `deploy/` contains them as files.
 
-The operator has only the permissions that `operator` and `actions` use.  It creates secrets and reads only its own
-key.
+The operator has only the permissions that `operator` and `cluster_writer` use.  It creates secrets and reads only its
+own key.
 """
 
 from typing import Any
 
 from ripstop.kubernetes import crd
-from ripstop.kubernetes.manifests import HOME, KEY
+from ripstop.kubernetes.manifests import HOME, KEY, new_object
 from ripstop.kubernetes.spec import GROUP, PLURAL
 
 NAME = "ripstop-operator"
@@ -22,7 +22,7 @@ def files(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> dict[s
     """All objects by file name, in the order of application; without `rules` for clusters older than 1.25."""
     return {
         "crd.yaml": [crd.definition(rules=rules)],
-        "rbac.yaml": [namespace(home), *rbac(home)],
+        "rbac.yaml": [new_object("v1", "Namespace", {"name": home, "labels": LABELS}), *_rbac(home)],
         "operator.yaml": [deployment(image, home)],
     }
 
@@ -33,22 +33,14 @@ def objects(image: str = IMAGE, home: str = HOME, *, rules: bool = True) -> list
 
 
 def kustomization() -> dict[str, Any]:
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": list(files()),
-    }
+    return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(files())}
 
 
-def namespace(home: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home, "labels": LABELS}}
-
-
-def rbac(home: str) -> list[dict[str, Any]]:
+def _rbac(home: str) -> list[dict[str, Any]]:
     """The operator's service account and roles, and roles for users who may edit or view a namespace."""
     account = {"kind": "ServiceAccount", "name": NAME, "namespace": home}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": NAME, "namespace": home, "labels": LABELS}},
+        new_object("v1", "ServiceAccount", {"name": NAME, "namespace": home, "labels": LABELS}),
         _role("ClusterRole", {"name": NAME, "labels": LABELS}, OPERATORS),
         _binding("ClusterRole", {"name": NAME, "labels": LABELS}, account),
         _role("Role", {"name": NAME, "namespace": home, "labels": LABELS}, KEYS),
@@ -59,10 +51,8 @@ def rbac(home: str) -> list[dict[str, Any]]:
 
 
 def _rule(group: str, resources: str, verbs: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    rule: dict[str, Any] = {"apiGroups": [group], "resources": resources.split(), "verbs": verbs.split()}
-    if names:
-        rule["resourceNames"] = list(names)
-    return rule
+    rule = {"apiGroups": [group], "resources": resources.split(), "verbs": verbs.split()}
+    return rule | ({"resourceNames": list(names)} if names else {})
 
 
 OPERATORS = (
@@ -107,38 +97,27 @@ def deployment(image: str, home: str) -> dict[str, Any]:
             "capabilities": {"drop": ["ALL"]},
         },
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": NAME, "namespace": home, "labels": LABELS},
-        "spec": {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": LABELS},
-            "template": {
-                "metadata": {"labels": LABELS},
-                "spec": {
-                    "serviceAccountName": NAME,
-                    "securityContext": {
-                        "runAsNonRoot": True,
-                        "runAsUser": USER,
-                        "seccompProfile": {"type": "RuntimeDefault"},
-                    },
-                    "containers": [container],
-                },
-            },
-        },
+    pod = {
+        "serviceAccountName": NAME,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
     }
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": LABELS},
+        "template": {"metadata": {"labels": LABELS}, "spec": pod},
+    }
+    return new_object("apps/v1", "Deployment", {"name": NAME, "namespace": home, "labels": LABELS}, spec=spec)
 
 
 def _role(kind: str, metadata: dict[str, Any], rules: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    return {"apiVersion": f"{RBAC}/v1", "kind": kind, "metadata": metadata, "rules": list(rules)}
+    return new_object(f"{RBAC}/v1", kind, metadata, rules=list(rules))
 
 
 def _binding(kind: str, metadata: dict[str, Any], account: dict[str, str]) -> dict[str, Any]:
     reference = {"apiGroup": RBAC, "kind": kind, "name": metadata["name"]}
-    name = f"{kind}Binding"
-    return {"apiVersion": f"{RBAC}/v1", "kind": name, "metadata": metadata, "roleRef": reference, "subjects": [account]}
+    return new_object(f"{RBAC}/v1", f"{kind}Binding", metadata, roleRef=reference, subjects=[account])
 
 
 def _aggregated(*roles: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""Polls the API of one running job and sends it its size.
+"""Polls the API of a running job, and sends the job its size.
 
-Rules:
+`JobApi` requests `GET /api/v1/status` and `POST /api/v1/scale` at the coordinator's pod.  A pod runs its users' code,
+so the size, the time and the types of its reply are bounded.  Rules of the poller:
 
 1.  Requests go only to addresses of pods that were just read.  Another pod that gets an old address would receive
     the job's token.
@@ -9,23 +10,91 @@ Rules:
 """
 
 import asyncio
+import json
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
+from http.client import HTTPException
+from typing import Any
 
-from ripstop.kubernetes.client import in_thread
-from ripstop.kubernetes.job_api import JobApi
+from ripstop.api.client import ErrorReply, request
+from ripstop.kubernetes.kube_client import in_thread
 from ripstop.kubernetes.manifests import Owner, run_id
-from ripstop.kubernetes.spec import Json
+from ripstop.kubernetes.spec import PORT, Json
+from ripstop.model.errors import QueryFailed
+from ripstop.model.round import Address
 
 POLL_INTERVAL_S = 10.0
 SEARCH_TIMEOUT_S = 5.0  # for the coordinator among the pods
 MAX_FAILED_POLLS = 3  # then the job counts as unreachable
+TIMEOUT_S = 2.0  # of a request, from the connection to the last byte
+MAX_REPLY_BYTES = 1 << 20
+MAX_INTEGER = 2**31 - 1
+MAX_TEXT_CHARACTERS = 300
+GOODPUT_DIGITS = 2  # enough to read, and changes seldom
 
+TokenFunction = Callable[[str, str], str]  # derives the API's token from the job's secret and its run id
 
 log = logging.getLogger("ripstop.operator")
+
+
+class JobApi:
+    """Client of the coordinator at its pod's address.
+
+    Raises `QueryFailed` if the coordinator is unreachable, rejects the request or sends an invalid reply.
+    """
+
+    def __init__(self, api_token: TokenFunction, port: int = PORT) -> None:
+        self._api_token = api_token
+        self._port = port
+
+    def status(self, address: str, secret: str, run_id: str) -> dict[str, Any]:
+        """The fields of the job's status that the ElasticJob shows."""
+        return _validated(self._request("GET", "status", None, address, secret, run_id))
+
+    def scale(self, address: str, secret: str, run_id: str, nodes: int) -> None:
+        """Set the number of nodes the job runs on."""
+        self._request("POST", "scale", {"nodes": nodes}, address, secret, run_id)
+
+    def _request(self, method: str, operation: str, body: Json | None, address: str, secret: str, run_id: str) -> Any:
+        try:
+            reply = request(
+                partial(socket.create_connection, (address, self._port)),
+                method,
+                f"/api/v1/{operation}",
+                host=str(Address(address, self._port)),
+                token=self._api_token(secret, run_id),
+                body=body,
+                timeout_s=TIMEOUT_S,
+                max_bytes=MAX_REPLY_BYTES,
+            )
+            return json.loads(reply)
+        except ErrorReply as error:
+            text = error.error or error.body[: 4 * MAX_TEXT_CHARACTERS].decode("utf-8", "replace")
+            printable = "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT_CHARACTERS])
+            raise QueryFailed(f"HTTP {error.status}: {' '.join(printable.split())}".rstrip(": ")) from error
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
+            raise QueryFailed(str(error)) from error
+
+
+def _validated(status: Any) -> dict[str, Any]:
+    """The fields with valid values, under the names of the ElasticJob's status."""
+    if not isinstance(status, dict):
+        raise QueryFailed(f"its status is not a JSON object: {str(status)[:80]!r}")
+    numbers = {name: status.get(name) for name in ("round", "restarts", "target")}
+    found: dict[str, Any] = {
+        name: value for name, value in numbers.items() if type(value) is int and 0 <= value <= MAX_INTEGER
+    }
+    goodput, failure = status.get("goodput"), status.get("last_failure")
+    if isinstance(goodput, int | float) and type(goodput) is not bool and 0 <= goodput <= 1:
+        found["goodput"] = round(goodput, GOODPUT_DIGITS)
+    if isinstance(failure, str) and failure:
+        found["lastFailure"] = failure[:MAX_TEXT_CHARACTERS]
+    return found
 
 
 class JobPoller:

@@ -1,20 +1,32 @@
-"""The objects that an ElasticJob owns: service, secret, pods, disruption budget.  Pure.
+"""The Kubernetes objects of a job, and their YAML.  Pure.
 
-All names are derived from the job's name, so creating an object twice has no effect.  A pod is a slot: a
-replacement has the same name, host name and rank.
+With the operator: the service, secret, pods and disruption budget that an ElasticJob owns.  All names are derived from
+the job's name, so creating an object twice has no effect.  A pod is a slot: a replacement has the same name, host name
+and rank.
+
+Without the operator: a headless service, and a StatefulSet or an indexed Job whose pods are the nodes.  A pod's index
+is its slot, and pod 0 hosts the coordinator.  A StatefulSet restarts its containers after any exit, so an agent must
+linger after the end of its job; it has no liveness probe, because a lingering agent does not respond.  A Job ends with
+its pods: a failed training job or invalid input fails it, and a lost pod is replaced.
 """
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from msgspec import Struct
+
 from ripstop.kubernetes.spec import GROUP, KIND, PORT, PROBE_PORT, VERSION, Json, Spec
+from ripstop.model.errors import RipstopError
 
 JOB, SLOT, UID = f"{GROUP}/job", f"{GROUP}/slot", f"{GROUP}/job-uid"
 HOME, KEY = "ripstop-system", "ripstop-operator-key"  # the operator's namespace, and its own secret there
 AGENT_EXIT_S = 15  # for the agent, after the workers' shutdown timeout
 TERMINATION_LOG = "/dev/termination-log"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # as in the pods of an indexed Job
+KINDS_WITHOUT_OPERATOR = ("statefulset", "job")
+INSTANCE = "app.kubernetes.io/instance"  # not the label that the operator uses
+MAX_LOST_PODS = 1000  # of an indexed Job
 
 
 def _probe(path: str, **more: int) -> dict[str, Any]:
@@ -28,35 +40,24 @@ PROBES = {  # one hour until the agent starts; then one minute until a hanging a
 }
 
 
-class Owner:
+class Owner(Struct, frozen=True):
     """The job that owns an object."""
 
-    __slots__ = ("name", "namespace", "uid")
-
-    def __init__(self, name: str, namespace: str, uid: str) -> None:
-        self.name = name
-        self.namespace = namespace
-        self.uid = uid
+    name: str
+    namespace: str
+    uid: str
 
     def labels(self) -> dict[str, str]:
         return {JOB: self.name, UID: self.uid}
 
+    def reference(self) -> dict[str, Any]:
+        return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": self.name, "uid": self.uid}
+
     def metadata(self, name: str, **labels: str) -> dict[str, Any]:
         """The metadata of an object that is deleted with the job."""
-        reference = {
-            "apiVersion": f"{GROUP}/{VERSION}",
-            "kind": KIND,
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
-        return {
-            "name": name,
-            "namespace": self.namespace,
-            "labels": self.labels() | labels,
-            "ownerReferences": [reference],
-        }
+        reference = self.reference() | {"controller": True, "blockOwnerDeletion": True}
+        names = {"name": name, "namespace": self.namespace}
+        return names | {"labels": self.labels() | labels, "ownerReferences": [reference]}
 
 
 def pod_name(job: str, slot: int) -> str:
@@ -69,18 +70,7 @@ def run_id(owner: Owner) -> str:
 
 
 def service(owner: Owner) -> dict[str, Any]:
-    """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": owner.metadata(owner.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": owner.labels(),
-            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
-        },
-    }
+    return _service(owner.metadata(owner.name), owner.labels())
 
 
 def secret_name(owner: Owner, spec: Spec) -> str:
@@ -90,23 +80,13 @@ def secret_name(owner: Owner, spec: Spec) -> str:
 
 def secret(owner: Owner, spec: Spec, token: str) -> dict[str, Any]:
     """The secret of a job without `secretName`."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": owner.metadata(secret_name(owner, spec)),
-        "type": "Opaque",
-        "stringData": {"token": token},
-    }
+    return _secret(owner.metadata(secret_name(owner, spec)), token)
 
 
 def disruption_budget(owner: Owner, spec: Spec, *, version: str = "policy/v1") -> dict[str, Any]:
     """Limits voluntary evictions to what the job can lose."""
-    return {
-        "apiVersion": version,
-        "kind": "PodDisruptionBudget",
-        "metadata": owner.metadata(owner.name),
-        "spec": {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}},
-    }
+    budget = {"minAvailable": spec.min_replicas, "selector": {"matchLabels": owner.labels()}}
+    return new_object(version, "PodDisruptionBudget", owner.metadata(owner.name), spec=budget)
 
 
 def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
@@ -120,16 +100,10 @@ def pod(owner: Owner, spec: Spec, slot: int) -> dict[str, Any]:
         metadata["annotations"] = annotations
     body = template["spec"]
     body |= {"hostname": name, "subdomain": owner.name, "restartPolicy": "Never"}
-    make_node(
-        body,
-        spec,
-        secret=secret_name(owner, spec),
-        run_id=run_id(owner),
-        host=f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc",
-        conf=_conf(spec, slot),
-        variables={INDEX_VARIABLE: str(slot)},
-    )
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+    coordinator = f"{pod_name(owner.name, 0)}.{owner.name}.{owner.namespace}.svc"
+    flags = _flags(spec, run_id(owner), coordinator, _conf(spec, slot))
+    _make_node(body, spec, secret_name(owner, spec), flags | {INDEX_VARIABLE: str(slot)})
+    return new_object("v1", "Pod", metadata, spec=body)
 
 
 def _conf(spec: Spec, slot: int) -> str:
@@ -139,44 +113,114 @@ def _conf(spec: Spec, slot: int) -> str:
     return location + (f",target={spec.target}" if spec.target not in (None, spec.max_replicas) else "")
 
 
-def make_node(
-    body: dict[str, Any],
-    spec: Spec,
-    *,
-    secret: str,
-    run_id: str,
-    host: str,
-    conf: str = "",
-    variables: Mapping[str, str] = {},
-    probes: Json = PROBES,
+# without the operator -------------------------------------------------------------------------------------------------
+
+
+def objects_without_operator(kind: str, metadata: Mapping[str, str], spec: Spec, token: str) -> list[dict[str, Any]]:
+    """All objects to apply; with a secret unless the spec names one."""
+    name = metadata["name"]
+    found = [_service(metadata, {INSTANCE: name})]
+    if not spec.secret_name:
+        found.append(_secret({**metadata, "name": f"{name}-token"}, token))
+    if kind == "job":
+        found.append(new_object("batch/v1", "Job", metadata, spec=_indexed_job(name, spec)))
+    else:
+        found.append(new_object("apps/v1", "StatefulSet", metadata, spec=_stateful_set(name, spec)))
+    return found
+
+
+def _stateful_set(name: str, spec: Spec) -> dict[str, Any]:
+    return {
+        "serviceName": name,
+        "replicas": spec.pods,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": {INSTANCE: name}},
+        "template": _template(name, spec, linger=True),
+    }
+
+
+def _indexed_job(name: str, spec: Spec) -> dict[str, Any]:
+    template = _template(name, spec, linger=False)
+    template["spec"] |= {"restartPolicy": "Never", "subdomain": name}
+    final = {"containerName": template["spec"]["containers"][0]["name"], "operator": "In", "values": [1, 2]}
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": final, "onPodConditions": []},  # required before 1.29
+    ]
+    return {
+        "completionMode": "Indexed",
+        "completions": spec.pods,
+        "parallelism": spec.pods,
+        "backoffLimit": MAX_LOST_PODS,
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+
+
+def _template(name: str, spec: Spec, *, linger: bool) -> dict[str, Any]:
+    template: dict[str, Any] = deepcopy(dict(spec.template))
+    metadata = template.pop("metadata", {})
+    labels = {**(metadata.get("labels") or {}), INSTANCE: name}
+    flags = _flags(spec, run_id=name, host=f"{name}-0.{name}") | ({"PET_LINGER": "1"} if linger else {})
+    probes = {"readinessProbe": PROBES["readinessProbe"]} if linger else PROBES
+    _make_node(template["spec"], spec, spec.secret_name or f"{name}-token", flags, probes)
+    return {"metadata": {**metadata, "labels": labels}, **template}
+
+
+# for both -------------------------------------------------------------------------------------------------------------
+
+
+def to_yaml(objects: Sequence[Json]) -> str:
+    """One document per object, with the fields in their given order."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise RipstopError("YAML output needs PyYAML; run `pip install ripstop[kubernetes]`") from error
+    text: str = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    return text
+
+
+def new_object(version: str, kind: str, metadata: Json, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": dict(metadata), **fields}
+
+
+def _service(metadata: Json, selector: Mapping[str, str]) -> dict[str, Any]:
+    """Gives every slot a host name, also before it is ready, because nodes connect before they are ready."""
+    ports = [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(selector), "ports": ports}
+    return new_object("v1", "Service", metadata, spec=spec)
+
+
+def _secret(metadata: Json, token: str) -> dict[str, Any]:
+    return new_object("v1", "Secret", metadata, type="Opaque", stringData={"token": token})
+
+
+def _make_node(
+    body: dict[str, Any], spec: Spec, secret: str, variables: Mapping[str, str], probes: Json = PROBES
 ) -> None:
     """Add the settings of a node to a pod's spec: variables, probes and termination message of the first container.
 
-    `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`, `variables` additional environment.
     Settings of the user's template take precedence.
     """
     body.setdefault("terminationGracePeriodSeconds", spec.shutdown_timeout + AGENT_EXIT_S)
     trainer = body["containers"][0]
-    settings = {**_flags(spec, run_id, host, conf), **variables}
-    trainer["env"] = _environment(secret, settings, trainer.get("env") or ())
-    if not any(probe in trainer for probe in PROBES):
-        trainer |= probes
-    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
-
-
-def _environment(secret: str, variables: Mapping[str, str], given: Sequence[Json]) -> list[Json]:
     ours: list[Json] = [
         {"name": "RIPSTOP_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
         {"name": "RIPSTOP_TERMINATION_LOG", "value": TERMINATION_LOG},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": name, "value": value} for name, value in variables.items()),
     ]
-    mine = {variable["name"] for variable in given}
-    return [*(variable for variable in ours if variable["name"] not in mine), *given]
+    given = trainer.get("env") or ()
+    names = {variable["name"] for variable in given}
+    trainer["env"] = [*(variable for variable in ours if variable["name"] not in names), *given]
+    if not any(probe in trainer for probe in PROBES):
+        trainer |= probes
+    trainer.setdefault("terminationMessagePath", TERMINATION_LOG)
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # for invalid flags
 
 
-def _flags(spec: Spec, run_id: str, host: str, conf: str) -> dict[str, str]:
+def _flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]:
+    """Flags as variables.  `host` is the coordinator's host without etcd, `conf` additional `--rdzv-conf`."""
     embedded = spec.rendezvous.backend == "embedded"
     settings = ["rank_by=slot", conf, spec.rendezvous.conf]
     flags = {

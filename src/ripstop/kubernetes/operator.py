@@ -1,7 +1,7 @@
 """The operator: watches jobs, pods and nodes, and reconciles each job that changed.
 
-`reconcile` decides; `actions` executes.  kopf maintains the watches; it uses raw events only, so it writes nothing
-into objects.  Rules:
+`reconcile` decides; `cluster_writer` executes.  kopf maintains the watches; it uses raw events only, so it writes
+nothing into objects.  Rules:
 
 1.  Every reconciliation reads the job and its pods again.  A watch event only triggers it, so a lost event costs
     time but no correctness.
@@ -25,23 +25,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ripstop.kubernetes.actions import Actions, CreationRefused, StatusRefused, operator_key
-from ripstop.kubernetes.client import (
-    MAX_THREADS,
-    READ_TIMEOUT_S,
-    Cluster,
-    Conflict,
-    NotFound,
-    core_path,
-    in_thread,
-    jobs_path,
-)
-from ripstop.kubernetes.job_api import JobApi
-from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobPoller
-from ripstop.kubernetes.manifests import HOME, JOB, Owner
-from ripstop.kubernetes.reconcile import decide
-from ripstop.kubernetes.records import CreatePod, Decision, ResizeJob
-from ripstop.kubernetes.snapshot import coordinator_pod_addresses, job_record, node_of, pod_records, unreachable_since
+from ripstop.kubernetes import kube_client
+from ripstop.kubernetes.cluster_writer import ClusterWriter, CreationRefused, StatusRefused, operator_key
+from ripstop.kubernetes.job_poller import POLL_INTERVAL_S, JobApi, JobPoller
+from ripstop.kubernetes.kube_client import MAX_THREADS, Cluster, Conflict, NotFound, core_path, in_thread, jobs_path
+from ripstop.kubernetes.manifests import JOB, Owner
+from ripstop.kubernetes.pods import coordinator_pod_addresses, node_of, read_pods, unreachable_since
+from ripstop.kubernetes.reconcile import CreatePod, Decision, ResizeJob, decide, read_job
 from ripstop.kubernetes.spec import GROUP, PLURAL, VERSION, Json
 from ripstop.model.errors import RipstopError
 
@@ -90,9 +80,9 @@ class TrackedJob(Struct):
 class Operator:
     """Reconciles all jobs."""
 
-    def __init__(self, cluster: Cluster, key: bytes, api: JobApi | None = None) -> None:
+    def __init__(self, cluster: Cluster, key: bytes, api: JobApi) -> None:
         self._cluster = cluster
-        self._actions = Actions(cluster, key)
+        self._writer = ClusterWriter(cluster, key)
         self._api = api
         self._threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-api")
         self._poll_threads = ThreadPoolExecutor(MAX_THREADS, "ripstop-jobs")
@@ -175,28 +165,29 @@ class Operator:
             item = await in_thread(self._threads, self._cluster.get, jobs_path(*name))
         except NotFound:
             return None
-        pods = await in_thread(
-            self._threads, self._cluster.list, core_path(name[0], "pods"), labelSelector=f"{JOB}={name[1]}"
-        )
+        selector, path = f"{JOB}={name[1]}", core_path(name[0], "pods")
+        pods = await in_thread(self._threads, self._cluster.list, path, labelSelector=selector)
         tracked.nodes = frozenset(filter(None, map(node_of, pods)))
         tracked.reset_for(item["metadata"]["uid"])
         telemetry, unreachable = tracked.telemetry
-        job = job_record(
+        job = read_job(
             item if tracked.refused_status is None else item | {"status": tracked.refused_status},
             telemetry=telemetry,
             refused=tracked.refused,
             ignored=tracked.ignored,
             unreachable=unreachable,
         )
-        decision = decide(job, pod_records(pods, job.owner, self._unreachable_nodes()), time.time())
-        item = await self._write_status(name, tracked, item, decision.status)
+        decision = decide(job, read_pods(pods, job.owner, self._unreachable_nodes()), time.time())
+        updated = await self._write_status(name, tracked, item, decision.status)
         now = time.monotonic()
         due = now - tracked.ensured_at >= ACTIVE_RESYNC_S
         create = due or any(isinstance(action, CreatePod) for action in decision.actions)
         try:
-            ignored = await in_thread(self._threads, self._actions.execute, item, job.owner, decision, create=create)
+            ignored = await in_thread(self._threads, self._writer.execute, updated, job.owner, decision, create=create)
             tracked.ensured_at, tracked.refused = now if create else tracked.ensured_at, ""
-            tracked.ignored = _ignored_text(ignored) or tracked.ignored
+            if ignored:
+                remedy = "correct their spelling or position in a new job"
+                tracked.ignored = f"the cluster drops unknown template fields: {', '.join(ignored)}; {remedy}"
         except CreationRefused as error:
             tracked.refused = str(error)
         if (tracked.refused, tracked.ignored) != (job.refused, job.ignored):
@@ -207,20 +198,17 @@ class Operator:
         longest = POLL_INTERVAL_S if tracked.poller is not None else resync
         return min(decision.requeue_after or longest, longest)
 
-    async def _write_status(
-        self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json
-    ) -> dict[str, Any]:
+    async def _write_status(self, name: Name, tracked: TrackedJob, item: dict[str, Any], status: Json) -> Json:
         """Write the status, or keep it in memory if the cluster refuses it (rule 2).  Returns the job."""
         try:
-            item = await in_thread(self._threads, self._actions.write_status, item, status)
+            item = await in_thread(self._threads, self._writer.write_status, item, status)
             tracked.refused_status = None
         except StatusRefused as error:
             if tracked.refused_status is None:
                 log.warning(
                     "job=%s/%s the cluster refuses its status, which is not updated: %s; "
                     "correct the job's spec, or run `ripstop kube install` to update the definition",
-                    *name,
-                    error,
+                    *(*name, error),
                 )
             tracked.refused_status = status
         return item
@@ -228,33 +216,21 @@ class Operator:
     def _poll(self, tracked: TrackedJob, owner: Owner, decision: Decision, pods: Sequence[Json]) -> None:
         """Poll the job's API if it runs and the operator has its secret."""
         spec = decision.spec
-        if self._api is None or spec is None or spec.secret_name or decision.status["phase"] != "Running":
+        if spec is None or spec.secret_name or decision.status["phase"] != "Running":
             tracked.stop_polling()
             return
         if tracked.poller is None:
-            token = self._actions.token(owner)
+            token = self._writer.token(owner)
             tracked.poller = JobPoller(self._api, self._poll_threads, owner, token, tracked.woken.set)
         addresses = coordinator_pod_addresses(pods, owner, elected=spec.rendezvous.backend == "etcd")
         size = next((action.nodes for action in decision.actions if isinstance(action, ResizeJob)), None)
         tracked.poller.poll(addresses, size, time.monotonic())
 
 
-def _ignored_text(fields: Sequence[str]) -> str:
-    if not fields:
-        return ""
-    return f"the cluster drops unknown template fields: {', '.join(fields)}; {_SPELLING}"
-
-
-_SPELLING = "correct their spelling or position in a new job"
-
-
-def run_operator(
-    namespace: str | None = None, *, home: str = HOME, health: str | None = None, api: JobApi | None = None
-) -> None:
+def run_operator(namespace: str | None, api: JobApi, *, home: str, health: str | None = None) -> None:
     """Run the operator for one namespace or all, until SIGTERM.
 
-    `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.  Without `api`, running
-    jobs are not polled.
+    `home` is the namespace of the operator's key.  `health` is the HOST:PORT of `GET /healthz`.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("kopf", "aiohttp.access"):
@@ -296,7 +272,7 @@ async def _watch(cluster: Cluster, operator: Operator, namespace: str | None, he
     kopf.on.event("", "v1", "pods", labels={JOB: kopf.PRESENT}, registry=registry)(on_pod)
     kopf.on.event("", "v1", "nodes", registry=registry)(on_node)
     settings.watching.label_selectors["", "v1", "pods"] = JOB
-    settings.networking.request_timeout = READ_TIMEOUT_S
+    settings.networking.request_timeout = kube_client.READ_TIMEOUT_S
     settings.posting.enabled = False  # the operator creates its own events
     settings.scanning.disabled = namespace is not None  # scanning needs access to all namespaces
     await kopf.operator(

@@ -26,50 +26,103 @@ the cluster stores.  Rules:
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from ripstop.kubernetes.manifests import JOB, UID, pod_name
-from ripstop.kubernetes.records import (
-    Action,
-    CreatePod,
-    Decision,
-    DeleteJob,
-    DeletePod,
-    ElasticJob,
-    Emit,
-    Ensure,
-    Pod,
-    ResizeJob,
-    SetReplicas,
-)
-from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read
+from msgspec import Struct, field
+
+from ripstop.kubernetes.manifests import JOB, UID, Owner, pod_name
+from ripstop.kubernetes.pods import CANNOT_START, MAX_MESSAGE_CHARS, Pod, deletion_reason, parse_object
+from ripstop.kubernetes.spec import FIELDS, PORT, Json, Spec, SpecProblem, changed, read, to_seconds, to_timestamp
 
 QUICK_FAILURE_S = 60.0  # a pod that lives shorter failed quickly
 MAX_REPLACE_DELAY_S = 300.0
 NODE_TIMEOUT_S = 20.0
 EXIT_TIMEOUT_S = 60.0
-MAX_MESSAGE_CHARS = 1024  # of a message in the status
 JOB_REPORTED = ("goodput", "lastFailure", "restarts", "round")  # status fields that the job itself reports
-BAD_START = (
-    "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
-    "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
-)  # fmt: skip
-CANNOT_START = "CannotStart"  # a condition, and a reason for a loss
-START_ERRORS = ("StartError", "ContainerCannotRun")  # of a container that never ran
 NOT_QUICK = ("Deleted", "Evicted", "Preempted", "NodeLost")  # losses that do not delay the next pod
-EVICTION_PREFIXES = ("Eviction", "Deletion", "Termination")  # of disruption reasons other than preemption
+MUTABLE = frozenset(field.name for field in FIELDS if not field.fixed)
+UNREACHABLE_REMEDY = f"let the operator's pod reach port {PORT} of the job's pods"
 
-_IMAGE = "correct the image in a new job, or allow the node to pull it"
-REMEDIES = {  # for a container that does not start
-    "ErrImagePull": _IMAGE,
-    "ImagePullBackOff": _IMAGE,
-    "InvalidImageName": "correct the image name in a new job",
-    "ErrImageNeverPull": "load the image on the node, or change imagePullPolicy in a new job",
-    "CreateContainerConfigError": "create the template's Secret or ConfigMap, or correct the template in a new job",
-    "StartError": "correct the command or the image in a new job",
-    "ContainerCannotRun": "correct the command or the image in a new job",
-}
+
+class ElasticJob(Struct, frozen=True):
+    """An ElasticJob as read from the cluster, and what the operator knows about it."""
+
+    owner: Owner
+    spec: Json
+    status: Json
+    generation: int = 1
+    deleting: bool = False
+    telemetry: Json = field(default_factory=dict)  # the latest reply of its coordinator
+    refused: str = ""  # an object that the cluster refused to create, and why
+    ignored: str = ""  # template fields that the cluster dropped
+    unreachable: str = ""  # why the coordinator has not replied for a while
+
+
+class CreatePod(Struct, frozen=True):
+    slot: int
+
+
+class DeletePod(Struct, frozen=True):
+    """`force`: do not wait for the kubelet."""
+
+    name: str
+    uid: str
+    force: bool = False
+
+
+class Ensure(Struct, frozen=True):
+    """Create a service, secret or disruption-budget if it does not exist."""
+
+    what: str
+
+
+class SetReplicas(Struct, frozen=True):
+    """Write the default into the spec, for `kubectl scale` and autoscalers."""
+
+    replicas: int
+
+
+class ResizeJob(Struct, frozen=True):
+    """Tell the coordinator how many nodes train."""
+
+    nodes: int
+
+
+class DeleteJob(Struct, frozen=True):
+    pass
+
+
+class Emit(Struct, frozen=True):
+    """Create a Kubernetes event."""
+
+    reason: str
+    text: str
+    warning: bool = False
+
+
+Action = CreatePod | DeletePod | Ensure | SetReplicas | ResizeJob | DeleteJob | Emit
+
+
+class Decision(Struct, frozen=True):
+    """Ordered actions, the new status, the spec for new pods, and when to reconcile again without a change."""
+
+    actions: tuple[Action, ...]
+    status: dict[str, Any]
+    spec: Spec | None = None
+    requeue_after: float | None = None  # seconds
+
+
+def read_job(item: Json, **known: Any) -> ElasticJob:
+    """The job of this object; `known` is what the operator knows about it."""
+    metadata = item["metadata"]
+    return ElasticJob(
+        Owner(metadata["name"], metadata["namespace"], metadata["uid"]),
+        item.get("spec") or {},
+        item.get("status") or {},
+        metadata.get("generation", 1),
+        "deletionTimestamp" in metadata,
+        **known,
+    )
 
 
 def decide(job: ElasticJob, pods: Sequence[Pod], now: float) -> Decision:
@@ -83,8 +136,8 @@ class _Reconciliation:
 
     def __init__(self, job: ElasticJob, pods: Sequence[Pod], now: float) -> None:
         self.job = job
-        self.pods = {pod.slot: pod for pod in pods}
-        self.now = now
+        self.pods = {pod.slot: pod for pod in sorted(pods, key=lambda pod: pod.slot)}
+        self.now, self.timestamp = now, to_timestamp(now)
         self.status: dict[str, Any] = dict(job.status)
         self.members = frozenset(self.status.get("members", ()))  # pods that ran at the last reconciliation
         self.actions: list[Action] = []
@@ -113,32 +166,30 @@ class _Reconciliation:
     def _effective_spec(self) -> tuple[Spec | None, list[SpecProblem]]:
         """The valid spec and the problems of the given one (rule 6)."""
         name, given = self.job.owner.name, self.job.spec
-        before = _parse_object(self.status.get("accepted", ""))
+        before = parse_object(self.status.get("accepted", ""))
         if before is None:
-            return self._accept(given), _problems(read(name, given))
+            return self._accept(given)
         problems = changed(before, given)
-        latest = {k: v for k, v in before.items() if k not in _MUTABLE} | {k: given[k] for k in _MUTABLE & given.keys()}
+        latest = {k: v for k, v in before.items() if k not in MUTABLE} | {k: given[k] for k in MUTABLE & given.keys()}
         kept: frozenset[str] = frozenset()
-        while wrong := _problems(read(name, latest)):  # sizes are checked only if all types and ranges are valid
+        while not isinstance(wrong := read(name, latest), Spec):  # sizes are checked only if types and ranges are valid
             problems += wrong
-            invalid = _MUTABLE & {problem.where.removeprefix("spec.") for problem in wrong}
+            invalid = MUTABLE & {problem.where.removeprefix("spec.") for problem in wrong}
             if invalid <= kept:
                 latest = before
                 break
             kept |= invalid
             latest = {k: v for k, v in latest.items() if k not in kept} | {k: before[k] for k in kept & before.keys()}
-        spec = self._accept(latest)
-        if spec is None:  # another version of the operator accepted it
-            return None, _problems(read(name, latest))
-        return spec, problems
+        spec, refused = self._accept(latest)
+        return spec, refused or problems  # refused: another version of the operator accepted it
 
-    def _accept(self, fields: Json) -> Spec | None:
+    def _accept(self, fields: Json) -> tuple[Spec | None, list[SpecProblem]]:
         """Parse the fields.  Store them in the status if they are valid."""
-        spec = read(self.job.owner.name, fields)
-        if not isinstance(spec, Spec):
-            return None
+        found = read(self.job.owner.name, fields)
+        if not isinstance(found, Spec):
+            return None, found
         self.status["accepted"] = json.dumps(dict(fields), sort_keys=True)
-        return spec
+        return found, []
 
     # an active job ----------------------------------------------------------------------------------------------------
 
@@ -146,17 +197,14 @@ class _Reconciliation:
         if spec.suspend:
             self.status.pop("startTime", None)  # the deadline counts running time only
         else:
-            self.status.setdefault("startTime", _iso(self.now))
+            self.status.setdefault("startTime", self.timestamp)
         if self._finish(spec):
             return
         if self.job.spec.get("replicas") is None:
             self.actions.append(SetReplicas(spec.replicas))
-        self.actions += [Ensure("service")]
-        if not spec.secret_name:
-            self.actions.append(Ensure("secret"))
-        if spec.disruption_budget:
-            self.actions.append(Ensure("disruption-budget"))
-        for slot in sorted(self.pods, reverse=True):
+        needed = {"service": True, "secret": not spec.secret_name, "disruption-budget": spec.disruption_budget}
+        self.actions += [Ensure(what) for what, is_needed in needed.items() if is_needed]
+        for slot in reversed(self.pods):
             if slot >= spec.pods:
                 self._remove(self.pods[slot], "Suspended" if spec.suspend else "ScaledDown")
         for slot in range(spec.pods):
@@ -169,26 +217,23 @@ class _Reconciliation:
         """Finish the job if its deadline passed or a pod reports the end."""
         start = self.status.get("startTime")
         if spec.active_deadline is not None and start is not None:
-            left = seconds(start) + spec.active_deadline - self.now
+            left = to_seconds(start) + spec.active_deadline - self.now
             if left <= 0:
-                self._end(
-                    "Failed",
-                    "DeadlineExceeded",
-                    f"the job ran for its activeDeadlineSeconds ({spec.active_deadline} s)",
-                )
+                text = f"the job ran for its activeDeadlineSeconds ({spec.active_deadline} s)"
+                self._end("Failed", "DeadlineExceeded", text)
                 for pod in self.pods.values():
                     self._remove(pod, "DeadlineExceeded")
                 return True
             self.requeue.append(left)
-        ends = [(end, pod) for pod in self.pods.values() if (end := _job_end(pod)) is not None]
+        ends = [(end, pod) for pod in self.pods.values() if (end := pod.job_end()) is not None]
         if ends:  # a late node is rejected with exit code 2: the job's own result takes precedence
             end, pod = min(ends, key=lambda each: each[0][1] == "WrongInput")
-            self.status |= _final_counts(pod)
+            self.status |= pod.final_counts()
             self._end(*end)
         return bool(ends)
 
     def _end(self, phase: str, reason: str, text: str) -> None:
-        self.status |= {"phase": phase, "completionTime": _iso(self.now)}
+        self.status |= {"phase": phase, "completionTime": self.timestamp}
         if phase == "Failed":
             self.status["lastFailure"] = text[:MAX_MESSAGE_CHARS]
         self._condition("Running", False, reason, text)
@@ -202,7 +247,7 @@ class _Reconciliation:
         """Send the job its size if it has another one (rule 7)."""
         if spec.target is not None and self.job.telemetry.get("target", spec.target) != spec.target:
             self.actions.append(ResizeJob(spec.target))
-        text = f"the operator cannot send the job its size: {self.job.unreachable}; {_UNREACHABLE_REMEDY}"
+        text = f"the operator cannot send the job its size: {self.job.unreachable}; {UNREACHABLE_REMEDY}"
         needs_size = self.status["phase"] == "Running" and spec.spares and spec.target is not None
         unreachable = bool(self.job.unreachable and needs_size)
         reason = "CoordinatorUnreachable" if unreachable else "CoordinatorReachable"
@@ -219,17 +264,13 @@ class _Reconciliation:
                 self.actions.append(CreatePod(slot))
             return
         if pod.unreachable_since is not None and (pod.deleting or self.now - pod.unreachable_since >= NODE_TIMEOUT_S):
-            self._replace(
-                pod,
-                "NodeLost",
-                f"its node has been unreachable for {self.now - pod.unreachable_since:.0f} s",
-                force=True,
-            )
+            text = f"its node has been unreachable for {self.now - pod.unreachable_since:.0f} s"
+            self._replace(pod, "NodeLost", text, force=True)
         elif pod.over and pod.deleting:
             if pod.empty:  # the kubelet takes seconds to remove it
                 self.actions.append(DeletePod(pod.name, pod.uid, force=True))
         elif pod.over:
-            self._replace(pod, *_loss_reason(pod))
+            self._replace(pod, *pod.loss_reason())
         elif pod.unreachable_since is not None:
             self.requeue.append(pod.unreachable_since + NODE_TIMEOUT_S - self.now)
 
@@ -239,18 +280,12 @@ class _Reconciliation:
         pod = self.pods.get(slot)
         if name not in self.members or (pod is not None and (not pod.deleting or pod.unreachable_since is not None)):
             return
-        reason, text = _deletion_reason(pod)
-        if self._record_loss(pod or Pod(name, slot, uid=""), reason):
-            self._emit_loss(name, reason, text)
+        self._record_loss(pod or Pod(name, slot, uid=""), *deletion_reason(pod))
 
     def _replace(self, pod: Pod, reason: str, text: str, *, force: bool = False) -> None:
         self.actions.append(DeletePod(pod.name, pod.uid, force))
         self.status["members"] = [name for name in self.status["members"] if name != pod.name]
-        if self._record_loss(pod, reason):
-            self._emit_loss(pod.name, reason, text)
-
-    def _emit_loss(self, pod: str, reason: str, text: str) -> None:
-        self.actions.append(Emit(reason, f"pod {pod}: {text}; it will be replaced", warning=True))
+        self._record_loss(pod, reason, text)
 
     def _remove(self, pod: Pod, reason: str) -> None:
         if not pod.deleting or pod.unreachable_since is not None:
@@ -258,25 +293,25 @@ class _Reconciliation:
         if not pod.deleting and not pod.over:
             self.actions.append(Emit(reason, f"pod {pod.name} is deleted"))
 
-    def _record_loss(self, pod: Pod, reason: str) -> bool:
-        """Store the loss for rule 4.  False if it is already stored."""
+    def _record_loss(self, pod: Pod, reason: str, text: str) -> None:
+        """Store the loss for rule 4, and emit an event, unless it is already stored."""
         losses = {loss["slot"]: loss for loss in self.status.get("losses", ())}
         before = losses.get(pod.slot)
         if before is not None and before["uid"] == pod.uid != "":
-            return False
+            return
         ended = pod.finished if pod.finished is not None else self.now
         quick = ended - pod.created < QUICK_FAILURE_S and reason not in NOT_QUICK
         times = (before["times"] + 1 if before else 1) if quick else 0
-        losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": _iso(self.now)}
+        losses[pod.slot] = {"slot": pod.slot, "uid": pod.uid, "reason": reason, "times": times, "at": self.timestamp}
         self.status["losses"] = sorted(losses.values(), key=lambda loss: loss["slot"])
         self.status["replaced"] = self.status.get("replaced", 0) + 1
-        return True
+        self.actions.append(Emit(reason, f"pod {pod.name}: {text}; it will be replaced", warning=True))
 
     def _replace_delay(self, slot: int) -> float:
         for loss in self.status.get("losses", ()):
             if loss["slot"] == slot and loss["times"] > 1:
                 delay: float = min(2.0 ** (loss["times"] - 2), MAX_REPLACE_DELAY_S)
-                return seconds(loss["at"]) + delay - self.now
+                return to_seconds(loss["at"]) + delay - self.now
         return 0.0
 
     # the status -------------------------------------------------------------------------------------------------------
@@ -287,7 +322,7 @@ class _Reconciliation:
             "replicas": len(live),
             "readyReplicas": sum(pod.ready for pod in live),
             "selector": f"{JOB}={self.job.owner.name},{UID}={self.job.owner.uid}",
-            "members": [pod.name for pod in sorted(live, key=lambda pod: pod.slot) if _is_member(pod, spec)],
+            "members": [pod.name for pod in live if pod.phase == "Running" and pod.slot < spec.pods],
         }
         if not self.status.get("completionTime"):  # the final counts are newer than the last reply
             self.status |= {name: self.job.telemetry[name] for name in JOB_REPORTED if name in self.job.telemetry}
@@ -301,15 +336,13 @@ class _Reconciliation:
 
     def _check_start(self) -> None:
         """A container does not start, or the last one of a slot did not and its replacement does not run yet."""
-        pods = sorted(self.pods.values(), key=lambda pod: pod.slot)
-        failing = next((pod for pod in pods if not pod.deleting and _start_error(pod)), None)
+        failing = next((pod for pod in self.pods.values() if not pod.deleting and pod.start_error), None)
         failed = {loss["slot"] for loss in self.status.get("losses", ()) if loss["reason"] == CANNOT_START}
-        running = {pod.slot for pod in pods if pod.phase == "Running"}
+        running = {slot for slot, pod in self.pods.items() if pod.phase == "Running"}
         before = self._current(CANNOT_START)
         if failing is not None:
-            self._condition(
-                CANNOT_START, True, _start_error(failing), f"pod {failing.name}: {_start_error_text(failing)}"
-            )
+            text = f"pod {failing.name}: {failing.start_error_text()}"
+            self._condition(CANNOT_START, True, failing.start_error, text)
         elif before is None or before["status"] != "True" or not failed - running:
             self._condition(CANNOT_START, False, "Started", "")
 
@@ -346,9 +379,9 @@ class _Reconciliation:
         value = "True" if truth else "False"
         conditions = {condition["type"]: condition for condition in self.status.get("conditions", ())}
         before = conditions.get(kind)
-        if before is None and not truth and kind not in ("Running",):
+        if before is None and not truth and kind != "Running":
             return  # a condition that was never true is not listed
-        since = before["lastTransitionTime"] if before and before["status"] == value else _iso(self.now)
+        since = before["lastTransitionTime"] if before and before["status"] == value else self.timestamp
         conditions[kind] = {
             "type": kind,
             "status": value,
@@ -361,7 +394,7 @@ class _Reconciliation:
     # a finished job ---------------------------------------------------------------------------------------------------
 
     def _reconcile_finished(self, spec: Spec) -> None:
-        ended = seconds(self.status["completionTime"])
+        ended = to_seconds(self.status["completionTime"])
         for pod in self.pods.values():
             if not pod.over and not pod.deleting and self.now >= ended + EXIT_TIMEOUT_S:
                 self.actions.append(DeletePod(pod.name, pod.uid, force=pod.unreachable_since is not None))
@@ -371,112 +404,3 @@ class _Reconciliation:
                 self.actions.append(DeleteJob())
             else:
                 self.requeue.append(ended + spec.ttl - self.now)
-
-
-_UNREACHABLE_REMEDY = f"let the operator's pod reach port {PORT} of the job's pods"
-_MUTABLE = frozenset(field.name for field in FIELDS if not field.fixed)
-
-
-def _job_end(pod: Pod) -> tuple[str, str, str] | None:
-    """How the job ended, if this pod reports it: phase, reason, text."""
-    if not pod.over:
-        return None
-    report = _parse_object(pod.message)
-    if report is not None:
-        match report.get("outcome"):
-            case "succeeded":
-                return "Succeeded", "Succeeded", "all workers exited 0"
-            case "failed":
-                return "Failed", "Failed", _termination_text(pod)
-            case "stopped" if not pod.deleting:
-                return "Failed", "Stopped", _termination_text(pod)
-    if pod.deleting:
-        return None  # it was deleted: its exit says nothing about the job
-    if pod.exit_code == 2:
-        return "Failed", "WrongInput", f"pod {pod.name}: {_termination_text(pod)}"
-    if pod.exit_code == 0 and pod.phase == "Succeeded" and report is None:
-        return "Succeeded", "Succeeded", f"pod {pod.name} exited 0"
-    return None
-
-
-def _loss_reason(pod: Pod) -> tuple[str, str]:
-    """Why a pod that does not report the job's end is gone: reason, text."""
-    if pod.reason == "Evicted":
-        return "Evicted", pod.detail or "it was evicted"
-    if pod.disrupted:
-        return _deletion_reason(pod)
-    if pod.reason in START_ERRORS:
-        return CANNOT_START, _start_error_text(pod)
-    if pod.reason == "OOMKilled":
-        return "OOMKilled", "it reached its memory limit; raise resources.limits.memory"
-    if pod.exit_code is not None and pod.exit_code >= 128:
-        return "Killed", f"it was killed by signal {pod.exit_code - 128}"
-    if pod.exit_code is not None:
-        return "PodFailed", f"it exited with code {pod.exit_code}: {_termination_text(pod)[-300:]}"
-    return pod.reason or "PodFailed", pod.detail or "the cluster gives no reason"
-
-
-def _deletion_reason(pod: Pod | None) -> tuple[str, str]:
-    """Why a pod was deleted: reason, text."""
-    if pod is None or not pod.disrupted:
-        return "Deleted", "it was deleted"
-    return "Evicted" if pod.disrupted.startswith(EVICTION_PREFIXES) else "Preempted", pod.disrupted
-
-
-def _is_member(pod: Pod, spec: Spec) -> bool:
-    """Whether the pod runs and is not surplus."""
-    return pod.phase == "Running" and pod.slot < spec.pods
-
-
-def _start_error(pod: Pod) -> str:
-    """The cluster's reason why the container does not start; empty if it starts."""
-    if pod.over:
-        return pod.reason if pod.reason in START_ERRORS else ""
-    return pod.waiting if pod.waiting in BAD_START else ""
-
-
-def _start_error_text(pod: Pod) -> str:
-    error = _start_error(pod)
-    text = (pod.message.strip() if pod.over else "") or pod.detail or error
-    return f"{text}; {REMEDIES.get(error, 'correct the template in a new job')}"
-
-
-def _final_counts(pod: Pod) -> dict[str, int]:
-    """Rounds and restarts in the termination message; they are newer than the last telemetry."""
-    report = _parse_object(pod.message) or {}
-    found = {"round": report.get("rounds"), "restarts": report.get("restarts")}
-    return {name: value for name, value in found.items() if type(value) is int and value >= 0}
-
-
-def _termination_text(pod: Pod) -> str:
-    """The termination message for people: the reason and the root cause, or the end of the log."""
-    report = _parse_object(pod.message)
-    if report is None:
-        return pod.message.strip() or "see its log"
-    why, cause = str(report.get("why") or ""), str(report.get("culprit") or "")
-    rank = cause.partition(": ")[0]
-    if rank and rank in why:  # name the rank once, with its details
-        return why.replace(rank, cause, 1)
-    return "; ".join(filter(None, (why, cause)))
-
-
-def _problems(found: Spec | list[SpecProblem]) -> list[SpecProblem]:
-    return [] if isinstance(found, Spec) else found
-
-
-def _parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in the text, or None."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _iso(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def seconds(text: str) -> float:
-    """Seconds since the epoch of a Kubernetes timestamp."""
-    return datetime.fromisoformat(text).timestamp()

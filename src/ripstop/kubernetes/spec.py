@@ -1,4 +1,4 @@
-"""The fields of an ElasticJob, once for the schema, the operator and the documentation.  Pure.
+"""The fields of an ElasticJob, once for the schema, the operator and the documentation; timestamps.  Pure.
 
 `FIELDS` is the table of plain fields.  `read` parses a `Spec` or lists the problems.  The schema catches most
 errors when an object is written.  Old clusters do not check rules between two fields, so `read` checks everything
@@ -7,14 +7,16 @@ again.
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert, field
 
 GROUP, VERSION, KIND, PLURAL = "ripstop.dev", "v1alpha1", "ElasticJob", "elasticjobs"
 MAX_REPLICAS = 10_000
 MAX_NAME_CHARS = 52  # a pod name adds a dash and up to ten digits, and a host name has at most 63 characters
 PORT, PROBE_PORT = 29400, 29490
+TYPE_NAMES = {int: "a whole number", bool: "true or false", str: "a text"}
 
 Json = Mapping[str, Any]
 
@@ -28,15 +30,13 @@ class Field(Struct, frozen=True):
     text: str
     least: int | None = None
     most: int | None = None
-    choices: tuple[str, ...] = ()
     fixed: bool = False
 
 
 FIELDS = (
     Field("minReplicas", int, 1, "Minimum number of nodes.", 1, MAX_REPLICAS, fixed=True),
     Field("maxReplicas", int, None, "Maximum number of nodes.", 1, MAX_REPLICAS, fixed=True),
-    Field("replicas", int, None, "Number of nodes; set by `kubectl scale`.  Default: maxReplicas.",
-          1, MAX_REPLICAS),
+    Field("replicas", int, None, "Number of nodes; set by `kubectl scale`.  Default: maxReplicas.", 1, MAX_REPLICAS),
     Field("spares", int, 0, "Additional pods that wait, warmed up, to replace a lost one.", 0, 1000),
     Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
     Field("maxRestarts", int, 3, "Restarts after worker failures.", 0, 1_000_000, fixed=True),
@@ -47,7 +47,7 @@ FIELDS = (
     Field("activeDeadlineSeconds", int, None, "The job fails after this running time.", 1, 2**31 - 1),
     Field("ttlSecondsAfterFinished", int, None, "The job is deleted this long after its end.", 0, 2**31 - 1),
     Field("disruptionBudget", bool, False, "Create a PodDisruptionBudget for minReplicas pods.", fixed=True),
-)  # fmt: skip
+)
 
 
 class SpecProblem(Struct, frozen=True):
@@ -65,24 +65,24 @@ class Rendezvous(Struct, frozen=True):
     conf: str = ""  # additional --rdzv-conf
 
 
-class Spec(Struct, frozen=True):
-    """A valid spec with its defaults."""
+class Spec(Struct, frozen=True, rename="camel"):
+    """A valid spec.  `FIELDS` has the defaults."""
 
     min_replicas: int
     max_replicas: int
     replicas: int
+    spares: int
+    nproc_per_node: str
+    max_restarts: int
+    restart_window: str
+    shutdown_timeout: int
+    secret_name: str
+    suspend: bool
+    active_deadline: int | None = field(name="activeDeadlineSeconds")
+    ttl: int | None = field(name="ttlSecondsAfterFinished")
+    disruption_budget: bool
+    rendezvous: Rendezvous
     template: Json
-    spares: int = 0
-    nproc_per_node: str = "auto"
-    max_restarts: int = 3
-    restart_window: str = ""
-    shutdown_timeout: int = 30
-    secret_name: str = ""
-    suspend: bool = False
-    active_deadline: int | None = None
-    ttl: int | None = None
-    disruption_budget: bool = False
-    rendezvous: Rendezvous = Rendezvous()
 
     @property
     def pods(self) -> int:
@@ -99,39 +99,16 @@ def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
     """The spec, or all its problems."""
     problems: list[SpecProblem] = []
     values = {field.name: _value(field, spec, problems) for field in FIELDS}
-    known = {*values, "template", "rendezvous"}
-    unknown = sorted(spec.keys() - known)
+    values["rendezvous"] = _rendezvous(spec.get("rendezvous") or {}, problems)
+    values["template"] = spec.get("template")
+    unknown = sorted(spec.keys() - values.keys())
     problems += [SpecProblem(f"spec.{key}", "is not a field; remove it, or correct its spelling") for key in unknown]
-    rendezvous = _rendezvous(spec.get("rendezvous") or {}, problems)
-    template = spec.get("template")
-    problems += _template_problems(template)
-    problems += _name_problems(name)
-    if problems:
-        return problems
-    least, most = values["minReplicas"], values["maxReplicas"]
-    if values["replicas"] is None:
-        values["replicas"] = most
-    problems = _size_problems(least, values["replicas"], most)
-    if problems:
-        return problems
-    assert isinstance(template, Mapping), "checked above"
-    return Spec(
-        min_replicas=least,
-        max_replicas=most,
-        replicas=values["replicas"],
-        template=template,
-        spares=values["spares"],
-        nproc_per_node=values["nprocPerNode"],
-        max_restarts=values["maxRestarts"],
-        restart_window=values["restartWindow"],
-        shutdown_timeout=values["shutdownTimeout"],
-        secret_name=values["secretName"],
-        suspend=values["suspend"],
-        active_deadline=values["activeDeadlineSeconds"],
-        ttl=values["ttlSecondsAfterFinished"],
-        disruption_budget=values["disruptionBudget"],
-        rendezvous=rendezvous,
-    )
+    problems += [*_template_problems(values["template"]), *_name_problems(name)]
+    if not problems:
+        if values["replicas"] is None:
+            values["replicas"] = values["maxReplicas"]
+        problems = _size_problems(values["minReplicas"], values["replicas"], values["maxReplicas"])
+    return problems or convert(values, Spec)
 
 
 def changed(before: Json, after: Json) -> list[SpecProblem]:
@@ -154,23 +131,18 @@ def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
     if field.type is str and type(value) is int:
         value = str(value)  # nprocPerNode: 8
     if type(value) is not field.type:
-        problems.append(SpecProblem(where, f"is {_article(field.type)}, not {value!r}"))
+        problems.append(SpecProblem(where, f"is {TYPE_NAMES[field.type]}, not {value!r}"))
         return None
     if isinstance(value, int) and not (field.least or 0) <= value <= (field.most or value):
         problems.append(SpecProblem(where, f"is from {field.least} to {field.most}, not {value}"))
     return value
 
 
-def _article(kind: type) -> str:
-    return {int: "a whole number", bool: "true or false", str: "a text"}[kind]
-
-
 def _name_problems(name: str) -> list[SpecProblem]:
     where = "metadata.name"
     if len(name) > MAX_NAME_CHARS:
-        return [
-            SpecProblem(where, f"has {len(name)} characters; its pods' host names allow {MAX_NAME_CHARS}; shorten it")
-        ]
+        text = f"has {len(name)} characters; its pods' host names allow {MAX_NAME_CHARS}; shorten it"
+        return [SpecProblem(where, text)]
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
         return [SpecProblem(where, f"must be a service name: a-z first, then a-z, 0-9 and dashes, not {name!r}")]
     return []
@@ -202,3 +174,12 @@ def _template_problems(template: Any) -> list[SpecProblem]:
     if not containers:
         return [SpecProblem("spec.template.spec.containers", "needs a container that runs `ripstop run`")]
     return []
+
+
+def to_timestamp(seconds: float) -> str:
+    """A Kubernetes timestamp from seconds since the epoch."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def to_seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()

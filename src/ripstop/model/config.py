@@ -9,7 +9,6 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from ripstop.model.redacted import Redacted
 from ripstop.model.round import Address, RankBy
 
 COORDINATOR_PORT = 29400
@@ -19,6 +18,17 @@ ETCD_PREFIX = "/ripstop"
 MASTER_PORT = 29500
 MAX_NODES = 100_000
 MAX_SLOTS = 4_096
+
+
+SECRET_FIELDS = frozenset({"password", "token"})
+
+
+class Redacted(Struct, frozen=True):
+    """A record whose repr leaves out `SECRET_FIELDS`, so that no log line or traceback shows them."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in SECRET_FIELDS)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Script(Struct, frozen=True):

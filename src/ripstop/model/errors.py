@@ -1,17 +1,8 @@
-"""All exceptions that ripstop raises on purpose.
-
-    RipstopError                 a message for the user, without a traceback
-    ├── UsageError               a wrong flag, variable or file                       exit 2
-    ├── ProtocolError            a peer sent an invalid message
-    ├── StartError               workers could not be started                         exit 1
-    └── QueryFailed              a node could not answer an operator's query
-
-A message has three parts: the rule, the value seen, the remedy.
-"""
+"""All exceptions that ripstop raises on purpose.  A message has three parts: the rule, the value seen, the remedy."""
 
 
 class RipstopError(Exception):
-    """Base of all deliberate errors; `exit_code` is the exit code of the process."""
+    """A message for the user, printed without a traceback; `exit_code` is the exit code of the process."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""The events of a job, and their JSON.  Logs, event files, metrics and the API are made from them.  Pure.
+"""The events of a job, their JSON and their log lines.  Event files, metrics and the API are made from them.  Pure.
 
 An `EventRecord` is an event with its time, its observer and its sequence number there.  As JSON it is one flat object
 on one line: `v`, `seq`, `at`, `node`, `kind`, and the event's own fields.
@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, replace
 
-from ripstop.model.bounds import Int64
-from ripstop.model.text import ascii_json, truncate
+from ripstop.model.field_types import Int64
+from ripstop.model.text_formatting import ascii_json, truncate
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
@@ -384,6 +384,54 @@ _decode_header = msgspec.json.Decoder(_Header).decode
 @cache
 def _event_decoder() -> msgspec.json.Decoder[Event]:
     return msgspec.json.Decoder(Event)
+
+
+LOG_LINES: dict[type[Event], str] = {
+    NodeJoined: "node={0.name} joined from {0.host} with {0.slots} slots",
+    NodeRejected: "node={0.name} rejected: {0.why}",
+    NodeLeaving: "node={0.name} is leaving: {0.why}",
+    NodeGone: "node={0.name} {0.why}",
+    NodeHealthy: "node={0.name} is healthy again",
+    NodeQuarantined: "node={0.name} is in quarantine for {0.seconds:g} s: {0.why}",
+    NodeReleased: "node={0.name} is out of quarantine",
+    UnhealthyNodeRetained: "node={0.name} keeps its place: {0.why}",
+    RankRequestDenied: (
+        "round={0.round} node={0.name} has node rank {0.rank}, not the requested {0.requested_rank}: {0.why}"
+    ),
+    RoundFound: "round={0.round} was reported by an agent; waiting for its {0.nodes} nodes",
+    RoundResumed: "round={0.round} continues: all {0.nodes} nodes have rejoined",
+    HangDiagnosed: "round={0.round} hangs: {0.why}",
+    JobClosing: "closing: {0.why}",
+    JobClosed: "closed: {0.outcome}: {0.why}",
+    OperatorAction: "{0.action} by {0.by}: {0.result}",
+    CheckpointSaved: "round={0.round} rank={0.rank} checkpoint step={0.step} path={0.path}",
+    WorkerFailed: "round={0.round} rank={0.rank} pid={0.pid} failed: {0.why}",
+    TimersMissed: "round={0.round} rank={0.rank} pid={0.pid} {0.why}",
+    WorkersStopping: "round={0.round} stopping: {0.why}",
+    AgentMessage: "{0.text}",
+}
+
+
+def log_line(event: Event) -> str:
+    """The event's log line, with `key=value` where possible; empty if the line of another event covers it."""
+    match event:
+        case NodeUnhealthy(name, problems):
+            return f"node={name} is unhealthy: {'; '.join(problems)}"
+        case RoundFormed(round, nodes, world, store, _, why):
+            return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
+        case ScaleRequested(nodes, accepted, why):
+            return f"scale to {nodes} nodes" + ("" if accepted else f" rejected: {why}")
+        case WarmedUp(start, preloaded, seconds, why):
+            what = f" preloaded={','.join(preloaded)}" if preloaded else ""
+            return f"start={start}{what} seconds={seconds:.2f}" + (f" why={why!r}" if why else "")
+        case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why):
+            ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
+            paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
+            return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{paused} why={why!r}"
+        case WorkerHangs(round, rank, pid, seconds, sign, where):
+            at = f", {where}" if where else ""
+            return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s{at}"
+    return LOG_LINES.get(type(event), "").format(event)
 
 
 def kind(event: Event) -> str:

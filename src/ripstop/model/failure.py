@@ -5,7 +5,7 @@ Data only.  `diagnostics/evidence.py` truncates the texts, so that a failure fit
 
 from msgspec import Struct
 
-from ripstop.model.bounds import Int64, Items
+from ripstop.model.field_types import Int64, Items
 from ripstop.model.round import Outcome
 
 MAX_STANDINGS = 8  # process groups of one rank that are sent and kept

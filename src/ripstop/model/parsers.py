@@ -9,18 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from ripstop.model.config import (
-    ETCD_PORT,
-    ETCD_PREFIX,
-    MAX_NODES,
-    Etcd,
-    HealthLimits,
-    OutputStreams,
-    QuarantineLimits,
-    StreamMap,
-    Timing,
-    Tls,
-)
+from ripstop.model import config
 from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
 
@@ -101,7 +90,7 @@ def node_range(name: str, text: str) -> tuple[int, int]:
     if len(parts) > 2:
         raise UsageError(f"{name}={text}: neither a number nor a range; write {name}=4 or {name}=2:4")
     minimum, maximum = (
-        integer(name, part, minimum=1, maximum=MAX_NODES, remedy=f"write {name}=4 or {name}=2:4")
+        integer(name, part, minimum=1, maximum=config.MAX_NODES, remedy=f"write {name}=4 or {name}=2:4")
         for part in (parts[0], parts[-1])
     )
     if minimum > maximum:
@@ -131,11 +120,11 @@ def address(name: str, text: str, *, default_port: int) -> Address:
     return Address(host(name, where), port(f"{name} port", number, minimum=0) if number else default_port)
 
 
-def streams(name: str, text: str, slots: int) -> StreamMap:
+def streams(name: str, text: str, slots: int) -> config.StreamMap:
     """`3` for every worker, or `0:1,1:2` for some."""
     if text in ("0", "1", "2", "3"):
-        return StreamMap(OutputStreams(int(text)))
-    by_rank: dict[int, OutputStreams] = {}
+        return config.StreamMap(config.OutputStreams(int(text)))
+    by_rank: dict[int, config.OutputStreams] = {}
     for part in text.split(","):
         rank, _, choice = part.partition(":")
         if not (rank.isascii() and rank.isdigit() and len(rank) < 20) or choice not in ("0", "1", "2", "3"):
@@ -147,8 +136,8 @@ def streams(name: str, text: str, slots: int) -> StreamMap:
             raise UsageError(f"{name}={text}: names local rank {rank} twice; keep one of the two")
         if int(rank) >= slots:
             raise UsageError(f"{name}={text}: names local rank {rank}; this node has 0 to {slots - 1}; leave it out")
-        by_rank[int(rank)] = OutputStreams(int(choice))
-    return StreamMap(OutputStreams.NONE, tuple(sorted(by_rank.items())))
+        by_rank[int(rank)] = config.OutputStreams(int(choice))
+    return config.StreamMap(config.OutputStreams.NONE, tuple(sorted(by_rank.items())))
 
 
 def local_ranks(name: str, text: str, slots: int) -> frozenset[int]:
@@ -200,7 +189,7 @@ def key_values(name: str, text: str) -> dict[str, str]:
     return found
 
 
-def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing, list[str]]:
+def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[config.Timing, list[str]]:
     """The timeouts that `--rdzv-conf` sets, and notes about keys without effect.
 
     As with torch, an unknown key is not an error, and `join_timeout` overrides `timeout`.
@@ -210,14 +199,14 @@ def timing(name: str, conf: Mapping[str, str], shutdown: float) -> tuple[Timing,
             raise UsageError(f"{name}: lease={conf['lease']} and {key}={conf[key]} set the same timeout; keep lease")
 
     seconds = partial(_seconds, name, conf)
-    default = Timing()
+    default = config.Timing()
     lease = seconds("lease", default.lease)
     if KEEP_ALIVE_CONF & conf.keys():
         attempts = integer(
             f"{name} keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), minimum=1, maximum=1000
         )
         lease = seconds("keep_alive_interval", 5.0) * attempts
-    timeouts = Timing(
+    timeouts = config.Timing(
         last_call=seconds("last_call_timeout", default.last_call, positive=False),
         join=seconds("join_timeout", seconds("timeout", default.join)),
         lease=lease,
@@ -249,20 +238,20 @@ def _note_if_ignored(name: str, key: str, conf: Mapping[str, str]) -> str:
     return f"{name}: there is no {key}, so it has no effect" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def health_limits(name: str, conf: Mapping[str, str]) -> HealthLimits:
+def health_limits(name: str, conf: Mapping[str, str]) -> config.HealthLimits:
     """The node health limits in `--rdzv-conf`, without the user's own command."""
-    default = HealthLimits()
+    default = config.HealthLimits()
     disk, skew = conf.get("min_disk"), conf.get("max_clock_skew")
-    return HealthLimits(
+    return config.HealthLimits(
         min_disk=default.min_disk if disk is None else byte_size(f"{name} min_disk", disk),
         max_skew=default.max_skew if skew is None else duration(f"{name} max_clock_skew", skew),
     )
 
 
-def quarantine(name: str, conf: Mapping[str, str]) -> QuarantineLimits:
-    default = QuarantineLimits()
+def quarantine(name: str, conf: Mapping[str, str]) -> config.QuarantineLimits:
+    default = config.QuarantineLimits()
     failures = conf.get("quarantine_failures", str(default.failures))
-    return QuarantineLimits(
+    return config.QuarantineLimits(
         failures=integer(f"{name} quarantine_failures", failures, minimum=0, maximum=1_000_000),
         window=_seconds(name, conf, "quarantine_window", default.window),
         cooldown=_seconds(name, conf, "quarantine_cooldown", default.cooldown),
@@ -299,7 +288,7 @@ ETCD_CONF = {  # torch's two etcd backends have different names for the same set
 
 def etcd(
     name: str, text: str, conf_name: str, conf: Mapping[str, str], environ: Mapping[str, str]
-) -> tuple[Etcd, dict[str, str]]:
+) -> tuple[config.Etcd, dict[str, str]]:
     """`HOST[:PORT],…` with the etcd settings in `--rdzv-conf` and the environment, and the rest of `--rdzv-conf`."""
     settings: dict[str, str] = {}
     for key, setting in ETCD_CONF.items():
@@ -309,9 +298,9 @@ def etcd(
             settings[setting] = conf[key]
     tls = _etcd_tls(name, text, conf_name, settings)
     bare = [part.strip().removeprefix("http://").removeprefix("https://").rstrip("/") for part in text.split(",")]
-    found = Etcd(
-        endpoints=tuple(dict.fromkeys(address(name, part, default_port=ETCD_PORT) for part in bare)),
-        prefix="/" + settings.get("prefix", ETCD_PREFIX).strip("/"),
+    found = config.Etcd(
+        endpoints=tuple(dict.fromkeys(address(name, part, default_port=config.ETCD_PORT) for part in bare)),
+        prefix="/" + settings.get("prefix", config.ETCD_PREFIX).strip("/"),
         tls=tls,
         ca=_optional_pem_file(conf_name, "ca", settings),
         cert=_optional_pem_file(conf_name, "cert", settings),
@@ -321,7 +310,7 @@ def etcd(
         port=port(f"{conf_name} coordinator_port", settings.get("port", "0"), minimum=0),
     )
     if not all(endpoint.port for endpoint in found.endpoints):
-        raise UsageError(f"{name}={text}: etcd cannot listen on port 0; write HOST:{ETCD_PORT}")
+        raise UsageError(f"{name}={text}: etcd cannot listen on port 0; write HOST:{config.ETCD_PORT}")
     if bool(found.user) != bool(found.password):
         there, missing = ("USER", "PASSWORD") if found.user else ("PASSWORD", "USER")
         raise UsageError(f"RIPSTOP_ETCD_{there} is set and RIPSTOP_ETCD_{missing} is not; set both, or neither")
@@ -373,7 +362,7 @@ def pem_file(name: str, text: str) -> Path:
     return Path(text)
 
 
-def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
+def tls(name: str, conf: Mapping[str, str]) -> tuple[config.Tls | None, list[str]]:
     """The certificates that `--rdzv-conf` names, and notes about their file modes."""
     if not TLS_CONF & conf.keys():
         return None, []
@@ -384,7 +373,7 @@ def tls(name: str, conf: Mapping[str, str]) -> tuple[Tls | None, list[str]]:
     notes = []
     if key is not None and key.stat().st_mode & 0o004:
         notes.append(f"{name} tls_key={key}: everyone can read it; chmod 600 {key}")
-    return Tls(cert, key, ca), notes
+    return config.Tls(cert, key, ca), notes
 
 
 def job_secret(environ: Mapping[str, str]) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from ripstop.model.bounds import Int64
+from ripstop.model.field_types import Int64
 
 
 class Address(Struct, frozen=True, forbid_unknown_fields=True):

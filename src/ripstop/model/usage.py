@@ -5,7 +5,7 @@ None means unknown.  Times are in seconds, sizes in bytes.
 
 from msgspec import Struct
 
-from ripstop.model.bounds import Int64, Items
+from ripstop.model.field_types import Int64, Items
 
 
 class RankSample(Struct, frozen=True, forbid_unknown_fields=True):

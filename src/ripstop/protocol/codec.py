@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ripstop.model.errors import ProtocolError
 from ripstop.model.failure import Failure
-from ripstop.model.text import ascii_json, truncate
+from ripstop.model.text_formatting import ascii_json, truncate
 from ripstop.protocol.messages import VERSION, Closed, Failed, Inspected, Join, Message, Stopped
 
 MAX_FRAME_BYTES = 256 * 1024  # frames are ASCII, so this is also the number of characters

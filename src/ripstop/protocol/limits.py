@@ -14,7 +14,7 @@ from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import MAX_TEXT, EventRecord
 from ripstop.model.failure import MAX_STANDINGS
 from ripstop.model.round import Node, Place
-from ripstop.model.text import truncate, without_surrogates
+from ripstop.model.text_formatting import truncate, without_surrogates
 from ripstop.protocol.messages import Failed, FromAgent, Inspected, Join, Leaving, Left, Problems, Stopped
 
 MAX_NAME = 256  # characters of a node's name, address, role or label

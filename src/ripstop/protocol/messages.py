@@ -14,8 +14,8 @@ from typing import get_args
 
 from msgspec import Struct
 
-from ripstop.model.bounds import Int64, Items
 from ripstop.model.failure import Failure, JobReport
+from ripstop.model.field_types import Int64, Items
 from ripstop.model.round import Node, Outcome, Place, RankBy
 
 VERSION = 1

@@ -40,17 +40,12 @@ class _Steps(Struct, frozen=True):
     last: int
     seconds: float
 
-    def kept(self, limit: int | None) -> int:
-        """The number of steps after the first and below the limit."""
-        steps = max(0, self.last - self.first)
-        return steps if limit is None else min(steps, max(0, limit - 1 - self.first))
-
     def split(self, limit: int | None) -> tuple[float, float, int]:
-        """The seconds in kept steps, the seconds in lost steps, and the number of lost steps."""
+        """The seconds in kept steps (those below the limit) and in lost steps, and the number of lost steps."""
         steps = self.last - self.first
         if steps <= 0:
             return 0.0, 0.0, 0
-        kept = self.kept(limit)
+        kept = steps if limit is None else min(steps, max(0, limit - 1 - self.first))
         kept_seconds = self.seconds * kept / steps
         return kept_seconds, self.seconds - kept_seconds, steps - kept
 

@@ -11,23 +11,9 @@ from collections import Counter
 
 from msgspec import Struct, field
 
+from ripstop.model import events
 from ripstop.model.config import MAX_NODES
-from ripstop.model.events import (
-    BudgetCharged,
-    BudgetRefunded,
-    CheckpointSaved,
-    EventRecord,
-    FirstStep,
-    NodeGone,
-    NodeJoined,
-    NodeRejected,
-    Recovered,
-    RoundEndCause,
-    RoundEnded,
-    RoundFormed,
-    WorkerFailed,
-    kind,
-)
+from ripstop.model.events import EventRecord, RoundEndCause, kind
 from ripstop.telemetry.goodput import Goodput
 
 STAGES = ("detect", "decide", "stop", "start", "first_step")
@@ -74,38 +60,38 @@ class Totals(Struct):
 
     def _on_coordinator_event(self, record: EventRecord) -> None:
         match record.event:
-            case RoundFormed():
+            case events.RoundFormed():
                 self.rounds += 1
-            case RoundEnded(cause=cause):
+            case events.RoundEnded(cause=cause):
                 self.restarts[cause] += 1
-            case BudgetCharged(allowed=allowed):
+            case events.BudgetCharged(allowed=allowed):
                 self.charged += allowed  # a charge that is not allowed ends the job and is not counted
-            case BudgetRefunded():
+            case events.BudgetRefunded():
                 self.refunded += 1
-            case NodeJoined():
+            case events.NodeJoined():
                 self.nodes_joined += 1
-            case NodeRejected():
+            case events.NodeRejected():
                 self.nodes_rejected += 1
-            case NodeGone(name, _, lost):
+            case events.NodeGone(name, _, lost):
                 self.nodes_lost += lost
                 self.nodes_left += not lost
                 self._recovered.pop(name, None)
 
     def _on_agent_event(self, record: EventRecord) -> None:
         match record.event:
-            case WorkerFailed():
+            case events.WorkerFailed():
                 self.worker_failures += 1
-            case Recovered(round, detect, decide, stop, start):
+            case events.Recovered(round, detect, decide, stop, start):
                 self._recovered[record.node] = round
                 if len(self._recovered) > MAX_NODES:  # records may contain names of nodes that never joined
                     del self._recovered[next(iter(self._recovered))]
                 for stage, seconds in zip(STAGES, (detect, decide, stop, start), strict=False):
                     if seconds > 0:
                         self.recovery[stage].observe(seconds)
-            case FirstStep(round=round, seconds=seconds):
+            case events.FirstStep(round=round, seconds=seconds):
                 if self._recovered.get(record.node) == round:  # a first step after the first start is no recovery
                     self.recovery["first_step"].observe(seconds)
-            case CheckpointSaved(step=step):
+            case events.CheckpointSaved(step=step):
                 if self.checkpoint is None or self.checkpoint[0] != step:  # every rank may report it
                     self.checkpoints += 1
                     self.checkpoint = (step, record.at)

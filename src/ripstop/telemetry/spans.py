@@ -26,32 +26,8 @@ from hashlib import blake2b
 
 from msgspec import Struct, field
 
-from ripstop.model.events import (
-    BudgetCharged,
-    BudgetRefunded,
-    Event,
-    EventRecord,
-    FirstStep,
-    HangDiagnosed,
-    JobClosed,
-    JobClosing,
-    NodeGone,
-    NodeLeaving,
-    NodeUnhealthy,
-    OperatorAction,
-    Recovered,
-    RoundEndCause,
-    RoundEnded,
-    RoundFormed,
-    RoundResumed,
-    TimersMissed,
-    WorkerFailed,
-    WorkerHangs,
-    WorkersStarted,
-    WorkersStopped,
-    kind,
-    to_dict,
-)
+from ripstop.model import events
+from ripstop.model.events import Event, EventRecord, RoundEndCause, kind, to_dict
 from ripstop.model.round import Outcome
 from ripstop.telemetry.goodput import Goodput
 
@@ -62,6 +38,7 @@ FAULT_CAUSES = (RoundEndCause.APPLICATION, RoundEndCause.INFRASTRUCTURE, RoundEn
 
 Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 Attributes = dict[str, Value]
+Phase = tuple[str, float, float]  # name, start, end
 
 
 class Context(Struct, frozen=True):
@@ -107,8 +84,6 @@ class _NodeRecovery(Struct):
     context: Context
     start: float
     end: float
-    first_rank: int
-    workers: int
     is_ended: bool = False
 
 
@@ -126,7 +101,7 @@ class _Recovery(Struct):
     next: int = 0
     nodes: frozenset[str] = frozenset()  # of the next round
     stopped: dict[str, float] = field(default_factory=dict)  # when the old workers had stopped, by node
-    started: dict[str, tuple[float, WorkersStarted]] = field(default_factory=dict)  # when, and which workers
+    started: dict[str, tuple[float, events.WorkersStarted]] = field(default_factory=dict)  # when, and which workers
     recovered: dict[str, _NodeRecovery] = field(default_factory=dict)  # nodes whose workers run again
     is_ended: bool = False
 
@@ -144,7 +119,7 @@ class Spans:
         self._recovery: _Recovery | None = None  # the current one, or the last
         self._nodes_with_steps: set[str] = set()  # nodes whose workers report steps
         self._goodput = Goodput()
-        self._closed: tuple[float, JobClosed] | None = None
+        self._closed: tuple[float, events.JobClosed] | None = None
 
     def on(self, record: EventRecord) -> list[Span]:
         """Return the spans that end with this event."""
@@ -173,7 +148,7 @@ class Spans:
         if self._start is None:
             self._start = record.at
         match record.event:
-            case RoundFormed(number, nodes, world, store, restarts, why):
+            case events.RoundFormed(number, nodes, world, store, restarts, why):
                 about: Attributes = {
                     "ripstop.nodes": len(nodes), "ripstop.world_size": world, "ripstop.store": store,
                     "ripstop.restarts_used": restarts, "ripstop.why": why,
@@ -182,14 +157,14 @@ class Spans:
                 if (recovery := self._current_recovery()) is not None:
                     recovery.next, recovery.nodes, recovery.end = number, frozenset(nodes), record.at
                     recovery.attributes |= {"ripstop.next_round": number, "ripstop.restarts_used": restarts}
-            case RoundResumed(number, nodes):
+            case events.RoundResumed(number, nodes):
                 self._round = _Round(number, record.at, {"ripstop.nodes": nodes})
-            case RoundEnded(number, cause, why):
+            case events.RoundEnded(number, cause, why):
                 yield from self._abort_recovery(record.at, why)
                 begun = self._new_recovery(number, record.at, cause, why)
                 yield from self._end_round(record.at, cause, why if cause in FAULT_CAUSES else "", (begun.context,))
                 self._recovery = begun
-            case JobClosed(outcome, why) as closed:
+            case events.JobClosed(outcome, why) as closed:
                 yield from self._abort_recovery(record.at, why)
                 yield from self._end_round(record.at, outcome, _error(closed), ())
                 self._closed = (record.at, closed)
@@ -213,89 +188,74 @@ class Spans:
         self._round = None
         about = self._common | {"ripstop.round": round.number} | round.attributes | {"ripstop.cause": cause}
         context = Context(self._job.trace, self._id(8, f"round {round.number}"))
-        yield Span(
-            context, self._job.span, "round", round.start, at, about, _events(round.records),
-            () if self._parent else links, error,
-        )  # fmt: skip
+        explanation = _span_events(round.records)
+        links = () if self._parent else links
+        yield Span(context, self._job.span, "round", round.start, at, about, explanation, links, error)
 
     # events of nodes --------------------------------------------------------------------------------------------------
 
     def _of_node(self, record: EventRecord) -> Iterator[Span]:
-        if isinstance(record.event, FirstStep):
+        if isinstance(record.event, events.FirstStep):
             self._nodes_with_steps.add(record.node)
         recovery = self._recovery
         if recovery is None:
             return
         match record.event:
-            case WorkersStopped(number) if number == recovery.number:
+            case events.WorkersStopped(number) if number == recovery.number:
                 recovery.stopped[record.node] = record.at
-            case WorkersStarted(number, pause=pause, seconds=seconds) as started if self._is_awaited(record, number):
+            case events.WorkersStarted(number) as started if self._is_awaited(record, number):
                 recovery.started[record.node] = (record.at, started)
-                if not pause or not _was_member(recovery, record.node):
-                    yield from self._on_workers_run(record.node, recovery, [("start", record.at - seconds, record.at)])
-            case Recovered(number) as recovered if self._is_awaited(record, number) and record.node in recovery.started:
-                if _was_member(recovery, record.node):
+                if not started.pause or not _was_member(recovery, record.node):
+                    phases = [("start", record.at - started.seconds, record.at)]
+                    yield from self._on_workers_run(record.node, recovery, phases)
+            case events.Recovered(number) as recovered if self._is_awaited(record, number):
+                if record.node in recovery.started and _was_member(recovery, record.node):
                     ran = recovery.started[record.node][0]
                     phases = list(_phases(ran, recovered, recovery.stopped.get(record.node)))
                     yield from self._on_workers_run(record.node, recovery, phases)
-            case FirstStep(number, rank, step, seconds) if (
-                number == recovery.next and record.node in recovery.recovered
-            ):
-                yield from self._on_first_step(record, recovery, rank, step, seconds)
+            case events.FirstStep(number) as first if number == recovery.next and record.node in recovery.recovered:
+                yield from self._on_first_step(record, recovery, first)
 
     def _is_awaited(self, record: EventRecord, number: int) -> bool:
         recovery = self._current_recovery()
         return recovery is not None and number == recovery.next and record.node not in recovery.recovered
 
-    def _on_workers_run(self, node: str, recovery: _Recovery, phases: list[tuple[str, float, float]]) -> Iterator[Span]:
+    def _on_workers_run(self, node: str, recovery: _Recovery, phases: list[Phase]) -> Iterator[Span]:
         """Return the spans of a node whose workers run again after these phases."""
-        at, started = recovery.started[node]
+        at, _ = recovery.started[node]
         context = Context(recovery.context.trace, self._id(8, f"recovery {recovery.number} {node}"))
         start = min((start for _, start, _ in phases), default=at)
-        part = recovery.recovered[node] = _NodeRecovery(context, start, at, started.first_rank, len(started.pids))
-        for ordinal, (name, begin, end) in enumerate(phases):
-            yield self._phase(recovery, node, name, begin, end, ordinal=ordinal)
+        part = recovery.recovered[node] = _NodeRecovery(context, start, at)
+        for ordinal, phase in enumerate(phases):
+            yield self._phase(recovery, node, phase, f"{ordinal} {phase[0]}", {})
         if node not in self._nodes_with_steps:
             yield self._node_span(recovery, node, part)
         yield from self._finish_if_done(recovery)
 
-    def _on_first_step(
-        self, record: EventRecord, recovery: _Recovery, rank: int, step: int, seconds: float
-    ) -> Iterator[Span]:
+    def _on_first_step(self, record: EventRecord, recovery: _Recovery, first: events.FirstStep) -> Iterator[Span]:
         part = recovery.recovered[record.node]
         end = max(part.end, record.at)
-        about: Attributes = {"ripstop.rank": rank, "ripstop.step": step}
-        yield self._phase(recovery, record.node, "first_step", end - max(0.0, seconds), end, about)
+        about: Attributes = {"ripstop.rank": first.rank, "ripstop.step": first.step}
+        phase = ("first_step", end - max(0.0, first.seconds), end)
+        yield self._phase(recovery, record.node, phase, "first_step", about)
         if not part.is_ended:
             part.end = end
             yield self._node_span(recovery, record.node, part)
         yield from self._finish_if_done(recovery)
 
-    def _phase(
-        self,
-        recovery: _Recovery,
-        node: str,
-        name: str,
-        start: float,
-        end: float,
-        about: Attributes | None = None,
-        *,
-        ordinal: int | None = None,
-    ) -> Span:
-        """`ordinal` distinguishes phases of one name."""
+    def _phase(self, recovery: _Recovery, node: str, phase: Phase, unique: str, about: Attributes) -> Span:
+        """`unique` distinguishes phases of one name."""
         part = recovery.recovered[node]
-        unique = name if ordinal is None else f"{ordinal} {name}"
         context = Context(part.context.trace, self._id(8, f"recovery {recovery.number} {node} {unique}"))
-        attributes = self._common | {"ripstop.round": recovery.number, "ripstop.node": node} | (about or {})
-        return Span(context, part.context.span, name, start, end, attributes)
+        attributes = self._common | {"ripstop.round": recovery.number, "ripstop.node": node} | about
+        return Span(context, part.context.span, *phase, attributes)
 
     def _node_span(self, recovery: _Recovery, node: str, part: _NodeRecovery) -> Span:
         part.is_ended = True
-        about: Attributes = {
-            "ripstop.round": recovery.number, "ripstop.node": node,
-            "ripstop.first_rank": part.first_rank, "ripstop.workers": part.workers,
-        }  # fmt: skip
-        return Span(part.context, recovery.context.span, "node", part.start, part.end, self._common | about)
+        _, started = recovery.started[node]
+        about = self._common | {"ripstop.round": recovery.number, "ripstop.node": node}
+        about |= {"ripstop.first_rank": started.first_rank, "ripstop.workers": len(started.pids)}
+        return Span(part.context, recovery.context.span, "node", part.start, part.end, about)
 
     # the end of a recovery --------------------------------------------------------------------------------------------
 
@@ -312,9 +272,9 @@ class Spans:
         """End the current recovery, if there is one, before all its nodes run."""
         if (recovery := self._current_recovery()) is None:
             return
-        yield from [
-            self._node_span(recovery, node, part) for node, part in recovery.recovered.items() if not part.is_ended
-        ]
+        for node, part in recovery.recovered.items():
+            if not part.is_ended:
+                yield self._node_span(recovery, node, part)
         error = ""
         if not recovery.next:
             error = f"no other round was formed: {why}"
@@ -330,8 +290,8 @@ class Spans:
         end = max([recovery.end, *(part.end for part in recovery.recovered.values())])
         parent = self._job.span if self._parent else ""
         about = self._common | recovery.attributes
-        events = _events(recovery.records)
-        return Span(recovery.context, parent, "recovery", start, end, about, events, recovery.links, error)
+        explanation = _span_events(recovery.records)
+        return Span(recovery.context, parent, "recovery", start, end, about, explanation, recovery.links, error)
 
     # events that explain the end of a round ---------------------------------------------------------------------------
 
@@ -347,14 +307,16 @@ class Spans:
     def _explained_round(self, event: Event) -> int | None:
         """The round whose end this event may explain; `ANY_ROUND`: the current one; None: no round."""
         match event:
-            case WorkerFailed(number) | WorkerHangs(number) | TimersMissed(number) | HangDiagnosed(number):
+            case events.WorkerFailed(number) | events.WorkerHangs(number) | events.TimersMissed(number):
                 return number
-            case BudgetCharged(number) | BudgetRefunded(number) | RoundEnded(number) | RoundFormed(number):
+            case events.HangDiagnosed(number) | events.BudgetCharged(number) | events.BudgetRefunded(number):
                 return number
-            case NodeGone(name) | NodeLeaving(name) | NodeUnhealthy(name):
+            case events.RoundFormed(number) | events.RoundEnded(number):
+                return number
+            case events.NodeGone(name) | events.NodeLeaving(name) | events.NodeUnhealthy(name):
                 nodes = self._round.nodes if self._round else None
                 return ANY_ROUND if nodes is None or name in nodes else None
-            case JobClosing() | OperatorAction():
+            case events.JobClosing() | events.OperatorAction():
                 return ANY_ROUND
         return None
 
@@ -362,7 +324,7 @@ class Spans:
         return blake2b(f"{size} {name}".encode(), digest_size=size, key=self._seed).hexdigest()
 
 
-def _phases(at: float, recovered: Recovered, stopped: float | None) -> Iterator[tuple[str, float, float]]:
+def _phases(at: float, recovered: events.Recovered, stopped: float | None) -> Iterator[Phase]:
     """The phases of a node, in order, until its workers ran at time `at`: name, start, end.
 
     `Recovered.decide` is the time before and after the old workers were stopped; `stopped` divides it in two.
@@ -381,11 +343,11 @@ def _phases(at: float, recovered: Recovered, stopped: float | None) -> Iterator[
         begins += seconds
 
 
-def _error(closed: JobClosed) -> str:
+def _error(closed: events.JobClosed) -> str:
     return "" if closed.outcome == Outcome.SUCCEEDED else closed.why
 
 
-def _events(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
+def _span_events(records: Iterable[EventRecord]) -> tuple[SpanEvent, ...]:
     return tuple(SpanEvent(record.at, kind(record.event), _attributes(record)) for record in records)
 
 
@@ -404,15 +366,15 @@ def _culprit(cause: str, records: list[EventRecord]) -> Attributes:
     match cause:
         case RoundEndCause.APPLICATION | RoundEndCause.INFRASTRUCTURE:
             for record in records:
-                if isinstance(record.event, WorkerFailed | WorkerHangs):
+                if isinstance(record.event, events.WorkerFailed | events.WorkerHangs):
                     return {"ripstop.node": record.node, "ripstop.rank": record.event.rank}
         case RoundEndCause.NODE_LOST | RoundEndCause.NODE_LEFT | RoundEndCause.NODE_UNFIT:
             for record in reversed(records):
-                if isinstance(record.event, NodeGone | NodeLeaving | NodeUnhealthy):
+                if isinstance(record.event, events.NodeGone | events.NodeLeaving | events.NodeUnhealthy):
                     return {"ripstop.node": record.event.name}
     return {}
 
 
 def _budget(records: list[EventRecord]) -> Attributes:
-    charges = [record.event for record in records if isinstance(record.event, BudgetCharged)]
+    charges = [record.event for record in records if isinstance(record.event, events.BudgetCharged)]
     return {"ripstop.restarts_limit": charges[-1].limit} if charges else {}

@@ -8,15 +8,8 @@ stopped by the agent) in every round; the agent ends once (SUCCEEDED or FAILED).
 import json
 from typing import Any
 
-from ripstop.model.events import (
-    AgentEnded,
-    EventRecord,
-    TimersMissed,
-    WorkerFailed,
-    WorkersStarted,
-    WorkersStopped,
-    WorkersSucceeded,
-)
+from ripstop.model import events
+from ripstop.model.events import EventRecord
 
 TIMER_EXPIRED = "timer expired"
 
@@ -28,7 +21,7 @@ class TorchEvents:
         self._facts = {"run_id": run_id, "role": role, "rdzv_backend": backend, "hostname": host}
         self._program = program
         self._began: float | None = None
-        self._started: WorkersStarted | None = None
+        self._started: events.WorkersStarted | None = None
         self._live: dict[int, int] = {}  # pids of workers that have not ended, by rank
 
     def convert(self, record: EventRecord) -> list[str]:
@@ -36,22 +29,22 @@ class TorchEvents:
         if self._began is None:
             self._began = record.at
         match record.event:
-            case WorkersStarted(first_rank=first, pids=pids) as started:
+            case events.WorkersStarted(first_rank=first, pids=pids) as started:
                 self._started = started
                 self._live = {first + local_rank: pid for local_rank, pid in enumerate(pids)}
                 return [self._worker(record, "START", rank) for rank in self._live]
-            case WorkerFailed(round, rank, _, why) if self._started and self._started.round == round:
+            case events.WorkerFailed(round, rank, _, why) if self._started and self._started.round == round:
                 event = self._worker(record, "FAILED", rank, why)
                 self._live.pop(rank, None)
                 return [event]
-            case WorkersSucceeded():
+            case events.WorkersSucceeded():
                 return self._end_all(record, "SUCCEEDED")
-            case WorkersStopped():
+            case events.WorkersStopped():
                 return self._end_all(record, "TERMINATED")
-            case TimersMissed(_, rank, pid, why):
+            case events.TimersMissed(_, rank, pid, why):
                 about = {"watchdog_event": TIMER_EXPIRED, "worker_pid": str(pid)}
                 return [self._event(record, "RUNNING", about, name=TIMER_EXPIRED, raw_error=why, global_rank=rank)]
-            case AgentEnded(code, why):
+            case events.AgentEnded(code, why):
                 return [self._event(record, "FAILED" if code else "SUCCEEDED", raw_error=why if code else None)]
         return []
 

@@ -74,11 +74,7 @@ class EventHandler:
 def torch_sink(config: RunConfig, program: str, put: Callable[[str], None]) -> Sink:
     """A sink that passes this node's events to `put` in the format of torch's agent."""
     events = TorchEvents(
-        run_id=config.run_id,
-        role=config.role,
-        backend=config.backend.value,
-        host=socket.gethostname(),
-        program=program,
+        run_id=config.run_id, role=config.role, backend=config.backend.value, host=socket.gethostname(), program=program
     )
 
     def sink(record: EventRecord) -> None:

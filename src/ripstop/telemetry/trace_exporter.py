@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ripstop import __version__
 from ripstop.model.config import Tracing
 from ripstop.model.events import EventRecord
-from ripstop.model.text import one_line
+from ripstop.model.text_formatting import one_line, without_surrogates
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.telemetry.spans import Attributes, Context, Span, Spans
 
@@ -231,10 +231,7 @@ def sdk_span(span: Span, resource: Any) -> "ReadableSpan":
 
 def _valid_utf8(attributes: Attributes) -> Attributes:
     """Protobuf rejects lone surrogates, which JSON from a node can contain."""
-    return {
-        name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-        for name, value in attributes.items()
-    }
+    return {name: without_surrogates(value) if isinstance(value, str) else value for name, value in attributes.items()}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import Cluster, core_path
+from ripstop.kubernetes.kube_client import Cluster, core_path
 from tests.kubernetes.kube.lab import Operators, Place, apply, collection, eventually, exists, service_account_config
 from tests.kubernetes.kube.nodes import first_node, operators_deployment
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import ApiError, Cluster, Conflict, NotFound, core_path, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.kubernetes.manifests import JOB
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import Cluster, core_path
+from ripstop.kubernetes.kube_client import Cluster, core_path
 from tests.kubernetes.kube.lab import HERE, Place, eventually, needs_a_cluster
 
 ROOT = HERE.parents[2]

@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import Any
 
-from ripstop.kubernetes.client import Cluster
-from ripstop.kubernetes.job_api import JobApi
+from ripstop.kubernetes.job_poller import JobApi
+from ripstop.kubernetes.kube_client import Cluster
 from ripstop.kubernetes.operator import run_operator
 from tests.kubernetes.kube.lab import SAYS, TALKATIVE
 
@@ -47,4 +47,4 @@ class Talkative(JobApi):
 
 if last:
     Cluster.request = counting  # type: ignore[method-assign]
-run_operator(namespace or None, home=home, api=Talkative())
+run_operator(namespace or None, Talkative(), home=home)

@@ -6,7 +6,7 @@ import pytest
 
 from ripstop.cli import main
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import Cluster, NotFound, core_path
+from ripstop.kubernetes.kube_client import Cluster, NotFound, core_path
 from ripstop.kubernetes.manifests import JOB, SLOT
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, eventually, needs_a_cluster

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import Cluster, core_path
+from ripstop.kubernetes.kube_client import Cluster, core_path
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import eventually
 from tests.kubernetes.kube.nodes import PATIENCE, Training, a_training, happens, needs_nodes, tell, template

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ripstop.kubernetes.client import Cluster
+from ripstop.kubernetes.kube_client import Cluster
 from tests.kubernetes.kube.lab import eventually
 from tests.kubernetes.kube.nodes import PATIENCE, Training, a_training, needs_nodes, tell
 

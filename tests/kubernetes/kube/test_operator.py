@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.kubernetes.client import Cluster, core_path, jobs_path
+from ripstop.kubernetes.kube_client import Cluster, core_path, jobs_path
 from tests.kubernetes.kube.lab import NOWHERE, SAYS, TALKATIVE, Place, eventually, needs_a_cluster, stamp
 
 needs_a_cluster()

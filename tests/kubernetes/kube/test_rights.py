@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.kubernetes.actions import operator_key
-from ripstop.kubernetes.client import ApiError, Cluster
+from ripstop.kubernetes.cluster_writer import operator_key
+from ripstop.kubernetes.kube_client import ApiError, Cluster
 from tests.kubernetes.kube.conftest import HOME
 from tests.kubernetes.kube.lab import Place, needs_a_cluster
 

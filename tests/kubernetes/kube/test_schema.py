@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ripstop.kubernetes import crd
-from ripstop.kubernetes.client import ApiError, Cluster, jobs_path
+from ripstop.kubernetes.kube_client import ApiError, Cluster, jobs_path
 from tests.kubernetes.golden import DEPLOY
 from tests.kubernetes.kube.lab import Place, a_job, eventually, needs_a_cluster
 

@@ -7,7 +7,7 @@ before a node joins: it is no reason to interrupt training.
 from msgspec import Struct
 
 from ripstop.model.config import HealthLimits
-from ripstop.model.text import format_bytes
+from ripstop.model.text_formatting import format_bytes
 
 MAX_OUTPUT_CHARS = 300  # of the health command's last line
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, Target, find_job, get, parse_command, stream_lines
 from ripstop.cli.options.flags import Flag
-from ripstop.model.event_text import log_line
-from ripstop.model.events import from_json
+from ripstop.model.events import from_json, log_line
 from ripstop.model.parsers import integer
-from ripstop.model.text import one_line
+from ripstop.model.text_formatting import one_line
 
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]

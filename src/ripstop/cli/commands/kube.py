@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ripstop.cli.kube import cluster, job
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
 from ripstop.cli.options.job import HELP as HELP_FLAG
-from ripstop.kubernetes.to_yaml import to_yaml
+from ripstop.kubernetes.manifests import to_yaml
 from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.parsers import integer
 

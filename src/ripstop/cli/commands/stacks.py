@@ -7,7 +7,7 @@ from ripstop.cli.job_client import JOB_HELP, find_job, get, parse_command, print
 from ripstop.diagnostics.flight_recorder import in_words, position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.parsers import integer
-from ripstop.model.text import rank_list
+from ripstop.model.text_formatting import rank_list
 
 HELP = f"""\
 usage: ripstop stacks [RANK] [FLAGS]

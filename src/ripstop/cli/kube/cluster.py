@@ -14,10 +14,9 @@ from typing import Any
 
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
-from ripstop.kubernetes.client import Cluster, Conflict, NotFound, core_path, jobs_path
 from ripstop.kubernetes.crd import supports_rules
+from ripstop.kubernetes.kube_client import Cluster, Conflict, NotFound, PodStreams, core_path, jobs_path
 from ripstop.kubernetes.manifests import HOME, JOB, SLOT
-from ripstop.kubernetes.pod_streams import PodStreams
 from ripstop.kubernetes.spec import KIND, PLURAL
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import read_bounded, read_file
@@ -352,15 +351,15 @@ def waiting_reason(pod: Json) -> str:
 
 
 def operate(args: ParsedArguments) -> int:
-    from ripstop.kubernetes.job_api import JobApi
+    from ripstop.kubernetes.job_poller import JobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
 
     run_operator(
         args.text("--namespace") or None,
+        JobApi(api_token),
         home=args.text("--home", HOME),
         health=args.text("--health") or None,
-        api=JobApi(api_token),
     )
     return 0
 

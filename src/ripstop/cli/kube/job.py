@@ -12,7 +12,8 @@ from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import HELP as HELP_FLAG
 from ripstop.cli.options.job import MAX_RESTARTS
-from ripstop.kubernetes import plain, spec
+from ripstop.kubernetes import spec
+from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without_operator
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
@@ -45,7 +46,7 @@ OWN_FLAGS = (
     Flag("--replicas", "N", from_environment=False),
     Flag("--spares", "N", from_environment=False),
     Flag("--secret-name", "NAME", from_environment=False),
-    Flag("--without-operator", "KIND", choices=plain.KINDS, from_environment=False),
+    Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR, from_environment=False),
 )
 SPEC_FLAGS = (
     *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
@@ -76,9 +77,9 @@ def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     if "--without-operator" not in args:
         return [{"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": fields}]
     kind = args.text("--without-operator")
-    if kind not in plain.KINDS:
-        raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(plain.KINDS)}")
-    return plain.objects(kind, metadata, found, token)
+    if kind not in KINDS_WITHOUT_OPERATOR:
+        raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(KINDS_WITHOUT_OPERATOR)}")
+    return objects_without_operator(kind, metadata, found, token)
 
 
 def _problems_text(problems: Sequence[SpecProblem]) -> str:

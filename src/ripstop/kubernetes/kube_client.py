@@ -1,13 +1,14 @@
-"""Requests to a Kubernetes API server: one at a time, plain objects in and out.
+"""Requests to a Kubernetes API server: objects as plain JSON, a pod's log, and commands in a pod.
 
-The `kubernetes` package handles credentials.  The requests are plain JSON, so they work with any version of that
-package and of the cluster.  Calls block and may come from any thread.
+The `kubernetes` package handles credentials.  Requests for objects do not use its types, so they work with any version
+of that package and of the cluster.  Calls block.  A `Cluster` may be used from any thread, a `PodStreams` from one.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlencode
@@ -18,10 +19,9 @@ from ripstop.model.errors import RipstopError
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
 MAX_THREADS = 16
 PAGE_SIZE = "500"  # objects
+Query = Mapping[str, str] | None
 P = ParamSpec("P")
 T = TypeVar("T")
-
-MERGE_PATCH = "application/merge-patch+json"
 
 
 class ApiError(RipstopError):
@@ -40,6 +40,10 @@ class Conflict(ApiError):
     """The object exists already, or changed since it was read."""
 
 
+class Invalid(ApiError):
+    """The object breaks a rule of its definition."""
+
+
 class ApiUnreachable(RipstopError):
     """The server did not reply."""
 
@@ -48,20 +52,10 @@ class Cluster:
     """A cluster, accessed as the user of KUBECONFIG or as the pod's service account."""
 
     def __init__(self, context: str | None = None, kubeconfig: str | None = None) -> None:
-        from kubernetes import client, config
         from kubernetes.client.rest import RESTClientObject
 
-        self._configuration = client.Configuration()
+        self._configuration = _configuration(context, kubeconfig)
         self._configuration.connection_pool_maxsize = MAX_THREADS
-        try:
-            try:
-                config.load_kube_config(kubeconfig, context, client_configuration=self._configuration)
-            except config.ConfigException:
-                if kubeconfig or context:
-                    raise
-                config.load_incluster_config(client_configuration=self._configuration)
-        except config.ConfigException as error:
-            raise ApiUnreachable(f"no cluster is configured ({error}); set KUBECONFIG, or run in a pod") from error
         self._pool = RESTClientObject(self._configuration).pool_manager
 
     def credentials(self) -> dict[str, Any]:
@@ -101,9 +95,7 @@ class Cluster:
     def delete(self, path: str, body: Json | None = None) -> dict[str, Any]:
         return self.request("DELETE", path, body)
 
-    def request(
-        self, method: str, path: str, body: Json | None = None, *, query: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    def request(self, method: str, path: str, body: Json | None = None, *, query: Query = None) -> dict[str, Any]:
         from urllib3 import Timeout
         from urllib3.exceptions import HTTPError
 
@@ -121,21 +113,81 @@ class Cluster:
         except (HTTPError, OSError) as error:
             raise ApiUnreachable(f"{method} {path}: {error}") from error
         if response.status >= 300:
-            kind = {404: NotFound, 409: Conflict}.get(response.status, ApiError)
+            kind = {404: NotFound, 409: Conflict, 422: Invalid}.get(response.status, ApiError)
             raise kind(response.status, _message(response.data) or f"{method} {path}: HTTP {response.status}")
         found: dict[str, Any] = json.loads(response.data)
         return found
 
     def _headers(self, method: str) -> dict[str, str]:
         auth_settings = self._configuration.auth_settings().values()  # renews expired tokens
-        headers = {
-            "Accept": "application/json",
-            "Content-Type": MERGE_PATCH if method == "PATCH" else "application/json",
-            "User-Agent": "ripstop",
-        }
-        return headers | {
-            auth["key"]: auth["value"] for auth in auth_settings if auth["in"] == "header" and auth["value"]
-        }
+        auth = {each["key"]: each["value"] for each in auth_settings if each["in"] == "header" and each["value"]}
+        content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        return {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "ripstop"} | auth
+
+
+class PodStreams:
+    """The log of a pod, and the output of a command in it, which arrives over a WebSocket."""
+
+    def __init__(self, context: str | None = None) -> None:
+        from kubernetes import client
+
+        self._core = client.CoreV1Api(client.ApiClient(_configuration(context)))
+
+    def log(self, namespace: str, pod: str, container: str, *, tail: int, follow: bool) -> Iterator[str]:
+        """The lines of a container's log; with `follow`, also new ones."""
+        with _pod_errors(pod):
+            response = self._core.read_namespaced_pod_log(
+                pod, namespace, container=container, tail_lines=tail, follow=follow, _preload_content=False
+            )
+            rest = b""
+            for piece in response.stream(amt=None):
+                *lines, rest = (rest + piece).split(b"\n")
+                yield from (line.decode("utf-8", "replace") for line in lines)
+            if rest:
+                yield rest.decode("utf-8", "replace")
+
+    def execute(self, namespace: str, pod: str, container: str, command: Sequence[str]) -> tuple[int, str, str]:
+        """Run a command in a container.  Returns exit code, stdout and stderr."""
+        from kubernetes.stream import stream
+
+        out, err = [], []
+        options = {"stdin": False, "stdout": True, "stderr": True, "tty": False, "_preload_content": False}
+        with _pod_errors(pod):
+            call = self._core.connect_get_namespaced_pod_exec
+            session = stream(call, pod, namespace, command=list(command), container=container, **options)
+            while session.is_open():
+                session.update(timeout=5)
+                out.append(session.read_stdout() if session.peek_stdout() else "")
+                err.append(session.read_stderr() if session.peek_stderr() else "")
+            return int(session.returncode or 0), "".join(out), "".join(err)
+
+
+def _configuration(context: str | None, kubeconfig: str | None = None) -> Any:
+    """The user's credentials, or else those of the pod's service account."""
+    from kubernetes import client, config
+
+    found = client.Configuration()
+    try:
+        try:
+            config.load_kube_config(kubeconfig, context, client_configuration=found)
+        except config.ConfigException:
+            if kubeconfig or context:
+                raise
+            config.load_incluster_config(client_configuration=found)
+    except config.ConfigException as error:
+        raise ApiUnreachable(f"no cluster is configured ({error}); set KUBECONFIG, or run in a pod") from error
+    return found
+
+
+@contextmanager
+def _pod_errors(pod: str) -> Iterator[None]:
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except (ApiException, HTTPError, OSError, ValueError) as error:
+        raise ApiUnreachable(f"pod {pod}: {getattr(error, 'reason', '') or error}") from error
 
 
 async def in_thread(threads: Executor, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:

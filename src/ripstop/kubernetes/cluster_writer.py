@@ -1,9 +1,10 @@
-"""Executes a decision and writes the status.  Calls block; every action is idempotent.
+"""The operator's changes to a cluster: executes a decision, and writes the status.  Calls block.
 
-Objects have names derived from the job and are deleted by uid, so "already exists" and "not found" are successes.
-An object of the same name with another owner is not touched and is reported.  Secrets are created and never read:
-their names contain the job's uid, and the token is derived from the operator's key, so a deleted secret is
-recreated with the same value.  A cluster silently drops pod fields that it does not know; its response shows which.
+Every action is idempotent.  Objects have names derived from the job and are deleted by uid, so "already exists" and
+"not found" are successes.  An object of the same name with another owner is not touched and is reported.  Secrets are
+created and never read: their names contain the job's uid, and the token is derived from the operator's key, so a
+deleted secret is recreated with the same value.  A cluster silently drops pod fields that it does not know; its
+response shows which.
 """
 
 import base64
@@ -11,28 +12,28 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from ripstop.kubernetes import manifests
-from ripstop.kubernetes.client import ApiError, Cluster, Conflict, NotFound, budgets_path, core_path, jobs_path
-from ripstop.kubernetes.manifests import KEY, Owner
-from ripstop.kubernetes.reconcile import JOB_REPORTED, MAX_MESSAGE_CHARS
-from ripstop.kubernetes.records import (
-    Action,
-    CreatePod,
-    Decision,
-    DeleteJob,
-    DeletePod,
-    Emit,
-    Ensure,
-    SetReplicas,
+from ripstop.kubernetes import manifests, reconcile
+from ripstop.kubernetes.kube_client import (
+    ApiError,
+    Cluster,
+    Conflict,
+    Invalid,
+    NotFound,
+    budgets_path,
+    core_path,
+    jobs_path,
 )
-from ripstop.kubernetes.snapshot import owned
-from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Json, Spec
+from ripstop.kubernetes.manifests import KEY, Owner, new_object
+from ripstop.kubernetes.pods import MAX_MESSAGE_CHARS, is_owned
+from ripstop.kubernetes.reconcile import JOB_REPORTED, Action, Decision, Emit
+from ripstop.kubernetes.spec import Json, Spec, to_timestamp
 from ripstop.model.errors import RipstopError
 
 COMPONENT = "ripstop-operator"
@@ -61,16 +62,14 @@ def operator_key(cluster: Cluster, home: str) -> bytes:
         return _stored_key(cluster, path)
     except NotFound:
         key = secrets.token_bytes(32)
-        metadata = {"name": KEY, "namespace": home}
         data = {"key": base64.b64encode(key).decode()}
         try:
-            cluster.create(path, {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
+            cluster.create(path, new_object("v1", "Secret", {"name": KEY, "namespace": home}, data=data))
         except Conflict:  # another operator created it at the same time
             return _stored_key(cluster, path)
         except NotFound as error:
-            raise RipstopError(
-                f"the operator's namespace {home} does not exist; `ripstop kube install` creates it"
-            ) from error
+            text = f"the operator's namespace {home} does not exist; `ripstop kube install` creates it"
+            raise RipstopError(text) from error
         return key
 
 
@@ -78,13 +77,10 @@ def _stored_key(cluster: Cluster, path: str) -> bytes:
     return base64.b64decode(cluster.get(f"{path}/{KEY}")["data"]["key"])
 
 
-class Actions:
-    """The operator's changes to a cluster."""
-
+class ClusterWriter:
     def __init__(self, cluster: Cluster, key: bytes) -> None:
         self._cluster = cluster
         self._key = key
-        self._budgets = ""  # API version of disruption budgets in this cluster
         self._warned_outdated = False
 
     def token(self, owner: Owner) -> str:
@@ -109,30 +105,20 @@ class Actions:
         version = {"resourceVersion": metadata["resourceVersion"]}
         try:
             return self._cluster.patch(path, {"metadata": version, "status": changes})
-        except ApiError as error:
-            if error.code != 422:
-                raise
-            answer = self._patch_without_report(path, {"metadata": version, "status": changes})
-            self._warn_outdated(str(error))
-            return answer
-
-    def _patch_without_report(self, path: str, body: Json) -> dict[str, Any]:
+        except Invalid as error:
+            why = str(error)
         try:
-            return self._cluster.patch(path, {**body, "status": body["status"] | dict.fromkeys(JOB_REPORTED)})
-        except ApiError as error:
-            if error.code != 422:
-                raise
+            answer = self._cluster.patch(path, {"metadata": version, "status": changes | dict.fromkeys(JOB_REPORTED)})
+        except Invalid as error:
             raise StatusRefused(str(error)) from error
-
-    def _warn_outdated(self, why: str) -> None:
         if not self._warned_outdated:
             self._warned_outdated = True
             log.warning(
                 "the cluster's ElasticJob definition has another version; the status omits %s: %s; "
                 "run `ripstop kube install` to update it",
-                ", ".join(JOB_REPORTED),
-                why,
+                *(", ".join(JOB_REPORTED), why),
             )
+        return answer
 
     def execute(self, item: Json, owner: Owner, decision: Decision, *, create: bool) -> list[str]:
         """Execute all actions; `create`: also those that create objects.  Returns pod fields that the cluster dropped.
@@ -155,34 +141,26 @@ class Actions:
         match action:
             case Emit():
                 self._emit(owner, action)
-            case DeletePod(name, uid, force):
+            case reconcile.DeletePod(name, uid, force):
                 log.info("%s delete pod=%s force=%s", where, name, force)
-                self._delete(
-                    core_path(owner.namespace, "pods", name), uid, **({"gracePeriodSeconds": 0} if force else {})
-                )
-            case DeleteJob():
+                options = {"gracePeriodSeconds": 0} if force else {}
+                self._delete(core_path(owner.namespace, "pods", name), uid, **options)
+            case reconcile.DeleteJob():
                 log.info("%s is deleted: its time to live is over", where)
                 self._delete(jobs_path(owner.namespace, owner.name), owner.uid, propagationPolicy="Background")
-            case SetReplicas(replicas):
+            case reconcile.SetReplicas(replicas):
                 version = {"resourceVersion": item["metadata"]["resourceVersion"]}
                 body = {"metadata": version, "spec": {"replicas": replicas}}
-                try:
+                with suppress(Conflict, NotFound, Invalid):  # an invalid spec does not stop the other actions
                     self._cluster.patch(jobs_path(owner.namespace, owner.name), body)
-                except (Conflict, NotFound):
-                    pass
-                except ApiError as error:
-                    if error.code != 422:  # the spec breaks a rule of the definition; the other actions go on
-                        raise
-            case CreatePod(slot) if create:
+            case reconcile.CreatePod(slot) if create:
                 assert spec is not None, "an action needs a spec"
                 log.info("%s create pod slot=%d", where, slot)
                 return self._create_owned(core_path(owner.namespace, "pods"), manifests.pod(owner, spec, slot), owner)
-            case Ensure(what) if create:
+            case reconcile.Ensure(what) if create:
                 assert spec is not None, "an action needs a spec"
                 self._ensure(what, owner, spec)
-            case _:
-                pass  # an earlier creation was refused, or the object exists
-        return []
+        return []  # also if an earlier creation was refused, or the object exists
 
     def _ensure(self, what: str, owner: Owner, spec: Spec) -> None:
         match what:
@@ -193,9 +171,8 @@ class Actions:
                 with suppress(Conflict):
                     self._create(core_path(owner.namespace, "secrets"), secret)
             case "disruption-budget":
-                version = self._budgets_version()
-                budget = manifests.disruption_budget(owner, spec, version=version)
-                self._create_owned(budgets_path(owner.namespace, version), budget, owner)
+                budget = manifests.disruption_budget(owner, spec, version=self._budgets_version)
+                self._create_owned(budgets_path(owner.namespace, self._budgets_version), budget, owner)
 
     def _create_owned(self, path: str, body: Json, owner: Owner) -> list[str]:
         """Create an object unless the job already owns it.  Returns the fields that the cluster dropped."""
@@ -204,10 +181,9 @@ class Actions:
         except Conflict as error:
             name = body["metadata"]["name"]
             with suppress(NotFound):  # deleted meanwhile; the next reconciliation creates it
-                if not owned(self._cluster.get(f"{path}/{name}"), owner.uid):
-                    raise CreationRefused(
-                        _refusal_text(body, 409, "an object of this name exists and belongs to another owner")
-                    ) from error
+                if not is_owned(self._cluster.get(f"{path}/{name}"), owner.uid):
+                    why = "an object of this name exists and belongs to another owner"
+                    raise _refusal(body, 409, why) from error
         return []
 
     def _create(self, path: str, body: Json) -> Json:
@@ -218,23 +194,23 @@ class Actions:
         except ApiError as error:
             if error.code not in (400, 403, 404, 422):
                 raise
-            raise CreationRefused(_refusal_text(body, error.code, str(error))) from error
+            raise _refusal(body, error.code, str(error)) from error
 
     def _delete(self, path: str, uid: str, **options: Any) -> None:
         with suppress(NotFound, Conflict):  # it is gone, or a new object has its name
             self._cluster.delete(path, {"preconditions": {"uid": uid}, **options})
 
+    @cached_property
     def _budgets_version(self) -> str:
-        if not self._budgets:
-            known = {version["groupVersion"] for version in self._cluster.get("/apis/policy")["versions"]}
-            self._budgets = "policy/v1" if "policy/v1" in known else "policy/v1beta1"
-        return self._budgets
+        """The API version of disruption budgets in this cluster."""
+        known = {version["groupVersion"] for version in self._cluster.get("/apis/policy")["versions"]}
+        return "policy/v1" if "policy/v1" in known else "policy/v1beta1"
 
     def _emit(self, owner: Owner, event: Emit) -> None:
         """Create an event, or increase the count of the same event."""
         digest = hashlib.sha256(f"{owner.uid} {event.reason} {event.text}".encode()).hexdigest()[:12]
         name = f"{owner.name}.{digest}"
-        path, now = core_path(owner.namespace, "events"), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        path, now = core_path(owner.namespace, "events"), to_timestamp(time.time())
         try:
             try:
                 self._cluster.create(path, _event(owner, event, name, now))
@@ -250,21 +226,17 @@ def dropped(sent: Any, kept: Any, where: str = "") -> list[str]:
 
     List items are compared by name if they have one, because the cluster may insert others.
     """
-    match sent:
-        case Mapping():
-            if not isinstance(kept, Mapping):
-                return [where]
-            missing = [f"{where}.{name}".lstrip(".") for name, value in sent.items() if value and name not in kept]
-            inner = (
-                dropped(value, kept[name], f"{where}.{name}".lstrip("."))
-                for name, value in sent.items()
-                if name in kept
-            )
-            return [*missing, *chain.from_iterable(inner)]
-        case list() if isinstance(kept, list):
-            found = _matching(sent, kept)
-            inner = (dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found)
-            return list(chain.from_iterable(inner))
+    if isinstance(sent, Mapping):
+        if not isinstance(kept, Mapping):
+            return [where]
+        paths = {name: f"{where}.{name}".lstrip(".") for name in sent}
+        missing = [paths[name] for name, value in sent.items() if value and name not in kept]
+        inner = [dropped(value, kept[name], paths[name]) for name, value in sent.items() if name in kept]
+        return [*missing, *chain.from_iterable(inner)]
+    if isinstance(sent, list) and isinstance(kept, list):
+        found = _matching(sent, kept)
+        inner = [dropped(value, found[n], f"{where}[{n}]") for n, value in enumerate(sent) if n in found]
+        return [*chain.from_iterable(inner)]
     return []
 
 
@@ -276,35 +248,28 @@ def _matching(sent: list[Any], kept: list[Any]) -> dict[int, Any]:
     names = {item["name"]: item for item in named}
     if len(names) < len(named):  # for example two mounts of one volume
         return {}
-    return {
-        n: names[item["name"]] for n, item in enumerate(sent) if isinstance(item, Mapping) and item.get("name") in names
-    }
+    candidates = [(n, item.get("name")) for n, item in enumerate(sent) if isinstance(item, Mapping)]
+    return {n: names[name] for n, name in candidates if name in names}
 
 
 def _event(owner: Owner, event: Emit, name: str, now: str) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": name, "namespace": owner.namespace},
-        "involvedObject": {
-            "apiVersion": f"{GROUP}/{VERSION}",
-            "kind": KIND,
-            "name": owner.name,
-            "namespace": owner.namespace,
-            "uid": owner.uid,
-        },
-        "type": "Warning" if event.warning else "Normal",
-        "reason": event.reason,
-        "message": event.text[:MAX_MESSAGE_CHARS],
-        "firstTimestamp": now,
-        "lastTimestamp": now,
-        "count": 1,
-        "source": {"component": COMPONENT},
-        "reportingComponent": COMPONENT,
-        "reportingInstance": COMPONENT,
-    }
+    return new_object(
+        "v1",
+        "Event",
+        {"name": name, "namespace": owner.namespace},
+        involvedObject=owner.reference() | {"namespace": owner.namespace},
+        type="Warning" if event.warning else "Normal",
+        reason=event.reason,
+        message=event.text[:MAX_MESSAGE_CHARS],
+        firstTimestamp=now,
+        lastTimestamp=now,
+        count=1,
+        source={"component": COMPONENT},
+        reportingComponent=COMPONENT,
+        reportingInstance=COMPONENT,
+    )
 
 
-def _refusal_text(body: Json, code: int, why: str) -> str:
+def _refusal(body: Json, code: int, why: str) -> CreationRefused:
     what = f"{body['kind']} {body['metadata']['name']}"
-    return f"{what} cannot be created: {why}; {REMEDIES.get(code, REMEDY)}"
+    return CreationRefused(f"{what} cannot be created: {why}; {REMEDIES.get(code, REMEDY)}")

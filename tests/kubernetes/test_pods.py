@@ -1,10 +1,10 @@
-"""What is made of the cluster's objects."""
+"""Jobs, pods and nodes, as read from the objects of a cluster."""
 
 from typing import Any
 
 from ripstop.kubernetes.manifests import SLOT, Owner
-from ripstop.kubernetes.records import Pod
-from ripstop.kubernetes.snapshot import coordinator_pod_addresses, job_record, pod_records, unreachable_since
+from ripstop.kubernetes.pods import Pod, coordinator_pod_addresses, read_pods, unreachable_since
+from ripstop.kubernetes.reconcile import read_job
 
 OWNER = Owner("train", "ml", "u-1")
 BEGIN = "2027-01-15T08:00:00Z"
@@ -23,7 +23,7 @@ def a_pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, An
 
 
 def pod_of(status: dict[str, Any] | None = None, unreachable: dict[str, float] | None = None, **metadata: Any) -> Pod:
-    (pod,) = pod_records([a_pod(status, **metadata)], OWNER, unreachable or {})
+    (pod,) = read_pods([a_pod(status, **metadata)], OWNER, unreachable or {})
     return pod
 
 
@@ -37,22 +37,22 @@ def condition(kind: str, status: str, **more: str) -> dict[str, Any]:
 
 def test_a_job_is_what_was_read() -> None:
     metadata = {"name": "train", "namespace": "ml", "uid": "u-1", "creationTimestamp": BEGIN, "generation": 3}
-    job = job_record({"metadata": metadata, "spec": {"maxReplicas": 2}})
+    job = read_job({"metadata": metadata, "spec": {"maxReplicas": 2}})
     assert (job.owner.name, job.owner.namespace, job.owner.uid) == ("train", "ml", "u-1")
-    assert (job.created, job.generation, job.deleting, dict(job.status)) == (NOW, 3, False, {})
+    assert (job.generation, job.deleting, dict(job.status)) == (3, False, {})
 
 
 def test_a_job_that_is_being_deleted_says_so() -> None:
     metadata = {"name": "a", "namespace": "b", "uid": "c", "creationTimestamp": BEGIN, "deletionTimestamp": BEGIN}
-    assert job_record({"metadata": metadata}).deleting
+    assert read_job({"metadata": metadata}).deleting
 
 
 def test_pods_of_an_earlier_job_of_the_same_name_are_not_the_jobs() -> None:
-    assert pod_records([a_pod(ownerReferences=[{"uid": "u-0"}]), a_pod(ownerReferences=None)], OWNER, {}) == []
+    assert read_pods([a_pod(ownerReferences=[{"uid": "u-0"}]), a_pod(ownerReferences=None)], OWNER, {}) == []
 
 
 def test_a_pod_whose_slot_was_taken_from_it_is_left_alone() -> None:
-    assert pod_records([a_pod(labels={}), a_pod(labels={SLOT: "x"})], OWNER, {}) == []
+    assert read_pods([a_pod(labels={}), a_pod(labels={SLOT: "x"})], OWNER, {}) == []
 
 
 def test_a_pod_that_has_just_been_made() -> None:

@@ -7,7 +7,7 @@ that text from other processes cannot forge a line.
 import logging
 import os
 
-from ripstop.model.text import one_line
+from ripstop.model.text_formatting import one_line
 from ripstop.system.background_writer import BackgroundWriter
 
 FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
