@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat.rendezvous.etcd import Client, Denied, Unavailable
+from ripstop.compat.rendezvous.etcd_client import Client, Denied, Unavailable
 from ripstop.compat.rendezvous.etcd_server import EtcdServer, find_free_port, stop_etcd
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address
@@ -36,8 +36,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError, etcd_rendezvous
 from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
-from ripstop.compat.rendezvous.etcd_rendezvous import EtcdRendezvousHandler, create_rdzv_handler
-from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
+from ripstop.compat.rendezvous.etcd_rendezvous import (
+    EtcdRendezvousBackend,
+    EtcdRendezvousHandler,
+    create_backend,
+    create_rdzv_handler,
+)
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
 pytestmark = needs_etcd
@@ -298,7 +302,7 @@ def test_a_process_group_uses_a_store_in_etcd(server: EtcdServer, prefix: str) -
     from ripstop.compat import install
     install()
     from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-    from ripstop.compat.rendezvous.etcd import Client
+    from ripstop.compat.rendezvous.etcd_client import Client
     from ripstop.model.config import Etcd
     from ripstop.model.round import Address
     store = EtcdStore(Client(Etcd((Address("localhost", {server.get_port()}),), "/")), "{prefix}")

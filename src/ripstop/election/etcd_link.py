@@ -36,14 +36,7 @@ from ripstop.election.election import (
     write_leader,
 )
 from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
-from ripstop.election.leadership import (
-    OUTCOME_TTL_S,
-    Candidacy,
-    Leadership,
-    become_candidate,
-    boot_time,
-    revoke,
-)
+from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, boot_time, revoke
 from ripstop.model.config import Etcd, Tls
 from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 from ripstop.compat.utils import get_socket_with_port
 
 if TYPE_CHECKING:
-    from ripstop.compat.rendezvous.etcd import Client
+    from ripstop.compat.rendezvous.etcd_client import Client
 
 __all__ = ["EtcdServer", "find_free_port", "stop_etcd"]
 
@@ -72,7 +72,7 @@ class EtcdServer:
 
     def get_client(self) -> Client:
         """A client for `EtcdStore` and `EtcdRendezvousBackend`."""
-        from ripstop.compat.rendezvous.etcd import Client
+        from ripstop.compat.rendezvous.etcd_client import Client
         from ripstop.model.config import ETCD_PREFIX, Etcd
         from ripstop.model.round import Address
 
@@ -125,7 +125,7 @@ class EtcdServer:
         )  # fmt: skip
 
     def _wait_until_ready(self, timeout: float) -> None:
-        from ripstop.compat.rendezvous.etcd import Unavailable
+        from ripstop.compat.rendezvous.etcd_client import Unavailable
 
         assert self._process is not None, "it was started"
         deadline = time.monotonic() + timeout

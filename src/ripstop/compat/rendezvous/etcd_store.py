@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]  # missing in torch's stub
 
-from ripstop.compat.rendezvous.etcd import Client
+from ripstop.compat.rendezvous.etcd_client import Client
 
 __all__ = ["EtcdStore"]
 
