@@ -138,7 +138,7 @@ def test_a_data_directory_of_the_users_is_used_and_kept(tmp_path: Path) -> None:
         try:
             with closing(server.get_client()) as client:
                 (found,) = client.read([b"was"], 5)[1]
-                assert (found and found.data) == value
+                assert (found and found.value) == value
                 client.write({b"was": b"here"}, 5)
         finally:
             server.stop()

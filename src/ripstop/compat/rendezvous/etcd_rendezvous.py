@@ -82,7 +82,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, int] | None:
         with _connection_errors():
             _, (found,) = self._client.read([self._key], self._read_timeout)
-        return (self._decoded(found.data), found.revision) if found is not None else None
+        return (self._decoded(found.value), found.revision) if found is not None else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
         """As the base class says; None if the state has been deleted."""
@@ -99,7 +99,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         if now is None:
             return None
         # our lease with our state: the write succeeded, and its reply was lost
-        stored = self._decoded(now.data)
+        stored = self._decoded(now.value)
         return stored, now.revision, now.lease == lease and stored == state
 
     def _decoded(self, value: bytes) -> bytes:

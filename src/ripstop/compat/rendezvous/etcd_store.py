@@ -89,8 +89,8 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
             _, (found,) = self.client.read([self._name(key)], self._timeout_s)
             if found is None and expected:
                 return expected
-            if found is not None and found.data != expected:
-                return found.data
+            if found is not None and found.value != expected:
+                return found.value
             revision = found.revision if found is not None else 0
             # if a reply was lost, the next read finds the value
             values = {self._name(key): desired}
@@ -142,7 +142,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         deadline = time.monotonic() + timeout
         while True:
             revision, found = self.client.read(names, max(0.0, deadline - time.monotonic()))
-            values = [value.data for value in found if value is not None]
+            values = [value.value for value in found if value is not None]
             if len(values) == len(names):
                 return values
             missing = found.index(None)
@@ -163,7 +163,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         with self._lock:
             _, (found,) = self.client.read([name], self._timeout_s)
             while True:
-                new = change(found.data if found is not None else None)
+                new = change(found.value if found is not None else None)
                 revision = found.revision if found is not None else 0
                 values = {name: new, marker_key: marker}
                 done, held = self.client.swap(
@@ -172,7 +172,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
                 if done:
                     return new
                 found, marked = held
-                if marked is not None and marked.data == marker:
+                if marked is not None and marked.value == marker:
                     return new  # only the reply was lost
 
     @property
