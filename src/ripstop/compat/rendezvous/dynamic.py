@@ -211,7 +211,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """`node`: the address of this node for other nodes, if the user gave one."""
         interval, attempts = settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt
         self._host, self._given = node or socket.getfqdn(), bool(node)
-        self._settings = settings
+        self.settings = settings
         self.backend_name = backend_name
         self._store = store
         self._holder = state_holder
@@ -227,19 +227,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
             ),
         )
         self._lock = threading.Lock()  # around every step: heartbeats run in another thread
-        self._heartbeats: _HeartbeatThread | None = None
+        self._heartbeats: tuple[threading.Thread, threading.Event] | None = None  # and its end
         self._heartbeat_failing = False  # the last heartbeat failed, and that was logged
         self._server: Any = None  # the workers' store of this round, on rank 0's node
-
-    @property
-    def settings(self) -> RendezvousSettings:
-        return self._settings
 
     def get_backend(self) -> str:
         return self.backend_name
 
     def get_run_id(self) -> str:
-        return self._settings.run_id
+        return self.settings.run_id
 
     @property
     def use_agent_store(self) -> bool:
@@ -251,7 +247,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         listening = self._listen()
         try:
             formed = self._join(StoreAddress(self._host, listening.getsockname()[1]))
-            self._heartbeats = _HeartbeatThread(self, self._heartbeat_interval / 4)
+            self._start_heartbeats()
             if formed.rank == 0 and self.use_agent_store:
                 self._server = self._serve(listening)
         finally:
@@ -294,7 +290,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # steps ------------------------------------------------------------------------------------------------------------
 
     def _join(self, store: StoreAddress) -> Formed:
-        timeout = self._settings.timeout.join.total_seconds()
+        timeout = self.settings.timeout.join.total_seconds()
         try:
             end = self._run(lambda state, now: self._participant.join(state, store, now), timeout, "formed")
         except RendezvousTimeoutError:
@@ -309,7 +305,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 raise RendezvousClosedError(f"the rendezvous {self.get_run_id()!r} is closed: there is no other round")
 
     def _closing(self) -> float:
-        return self._settings.timeout.close.total_seconds()
+        return self.settings.timeout.close.total_seconds()
 
     def _run(self, step: Callable[[SharedState, float], Step], timeout: float, what: str) -> Step:
         """Repeat the step with the newest state until it returns neither `Write` nor `Wait`."""
@@ -335,7 +331,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _timeout_message(self, what: str, timeout: float) -> str:
         state = self._holder.state
-        seen = f"{len(state.candidates)} of at least {self._settings.min_nodes} nodes have joined"
+        seen = f"{len(state.candidates)} of at least {self.settings.min_nodes} nodes have joined"
         if active := state.active():
             seen += f", and {len(active)} are still in round {state.round}"
         return (
@@ -350,14 +346,23 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     # heartbeats -------------------------------------------------------------------------------------------------------
 
+    def _start_heartbeats(self) -> None:
+        ended = threading.Event()
+        args = (weakref.ref(self), self._heartbeat_interval / 4, ended)
+        thread = threading.Thread(target=_send_heartbeats, args=args, name="ripstop-rendezvous-heartbeat", daemon=True)
+        thread.start()
+        self._heartbeats = (thread, ended)
+
     def _stop_heartbeats(self) -> None:
         if self._heartbeats is not None:
-            self._heartbeats.stop()
+            thread, ended = self._heartbeats
+            ended.set()
+            thread.join()
             self._heartbeats = None
 
     def heartbeat(self) -> None:
         """Read the state and write a heartbeat when it is due; an exception of the backend is logged."""
-        until = time.monotonic() + self._settings.timeout.heartbeat.total_seconds()
+        until = time.monotonic() + self.settings.timeout.heartbeat.total_seconds()
         try:
             with self._lock:
                 step_result = self._participant.heartbeat(self._holder.read(), time.monotonic())
@@ -396,26 +401,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-class _HeartbeatThread:
-    """Writes a handler's heartbeats in a thread, as long as the handler is referenced."""
-
-    def __init__(self, handler: DynamicRendezvousHandler, interval: float) -> None:
-        self._handler = weakref.ref(handler)
-        self._interval = interval
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-heartbeat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _main(self) -> None:
-        while not self._stopped.wait(self._interval):
-            if (handler := self._handler()) is None:
-                return
-            handler.heartbeat()
-            del handler  # this thread must not keep it alive
+def _send_heartbeats(handler: weakref.ref[DynamicRendezvousHandler], pause: float, ended: threading.Event) -> None:
+    while not ended.wait(pause) and (alive := handler()) is not None:
+        alive.heartbeat()
+        del alive  # this thread must not keep the handler alive
 
 
 def create_handler(store: Any, backend: RendezvousBackend, params: RendezvousParameters) -> DynamicRendezvousHandler:
