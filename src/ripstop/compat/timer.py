@@ -124,17 +124,15 @@ class RequestQueue(abc.ABC):
         """Up to `size` requests; waits at most `timeout` seconds."""
 
 
-class TimerServer(abc.ABC):
-    """Stores timers and ends workers whose timer expires, in a thread between `start` and `stop`."""
+class _TimerThread(abc.ABC):
+    """A table of timers, and a thread that checks them."""
 
-    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
-        self._request_queue = request_queue
+    def __init__(self, max_interval: float, daemon: bool) -> None:
         self._max_interval = max_interval
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
         self._stop_signaled = False
         self._timers: Timers[Any, Any] = Timers()
-        self._not_ended: set[Any] = set()  # workers whose failed end was logged
 
     def register_timers(self, timer_requests: list[Any]) -> None:
         """Set timers, and clear those of requests with a negative time."""
@@ -153,21 +151,10 @@ class TimerServer(abc.ABC):
         """The timers that expire at `deadline` or before, by worker."""
         return self._timers.expired(deadline)
 
-    @abc.abstractmethod
-    def _reap_worker(self, worker_id: Any) -> bool:
-        """End this worker; False to be called again.  After an exception the worker counts as ended."""
-
-    def _wait_seconds(self) -> float:
-        """How long to wait for a request before timers are checked: until the next deadline."""
-        deadline = self._timers.deadline()
-        return self._max_interval if deadline is None else min(self._max_interval, max(0.0, deadline - time.time()))
-
-    def _reap_worker_no_throw(self, worker_id: Any) -> bool:
-        try:
-            return self._reap_worker(worker_id)
-        except Exception:
-            log.exception("worker %s could not be ended; this is not retried", worker_id)
-            return True
+    def start(self) -> None:
+        log.info("starting %s", type(self).__name__)
+        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="ripstop-timers", daemon=self._daemon)
+        self._watchdog_thread.start()
 
     def _watchdog_loop(self) -> None:
         while not self._stop_signaled:
@@ -176,12 +163,38 @@ class TimerServer(abc.ABC):
             except Exception:
                 log.exception("the timer server failed once, and continues")
 
+    @abc.abstractmethod
+    def _run_watchdog(self) -> None:
+        """Wait for requests, register them, and end workers whose timers have expired."""
+
+    def _wait_seconds(self) -> float:
+        """How long to wait for a request before timers are checked: until the next deadline."""
+        deadline = self._timers.deadline()
+        return self._max_interval if deadline is None else min(self._max_interval, max(0.0, deadline - time.time()))
+
+
+class TimerServer(_TimerThread):
+    """Stores timers and ends workers whose timer expires, in a thread between `start` and `stop`."""
+
+    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
+        super().__init__(max_interval, daemon)
+        self._request_queue = request_queue
+        self._not_ended: set[Any] = set()  # workers whose failed end was logged
+
+    @abc.abstractmethod
+    def _reap_worker(self, worker_id: Any) -> bool:
+        """End this worker; False to be called again.  After an exception the worker counts as ended."""
+
+    def _reap_worker_no_throw(self, worker_id: Any) -> bool:
+        try:
+            return self._reap_worker(worker_id)
+        except Exception:
+            log.exception("worker %s could not be ended; this is not retried", worker_id)
+            return True
+
     def _run_watchdog(self) -> None:
         size = max(1, self._request_queue.size())
         self.register_timers(self._request_queue.get(size, self._wait_seconds()))
-        self._end_expired()
-
-    def _end_expired(self) -> None:
         ended = set()
         for worker_id, expired in self.get_expired_timers(time.time()).items():
             if worker_id not in self._not_ended:
@@ -194,11 +207,6 @@ class TimerServer(abc.ABC):
                 log.error("worker %s could not be ended; this is retried", worker_id)
         self._not_ended -= ended
         self.clear_timers(ended)
-
-    def start(self) -> None:
-        log.info("starting %s", type(self).__name__)
-        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="ripstop-timers", daemon=self._daemon)
-        self._watchdog_thread.start()
 
     def stop(self) -> None:
         self._stop_signaled = True
@@ -334,37 +342,7 @@ class FileTimerClient(TimerClient):
         raise AssertionError("the last attempt returns or raises")
 
 
-class _PipeQueue(RequestQueue):
-    """The requests on a pipe; `wake` ends a wait."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            self._pipe = Pipe(Path(path))
-        except UsageError as error:
-            raise OSError(str(error)) from None
-        self._wake_reader, self._wake_writer = os.pipe()
-        self.has_had_client = False
-
-    def size(self) -> int:
-        return 0
-
-    def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """All requests that are there, whatever `size` is."""
-        _poll(timeout, (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
-        received = self._pipe.requests()
-        self.has_had_client |= bool(received)
-        return [FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in received]
-
-    def wake(self) -> None:
-        os.write(self._wake_writer, b"\n")
-
-    def close(self) -> None:
-        self._pipe.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-
-
-class FileTimerServer(TimerServer):
+class FileTimerServer(_TimerThread):
     """Creates the pipe, and sends the signal of an expired timer to the process that set it, in a thread.
 
     The server calls `log_event` for every step with the step's name, and its request or None.
@@ -378,13 +356,18 @@ class FileTimerServer(TimerServer):
         daemon: bool = True,
         log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
     ) -> None:
+        super().__init__(max_interval, daemon)
+        try:
+            self._pipe = Pipe(Path(file_path))
+        except UsageError as error:
+            raise OSError(str(error)) from None
+        self._wake_reader, self._wake_writer = os.pipe()  # a byte ends the wait for requests
+        self._is_open = True
         self._file_path = file_path
         self._run_id = run_id
         self._log_event = log_event
+        self._has_had_client = False
         self._last_progress_time = int(time.time())
-        self._pipe = _PipeQueue(file_path)
-        self._is_open = True
-        super().__init__(self._pipe, max_interval, daemon)
 
     def start(self) -> None:
         log.info("timers at %s", self._file_path)
@@ -407,13 +390,15 @@ class FileTimerServer(TimerServer):
 
     def _stop_thread(self) -> None:
         self._stop_signaled = True
-        self._pipe.wake()
+        os.write(self._wake_writer, b"\n")
         if self._watchdog_thread is not None:
             self._watchdog_thread.join()
             self._watchdog_thread = None
 
     def _close(self) -> None:
         self._pipe.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
         self._is_open = False
 
     @staticmethod
@@ -432,34 +417,30 @@ class FileTimerServer(TimerServer):
 
     def get_last_progress_time(self) -> int:
         """When the server last checked the timers, in whole seconds; now, before the first client."""
-        return self._last_progress_time if self._pipe.has_had_client else int(time.time())
+        return self._last_progress_time if self._has_had_client else int(time.time())
 
     def _run_watchdog(self) -> None:
-        super()._run_watchdog()
+        _poll(self._wait_seconds(), (self._pipe.fileno(), select.POLLIN), (self._wake_reader, select.POLLIN))
+        received = self._pipe.requests()
+        self._has_had_client |= bool(received)
+        self.register_timers([FileTimerRequest(one.pid, one.scope, one.expires, one.signal) for one in received])
+        if expired := self.get_expired_timers(time.time()):
+            as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
+            log_debug_info_for_expired_timers(self._run_id, as_json)
+            for pid, timers in expired.items():
+                self._end_worker(pid, timers)
+            self.clear_timers(set(expired))
         self._last_progress_time = int(time.time())
-
-    def _end_expired(self) -> None:
-        expired = self.get_expired_timers(time.time())
-        if not expired:
-            return
-        as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
-        log_debug_info_for_expired_timers(self._run_id, as_json)
-        for pid, timers in expired.items():
-            self._end_worker(pid, timers)
-        self.clear_timers(set(expired))
 
     def _end_worker(self, pid: int, timers: list[FileTimerRequest]) -> None:
         """Send the signal of the first expired timer that has one."""
         for timer in timers:
             self._call_log_event("timer expired", timer)
             if timer.signal > 0:
-                if self._reap_worker(pid, timer.signal):
+                if _send_signal(pid, timer.signal):
                     self._call_log_event("kill worker process", timer)
                 return
         log.info("timers of pid %d expired, and none of them has a signal", pid)
-
-    def _reap_worker(self, worker_pid: Any, signal: int = signal.SIGKILL) -> bool:
-        return _send_signal(worker_pid, signal)
 
     def _call_log_event(self, name: str, request: FileTimerRequest | None = None) -> None:
         if self._log_event is not None:

@@ -119,7 +119,7 @@ class EtcdClient:
         Returns etcd's revision, or 0 after `failure`; and the results of each `get` among the requests.
         """
         reply = await self.call("kv/txn", {"compare": conditions, "success": success, "failure": failure})
-        with parsing_reply():
+        with parsing():
             ranges = [each["response_range"] for each in reply["responses"] if "response_range" in each]
             found = [_key_value(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
             return int(reply["header"]["revision"]) if reply.get("succeeded") else 0, found
@@ -152,13 +152,13 @@ class EtcdClient:
     async def grant(self, ttl: int) -> tuple[int, float]:
         """A new lease: its id, and its time to live in seconds, which may be longer than requested."""
         reply = await self.call("lease/grant", {"TTL": str(ttl)})
-        with parsing_reply():
+        with parsing():
             return int(reply["ID"]), float(reply["TTL"])
 
     async def keep_alive(self, lease: int, timeout: float = REQUEST_TIMEOUT_S) -> float:
         """Renew a lease: its time to live in seconds; 0 if the lease does not exist any more."""
         reply = await self.call("lease/keepalive", {"ID": str(lease)}, timeout)
-        with parsing_reply():
+        with parsing():
             return float(reply.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
@@ -203,7 +203,7 @@ class EtcdClient:
         self._token = ""
         credentials = {"name": self._user, "password": self._password}
         reply = await self._call_members("auth/authenticate", credentials, REQUEST_TIMEOUT_S)
-        with parsing_reply():
+        with parsing():
             self._token = str(reply["token"])
 
     async def _call_members(self, path: str, body: Json, timeout: float) -> Json:
@@ -303,7 +303,7 @@ def _key_value(kv: Json) -> KeyValue:
 
 
 @contextmanager
-def parsing_reply() -> Iterator[None]:
+def parsing() -> Iterator[None]:
     """A field that is missing in a reply is a `Denied`: the server is not etcd."""
     try:
         yield

@@ -23,9 +23,10 @@ from ripstop.compat.rendezvous.dynamic import (
     StateHolder,
     decode_base64,
 )
-from ripstop.compat.rendezvous.etcd_client import Client, Denied, Unavailable
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 from ripstop.compat.rendezvous.handler import RendezvousConnectionError, RendezvousHandler
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
+from ripstop.election.etcd_client import Denied, Unavailable
 from ripstop.model import parsers
 from ripstop.model.errors import UsageError
 
@@ -51,7 +52,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
     def __init__(
         self,
-        client: Client,
+        client: SyncEtcdClient,
         run_id: str,
         key_prefix: str | None = None,
         ttl: int | None = None,
@@ -139,7 +140,7 @@ class EtcdRendezvous:
 
     def __init__(
         self,
-        client: Client,
+        client: SyncEtcdClient,
         prefix: str,
         run_id: str,
         num_min_workers: int,
@@ -184,7 +185,7 @@ def create_rdzv_handler(params: Any) -> RendezvousHandler:
 
 
 @contextmanager
-def _client_for(params: Any) -> Iterator[tuple[Client, float]]:
+def _client_for(params: Any) -> Iterator[tuple[SyncEtcdClient, float]]:
     """A client for these parameters, and its read timeout.  The client is closed if the body raises."""
     conf = {key: str(value) for key, value in params.config.items()}
     try:
@@ -192,7 +193,7 @@ def _client_for(params: Any) -> Iterator[tuple[Client, float]]:
         settings, _ = parsers.etcd("endpoint", params.endpoint, "RendezvousParameters", conf, os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
-    client = Client(settings)
+    client = SyncEtcdClient(settings)
     try:
         yield client, read_timeout
     except BaseException:

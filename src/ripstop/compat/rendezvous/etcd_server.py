@@ -17,8 +17,9 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import TextIO
 
-from ripstop.compat.rendezvous.etcd_client import Client, Unavailable
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
 from ripstop.compat.utils import get_socket_with_port
+from ripstop.election.etcd_client import Unavailable
 from ripstop.model.config import ETCD_PREFIX, Etcd
 from ripstop.model.round import Address
 
@@ -65,9 +66,9 @@ class EtcdServer:
     def get_endpoint(self) -> str:
         return f"{HOST}:{self._port}"
 
-    def get_client(self) -> Client:
+    def get_client(self) -> SyncEtcdClient:
         """A client for `EtcdStore` and `EtcdRendezvousBackend`."""
-        return Client(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
+        return SyncEtcdClient(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
 
     def start(self, timeout: int = 60, num_retries: int = 3, stderr: int | TextIO | None = None) -> None:
         """Return when etcd answers; `TimeoutError` if it does not in time, `RuntimeError` if it has exited."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]  # missing in torch's stub
 
-from ripstop.compat.rendezvous.etcd_client import Client
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
 from ripstop.election.etcd_client import KeyValue
 
 __all__ = ["EtcdStore"]
@@ -34,7 +34,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        etcd_client: Client,
+        etcd_client: SyncEtcdClient,
         etcd_store_prefix: str,
         timeout: timedelta | None = None,
         *,

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ripstop.election.etcd_client import (
-    Denied,
     EtcdClient,
     Json,
     KeyValue,
@@ -24,12 +23,10 @@ from ripstop.election.etcd_client import (
     b64,
     get,
     if_revision,
-    parsing_reply,
+    parsing,
     put,
 )
 from ripstop.model.config import Etcd
-
-__all__ = ["Client", "Denied", "Unavailable"]
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0  # between retries; doubled each time
 MAX_OPERATIONS = 100  # in a transaction; etcd allows 128
@@ -38,7 +35,7 @@ MAX_WATCH_S = 10.0  # a watch may hang with its etcd member
 T = TypeVar("T")
 
 
-class Client:
+class SyncEtcdClient:
     """Connections to etcd, for any number of threads; a forked process opens its own."""
 
     def __init__(self, settings: Etcd) -> None:
@@ -77,14 +74,14 @@ class Client:
     def delete(self, key: bytes, timeout: float) -> bool:
         """Whether the key existed."""
         reply = self._call("kv/deleterange", {"key": b64(key)}, timeout)
-        with parsing_reply():
+        with parsing():
             return int(reply.get("deleted", 0)) > 0
 
     def names(self, first: bytes, end: bytes, timeout: float) -> list[bytes]:
         """The keys from `first` up to, but not including, `end`."""
         body = {"key": b64(first), "range_end": b64(end), "keys_only": True}
         reply = self._call("kv/range", body, timeout)
-        with parsing_reply():
+        with parsing():
             return [b64decode(kv["key"]) for kv in reply.get("kvs", ())]
 
     def wait_for_change(self, key: bytes, revision: int, timeout: float) -> None:
