@@ -216,15 +216,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._holder = state_holder
         self._heartbeat_interval = min(interval, interval * attempts / 3)  # one late heartbeat does not remove a node
+        last_call = settings.timeout.last_call.total_seconds()
+        times = (last_call, self._heartbeat_interval, interval * attempts)
         self._participant = Participant(
             f"{self._host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
-            ParticipantSettings(
-                settings.min_nodes,
-                settings.max_nodes,
-                settings.timeout.last_call.total_seconds(),
-                self._heartbeat_interval,
-                interval * attempts,
-            ),
+            ParticipantSettings(settings.min_nodes, settings.max_nodes, *times),
         )
         self._lock = threading.Lock()  # around every step: heartbeats run in another thread
         self._heartbeats: tuple[threading.Thread, threading.Event] | None = None  # and its end

@@ -15,17 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ripstop.election.etcd_client import (
-    EtcdClient,
-    Json,
-    KeyValue,
-    Unavailable,
-    b64,
-    get,
-    if_revision,
-    parsing,
-    put,
-)
+from ripstop.election.etcd_client import EtcdClient, Json, KeyValue, Unavailable, b64, get, if_revision, parsing, put
 from ripstop.model.config import Etcd
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0  # between retries; doubled each time
