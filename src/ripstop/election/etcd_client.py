@@ -120,9 +120,10 @@ class EtcdClient:
         """
         reply = await self.call("kv/txn", {"compare": conditions, "success": success, "failure": failure})
         with parsing():
-            ranges = [each["response_range"] for each in reply["responses"] if "response_range" in each]
+            revision = int(reply["header"]["revision"])
+            ranges = [each["response_range"] for each in reply.get("responses", ()) if "response_range" in each]
             found = [_key_value(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
-            return int(reply["header"]["revision"]) if reply.get("succeeded") else 0, found
+            return revision if reply.get("succeeded") else 0, found
 
     async def wait_for_change(self, keys: dict[str, str], revision: int) -> bool:
         """Wait until a key, or one in a `prefix_range`, changes at this revision or later.  False: the watch failed."""
