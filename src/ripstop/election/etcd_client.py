@@ -16,9 +16,9 @@ import json
 import socket
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from msgspec import Struct
@@ -36,6 +36,14 @@ MAX_REPLY_BYTES = 4 * 1024 * 1024
 # gRPC's status codes for requests that must not be retried
 INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, FAILED_PRECONDITION, UNAUTHENTICATED = 3, 5, 7, 9, 16
 FINAL_CODES = (INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, FAILED_PRECONDITION, UNAUTHENTICATED)
+REMEDIES = {  # by a part of etcd's error
+    "user name is empty": "set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD",
+    "authentication failed": "check RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD",
+    "authentication is not enabled": "unset RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD",
+    "permission denied": "grant the user reading and writing below etcd_prefix",
+}
+
+Json = dict[str, Any]
 
 
 class Unavailable(RipstopError):
@@ -51,18 +59,12 @@ class Denied(RipstopError):
 
 
 class KeyValue(Struct, frozen=True):
-    """A key's value, the revision of its creation, and the lease it is bound to."""
+    """A key's value, the etcd revisions of its creation and its last change, and the lease it is bound to."""
 
-    value: str
+    value: bytes
     created: int
-    lease: int
-
-
-class Snapshot(Struct, frozen=True):
-    """All keys with a prefix, at one revision."""
-
     revision: int
-    entries: dict[str, KeyValue]
+    lease: int
 
 
 class EtcdClient:
@@ -91,34 +93,37 @@ class EtcdClient:
 
     # keys -------------------------------------------------------------------------------------------------------------
 
-    async def read(self, prefix: str) -> Snapshot:
-        """All keys with a prefix, named without it."""
-        reply = await self.call("kv/range", prefix_range(prefix))
-        with parsing_reply():
-            found = {_text(kv["key"]).removeprefix(prefix): _key_value(kv) for kv in reply.get("kvs", ())}
-            return Snapshot(int(reply["header"]["revision"]), found)
+    async def read(self, *keys: str) -> tuple[int, list[KeyValue | None]]:
+        """etcd's revision, and what these keys hold."""
+        return await self.transaction([], [get(key) for key in keys])
 
     async def create(self, key: str, value: str, lease: int, *, unless: str) -> KeyValue | None:
         """Create a key unless it or `unless` exists.  Returns what the key holds then; None if only `unless` exists.
 
         The lease shows who created the key, also if the reply to an earlier try was lost.
         """
-        absent = [
-            {"key": b64(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"} for name in (key, unless)
-        ]
-        put = {"request_put": {"key": b64(key), "value": b64(value), "lease": str(lease)}}
-        read = {"request_range": {"key": b64(key)}}
-        reply = await self.call("kv/txn", {"compare": absent, "success": [put, read], "failure": [read]})
-        with parsing_reply():
-            found = reply["responses"][-1]["response_range"].get("kvs", ())
-            return _key_value(found[0]) if found else None
+        absent = [if_revision(name, "create", 0) for name in (key, unless)]
+        _, (found,) = await self.transaction(absent, [put(key, value, lease), get(key)], [get(key)])
+        return found
 
     async def replace(self, key: str, created: int, other: str, value: str, lease: int) -> None:
         """Replace a key by another in one transaction, if the key was created at revision `created`."""
-        same = {"key": b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(created)}
-        put = {"request_put": {"key": b64(other), "value": b64(value), "lease": str(lease)}}
-        delete = {"request_delete_range": {"key": b64(key)}}
-        await self.call("kv/txn", {"compare": [same], "success": [put, delete]})
+        changes = [put(other, value, lease), {"request_delete_range": {"key": b64(key)}}]
+        await self.transaction([if_revision(key, "create", created)], changes)
+
+    async def transaction(
+        self, conditions: Sequence[Json], success: Sequence[Json], failure: Sequence[Json] = ()
+    ) -> tuple[int, list[KeyValue | None]]:
+        """Make all requests of `success` if all conditions hold, otherwise those of `failure`.
+
+        Returns etcd's revision, or 0 after `failure`; and the results of each `get` among the requests.
+        """
+        reply = await self.call("kv/txn", {"compare": conditions, "success": success, "failure": failure})
+        with parsing():
+            revision = int(reply["header"]["revision"])
+            ranges = [each["response_range"] for each in reply.get("responses", ()) if "response_range" in each]
+            found = [_key_value(one["kvs"][0]) if one.get("kvs") else None for one in ranges]
+            return revision if reply.get("succeeded") else 0, found
 
     async def wait_for_change(self, keys: dict[str, str], revision: int) -> bool:
         """Wait until a key, or one in a `prefix_range`, changes at this revision or later.  False: the watch failed."""
@@ -148,13 +153,13 @@ class EtcdClient:
     async def grant(self, ttl: int) -> tuple[int, float]:
         """A new lease: its id, and its time to live in seconds, which may be longer than requested."""
         reply = await self.call("lease/grant", {"TTL": str(ttl)})
-        with parsing_reply():
+        with parsing():
             return int(reply["ID"]), float(reply["TTL"])
 
     async def keep_alive(self, lease: int, timeout: float = REQUEST_TIMEOUT_S) -> float:
         """Renew a lease: its time to live in seconds; 0 if the lease does not exist any more."""
         reply = await self.call("lease/keepalive", {"ID": str(lease)}, timeout)
-        with parsing_reply():
+        with parsing():
             return float(reply.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
@@ -183,7 +188,7 @@ class EtcdClient:
 
     # requests ---------------------------------------------------------------------------------------------------------
 
-    async def call(self, path: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
+    async def call(self, path: str, body: Json, timeout: float = REQUEST_TIMEOUT_S) -> Json:
         """Send a request of the gateway's API; returns the reply."""
         if self._user and not self._token:
             await self._authenticate()
@@ -199,10 +204,10 @@ class EtcdClient:
         self._token = ""
         credentials = {"name": self._user, "password": self._password}
         reply = await self._call_members("auth/authenticate", credentials, REQUEST_TIMEOUT_S)
-        with parsing_reply():
+        with parsing():
             self._token = str(reply["token"])
 
-    async def _call_members(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _call_members(self, path: str, body: Json, timeout: float) -> Json:
         """Try one member after another, first the one that replied last."""
         errors = []
         for _ in self._endpoints:
@@ -220,7 +225,7 @@ class EtcdClient:
                 self._current = (self._current + 1) % len(self._endpoints)
         raise Unavailable("; ".join(errors))
 
-    async def _post(self, endpoint: Address, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, endpoint: Address, path: str, body: Json) -> Json:
         async with self._http.post(
             self._url(endpoint, path), json=body, headers=self._headers(), allow_redirects=False
         ) as response:
@@ -244,7 +249,8 @@ class EtcdClient:
                         "give the address of an etcd, 3.4 or later"
                     )
             if code in FINAL_CODES:
-                raise Denied(f"etcd at {endpoint} rejected the request: {_with_remedy(str(why))}", code)
+                remedy = next((f"; {what}" for text, what in REMEDIES.items() if text in str(why)), "")
+                raise Denied(f"etcd at {endpoint} rejected the request: {why}{remedy}", code)
             raise Unavailable(str(why))
 
     def _url(self, endpoint: Address, path: str) -> URL:
@@ -252,15 +258,6 @@ class EtcdClient:
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": self._token} if self._token else {}
-
-
-@contextmanager
-def parsing_reply() -> Iterator[None]:
-    """A field that is missing in a reply is a `Denied`: the server is not etcd."""
-    try:
-        yield
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise Denied(f"the reply is not etcd's ({error!r}); give the address of an etcd, 3.4 or later") from error
 
 
 def _tls(settings: Etcd) -> ssl.SSLContext | None:
@@ -283,30 +280,36 @@ def b64(data: str | bytes) -> str:
     return b64encode(data.encode() if isinstance(data, str) else data).decode()
 
 
-def _text(encoded: str) -> str:
-    return b64decode(encoded).decode(errors="replace")
-
-
 def prefix_range(prefix: str) -> dict[str, str]:
     """The request fields for all keys with a prefix."""
     return {"key": b64(prefix), "range_end": b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
 
 
-def _key_value(kv: dict[str, Any]) -> KeyValue:
-    return KeyValue(_text(kv.get("value", "")), int(kv["create_revision"]), int(kv.get("lease", 0)))
+def get(key: str | bytes) -> Json:
+    return {"request_range": {"key": b64(key)}}
 
 
-def _with_remedy(why: str) -> str:
-    """etcd's error, and what to do."""
-    if "user name is empty" in why:
-        return f"{why}; set RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD"
-    if "authentication failed" in why:
-        return f"{why}; check RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD"
-    if "authentication is not enabled" in why:
-        return f"{why}; unset RIPSTOP_ETCD_USER and RIPSTOP_ETCD_PASSWORD"
-    if "permission denied" in why:
-        return f"{why}; grant the user reading and writing below etcd_prefix"
-    return why
+def put(key: str | bytes, value: str | bytes, lease: int) -> Json:
+    return {"request_put": {"key": b64(key), "value": b64(value), "lease": str(lease)}}
+
+
+def if_revision(key: str | bytes, kind: Literal["create", "mod"], revision: int) -> dict[str, str]:
+    """The condition that the key was created, or last modified, at this revision; 0: it does not exist."""
+    return {"key": b64(key), "target": kind.upper(), "result": "EQUAL", f"{kind}_revision": str(revision)}
+
+
+def _key_value(kv: Json) -> KeyValue:
+    value, lease = b64decode(kv.get("value", "")), int(kv.get("lease", 0))
+    return KeyValue(value, int(kv["create_revision"]), int(kv["mod_revision"]), lease)
+
+
+@contextmanager
+def parsing() -> Iterator[None]:
+    """A field that is missing in a reply is a `Denied`: the server is not etcd."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise Denied(f"the reply is not etcd's ({error!r}); give the address of an etcd, 3.4 or later") from error
 
 
 def _describe(error: BaseException, timeout: float) -> str:

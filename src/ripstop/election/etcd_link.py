@@ -17,40 +17,16 @@ from collections.abc import Callable, Coroutine, Iterable
 from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
-from ripstop.election.election import (
-    Campaign,
-    Command,
-    Elected,
-    Election,
-    Event,
-    Expired,
-    Follow,
-    Lead,
-    Leader,
-    LeaderKnown,
-    NoLeader,
-    Renewed,
-    StepDown,
-    Tick,
-    read_leader,
-    write_leader,
-)
+from ripstop.election import election
 from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
-from ripstop.election.leadership import (
-    OUTCOME_TTL_S,
-    Candidacy,
-    Leadership,
-    become_candidate,
-    boot_time,
-    revoke,
-)
+from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, boot_time, revoke
 from ripstop.model.config import Etcd, Tls
 from ripstop.model.errors import ProtocolError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import decode
+from ripstop.protocol.codec import decode, fit
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
 from ripstop.transport.client import WebSocketLink
 from ripstop.transport.link import Listener
@@ -86,7 +62,9 @@ class EtcdLink:
         self._loop = asyncio.get_running_loop()
         self._client = EtcdClient(etcd)
         self._port = etcd.port
+        self._run_id = settings.run_id
         self._prefix = f"{etcd.prefix.rstrip('/')}/{settings.run_id}/"
+        self._leader_key, self._outcome_key = f"{self._prefix}coordinator", f"{self._prefix}outcome"
         self._settings = settings
         self._node = node
         self._token = token
@@ -95,7 +73,7 @@ class EtcdLink:
         self._on_leader = on_leader
         self._server_tls = server_context(tls) if tls else None
         self._client_tls = client_context(tls) if tls else None
-        self._election = Election()
+        self._election = election.Election()
         self._candidacy: Candidacy | None = None
         self._leadership: Leadership | None = None
         self._ended_lease = -1  # of this agent's last leadership
@@ -193,18 +171,18 @@ class EtcdLink:
     async def _read_and_wait(self) -> None:
         """Read the keys, act on them, and wait for a change or another reason to read them again."""
         self._reread.clear()
-        snapshot = await self._client.read(self._prefix)
+        revision, (leader, outcome) = await self._client.read(self._leader_key, self._outcome_key)
         if self._is_unavailable:
             log.info("etcd can be reached again")
         self._etcd_error, self._is_unavailable = "", False
-        if "outcome" in snapshot.entries:
-            self._on_outcome(snapshot.entries["outcome"])
-        elif "coordinator" in snapshot.entries:
-            await self._on_leader_key(snapshot.entries["coordinator"])
+        if outcome is not None:
+            self._on_outcome(outcome)
+        elif leader is not None:
+            await self._on_leader_key(leader)
         else:
-            await self._handle(NoLeader())
+            await self._handle(election.NoLeader())
         if not self._reread.is_set():
-            await self._wait_for_change(snapshot.revision + 1)
+            await self._wait_for_change(revision + 1)
 
     async def _wait_for_change(self, revision: int) -> None:
         # A watch may hang with its member.  A connected agent notices the loss of its leader without the watch; any
@@ -224,10 +202,10 @@ class EtcdLink:
     async def _on_leader_key(self, entry: KeyValue) -> None:
         """The key names a leader.  It may be this agent, without a reply to its campaign, if the reply was lost."""
         try:
-            leader = read_leader(entry.value, self._settings.run_id, entry.created)
+            leader = election.read_leader(entry.value.decode(errors="replace"), self._run_id, entry.created)
         except ProtocolError as error:
             raise ProtocolError(
-                f"etcd's key {self._prefix}coordinator cannot be used: {error}; "
+                f"etcd's key {self._leader_key} cannot be used: {error}; "
                 "choose another --rdzv-id or etcd_prefix, or delete it"
             ) from None
         candidacy = self._candidacy
@@ -235,24 +213,24 @@ class EtcdLink:
             await self._client.revoke(entry.lease)
             self._reread.set()
         elif candidacy is not None and candidacy.lease == entry.lease:
-            await self._handle(Elected(leader, candidacy.requested_at, candidacy.ttl))
+            await self._handle(election.Elected(leader, candidacy.requested_at, candidacy.ttl))
         else:
             self._withdraw()
-            await self._handle(LeaderKnown(leader))
+            await self._handle(election.LeaderKnown(leader))
 
     def _on_outcome(self, entry: KeyValue) -> None:
-        signature, _, text = entry.value.partition("\n")
+        signature, _, text = entry.value.decode(errors="replace").partition("\n")
         try:
-            if not secret.proofs_match(signature, secret.sign(self._token, self._settings.run_id, text)):
+            if not secret.proofs_match(signature, secret.sign(self._token, self._run_id, text)):
                 raise ProtocolError("it does not prove the job's secret")
             closed = decode(text, (Closed,))
         except ProtocolError as error:
             raise ProtocolError(
-                f"etcd's key {self._prefix}outcome cannot be used: {error}; choose another --rdzv-id or etcd_prefix"
+                f"etcd's key {self._outcome_key} cannot be used: {error}; choose another --rdzv-id or etcd_prefix"
             ) from None
         if not self._was_connected:
             self.on_rejected(
-                f"job {self._settings.run_id!r} has ended: {closed.report.outcome}; choose another --rdzv-id, "
+                f"job {self._run_id!r} has ended: {closed.report.outcome}; choose another --rdzv-id, "
                 f"or start it again in {OUTCOME_TTL_S} s"
             )
         elif self._listener is not None and not self._received_outcome:
@@ -263,28 +241,28 @@ class EtcdLink:
 
     # the election -----------------------------------------------------------------------------------------------------
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: election.Event) -> None:
         for command in self._election.on(event, boot_time()):
             match command:
-                case Campaign():
+                case election.Campaign():
                     await self._campaign()
-                case Lead(leader):
+                case election.Lead(leader):
                     await self._lead(leader)
                 case _:
                     self._execute(command)
         self._set_timer()
 
-    def _handle_now(self, event: Renewed | Expired | Tick) -> None:
+    def _handle_now(self, event: election.Renewed | election.Expired | election.Tick) -> None:
         """An event outside `_watch`; its only possible command is to step down."""
         for command in self._election.on(event, boot_time()):
             self._execute(command)
         self._set_timer()
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: election.Command) -> None:
         match command:
-            case Follow(leader):
+            case election.Follow(leader):
                 self._follow(leader)
-            case StepDown(why):
+            case election.StepDown(why):
                 log.warning("the coordinator in this agent steps down: %s", why)
                 self._stop_leading()
                 self._withdraw()
@@ -295,20 +273,17 @@ class EtcdLink:
             self._timer.cancel()
             self._timer = None
         if (deadline := self._election.deadline()) is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - boot_time()), self._handle_now, Tick())
+            self._timer = self._loop.call_later(max(0.0, deadline - boot_time()), self._handle_now, election.Tick())
 
     async def _campaign(self) -> None:
         candidacy = self._candidacy
         if candidacy is None or boot_time() > candidacy.requested_at + candidacy.ttl / 2:
             self._withdraw()
-            candidacy = self._candidacy = await become_candidate(
-                self._client, self._settings.timing.lease, self._local_addr, self._port
-            )
-        value = write_leader(self._settings.run_id, candidacy.address, self._node)
+            lease = self._settings.timing.lease
+            candidacy = self._candidacy = await become_candidate(self._client, lease, self._local_addr, self._port)
+        value = election.write_leader(self._run_id, candidacy.address, self._node)
         try:
-            entry = await self._client.create(
-                f"{self._prefix}coordinator", value, candidacy.lease, unless=f"{self._prefix}outcome"
-            )
+            entry = await self._client.create(self._leader_key, value, candidacy.lease, unless=self._outcome_key)
         except Denied:
             self._withdraw()
             raise
@@ -326,14 +301,14 @@ class EtcdLink:
 
     # leading ----------------------------------------------------------------------------------------------------------
 
-    async def _lead(self, leader: Leader) -> None:
+    async def _lead(self, leader: election.Leader) -> None:
         candidacy, self._candidacy = self._candidacy, None
         assert candidacy is not None, "only a candidate is elected"
         coordinator = Coordinator(self._settings, lambda: self._election.is_leader(boot_time()), self._sinks)
         server = Server(
             candidacy.bound.listening,
             coordinator,
-            run_id=self._settings.run_id,
+            run_id=self._run_id,
             token=self._token,
             lease=self._settings.timing.lease,
             nodes=self._settings.max_nodes,
@@ -343,7 +318,7 @@ class EtcdLink:
         coordinator.ended.add_done_callback(self._on_job_ended)
         self._leadership = Leadership(self._client, leader, candidacy, coordinator, server, self._handle_now)
         await server.start()
-        log.info("elected: the coordinator of job=%s is at %s", self._settings.run_id, leader.address)
+        log.info("elected: the coordinator of job=%s is at %s", self._run_id, leader.address)
 
     def _stop_leading(self) -> None:
         leadership, self._leadership = self._leadership, None
@@ -363,20 +338,21 @@ class EtcdLink:
             if not self.failed.done():
                 self.failed.set_exception(defect)
         elif self._leadership is not None:
-            self._publishing = self._start_task(
-                self._leadership.publish_outcome(self._prefix, self._settings.run_id, self._token, ended.result())
-            )
+            text = fit(Closed(ended.result()))
+            signed = f"{secret.sign(self._token, self._run_id, text)}\n{text}"
+            publish = self._leadership.publish_outcome(self._leader_key, self._outcome_key, signed)
+            self._publishing = self._start_task(publish)
 
     # following --------------------------------------------------------------------------------------------------------
 
-    def _follow(self, leader: Leader) -> None:
+    def _follow(self, leader: election.Leader) -> None:
         leadership = self._leadership
         is_own = leadership is not None and leadership.leader.revision == leader.revision
         self._on_leader(leader.address, leadership.coordinator if leadership and is_own else None)
         old = self._link
         self._link = new = WebSocketLink(
             leader.address,
-            run_id=self._settings.run_id,
+            run_id=self._run_id,
             node=self._node,
             token=self._token,
             lease=self._settings.timing.lease,

@@ -13,11 +13,7 @@ from ripstop.coordinator.service import Coordinator
 from ripstop.election.election import Expired, Leader, Renewed
 from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable
 from ripstop.model.errors import RipstopError
-from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
-from ripstop.protocol import secret
-from ripstop.protocol.codec import fit
-from ripstop.protocol.messages import Closed
 from ripstop.system.network import describe_network_error
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.server import Server
@@ -112,13 +108,11 @@ class Leadership:
     async def close(self) -> None:
         await asyncio.gather(revoke(self._client, self.lease), self._server.close())
 
-    async def publish_outcome(self, prefix: str, run_id: str, token: str, report: JobReport) -> None:
+    async def publish_outcome(self, leader_key: str, outcome_key: str, outcome: str) -> None:
         """Replace the leader's key by the signed outcome of the job."""
-        text = fit(Closed(report))
-        value = f"{secret.sign(token, run_id, text)}\n{text}"
         try:
             lease, _ = await self._client.grant(OUTCOME_TTL_S)
-            await self._client.replace(f"{prefix}coordinator", self.leader.revision, f"{prefix}outcome", value, lease)
+            await self._client.replace(leader_key, self.leader.revision, outcome_key, outcome, lease)
         except (Unavailable, Denied) as error:
             log.warning("the outcome of the job could not be written to etcd: %s", error)
 

@@ -20,7 +20,7 @@ from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.agent.simple import SimpleElasticAgent
 from ripstop.compat.metrics import prof
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, start_processes
-from ripstop.compat.timer.file_timer import FileTimerRequest
+from ripstop.compat.timer import FileTimerRequest
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
 
 log = logging.getLogger("ripstop.compat")

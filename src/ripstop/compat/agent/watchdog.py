@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ripstop.cli.options.timers import ENABLE
-from ripstop.compat.timer.file_timer import FileTimerRequest, FileTimerServer
+from ripstop.compat.timer import FileTimerRequest, FileTimerServer
 from ripstop.workers.environment import TIMER_FILE
 
 TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE = ENABLE, TIMER_FILE  # as torch calls them

@@ -23,9 +23,8 @@ __all__ = ["C10dRendezvousBackend", "create_backend"]
 
 log = logging.getLogger("ripstop.compat")
 
-DEFAULT_PORT = COORDINATOR_PORT
 _EMPTY = b"Y2FuaW1hZGFt"  # torch's placeholder, so that its handlers and ours detect each other
-_READ_TIMEOUT = 60
+READ_TIMEOUT_S = 60
 
 
 class C10dRendezvousBackend(RendezvousBackend):
@@ -88,8 +87,8 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 def _tcp_store(params: RendezvousParameters) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    timeout = params.get_as_int("read_timeout", _READ_TIMEOUT)
+    host, port = parse_rendezvous_endpoint(params.endpoint, COORDINATOR_PORT)
+    timeout = params.get_as_int("read_timeout", READ_TIMEOUT_S)
     if timeout is None or timeout <= 0:
         raise ValueError(f"read_timeout={timeout}: a time is above 0; give seconds")
     is_host = params.get_as_bool("is_host")

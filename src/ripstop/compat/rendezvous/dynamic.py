@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from msgspec import Struct
-
 from ripstop.compat.rendezvous.compare_and_set import (
     Formed,
     Participant,
@@ -107,8 +105,6 @@ def decode_base64(value: bytes, where: str) -> bytes:
 class RendezvousTimeout:
     """Timeouts: for `min_nodes` to join; for more nodes after that; for closing; for one heartbeat."""
 
-    _DEFAULTS = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}  # noqa: RUF012 - never changed
-
     def __init__(
         self,
         join: timedelta | None = None,
@@ -116,30 +112,13 @@ class RendezvousTimeout:
         close: timedelta | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
-        self._times = {name: timedelta(seconds=seconds) for name, seconds in self._DEFAULTS.items()}
-        for name, value in given.items():
-            if value is None:
-                continue
-            if value <= timedelta(0):
+        for name, value in {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}.items():
+            if value is not None and value <= timedelta(0):
                 raise ValueError(f"{name}={value}: a time is above 0; give more")
-            self._times[name] = value
-
-    @property
-    def join(self) -> timedelta:
-        return self._times["join"]
-
-    @property
-    def last_call(self) -> timedelta:
-        return self._times["last_call"]
-
-    @property
-    def close(self) -> timedelta:
-        return self._times["close"]
-
-    @property
-    def heartbeat(self) -> timedelta:
-        return self._times["heartbeat"]
+        self.join = join or timedelta(seconds=600)
+        self.last_call = last_call or timedelta(seconds=30)
+        self.close = close or timedelta(seconds=30)
+        self.heartbeat = heartbeat or timedelta(seconds=5)
 
 
 @dataclass(repr=False, eq=False, frozen=True)
@@ -166,14 +145,7 @@ class RendezvousSettings:
             raise ValueError(f"keep_alive_max_attempt={self.keep_alive_max_attempt}: give 1 or more")
 
 
-class _Host(Struct, frozen=True):
-    """This node's address for other nodes, and whether the user gave it."""
-
-    name: str
-    given: bool
-
-
-class _StateHolder:
+class StateHolder:
     """The shared state as it was last read or written."""
 
     def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
@@ -229,51 +201,37 @@ class DynamicRendezvousHandler(RendezvousHandler):
         keep_alive_max_attempt: int = 3,
     ) -> DynamicRendezvousHandler:
         """A new node; the stores of its rounds are prefixes of `store`."""
-        settings = RendezvousSettings(
-            run_id,
-            min_nodes,
-            max_nodes,
-            timeout or RendezvousTimeout(),
-            timedelta(seconds=keep_alive_interval),
-            keep_alive_max_attempt,
-        )
-        host = _Host(local_addr or socket.getfqdn(), given=bool(local_addr))
-        return cls(host, settings, backend.name, store, _StateHolder(backend, run_id))
+        timeout, interval = timeout or RendezvousTimeout(), timedelta(seconds=keep_alive_interval)
+        settings = RendezvousSettings(run_id, min_nodes, max_nodes, timeout, interval, keep_alive_max_attempt)
+        return cls(local_addr, settings, backend.name, store, StateHolder(backend, run_id))
 
     def __init__(
-        self, node: _Host, settings: RendezvousSettings, backend_name: str, store: Any, state_holder: _StateHolder
+        self, node: str | None, settings: RendezvousSettings, backend_name: str, store: Any, state_holder: StateHolder
     ) -> None:
+        """`node`: the address of this node for other nodes, if the user gave one."""
         interval, attempts = settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt
-        self._host, self._given = node.name, node.given
-        self._settings = settings
+        self._host, self._given = node or socket.getfqdn(), bool(node)
+        self.settings = settings
         self.backend_name = backend_name
         self._store = store
         self._holder = state_holder
         self._heartbeat_interval = min(interval, interval * attempts / 3)  # one late heartbeat does not remove a node
+        last_call = settings.timeout.last_call.total_seconds()
+        times = (last_call, self._heartbeat_interval, interval * attempts)
         self._participant = Participant(
-            f"{node.name}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
-            ParticipantSettings(
-                settings.min_nodes,
-                settings.max_nodes,
-                settings.timeout.last_call.total_seconds(),
-                self._heartbeat_interval,
-                interval * attempts,
-            ),
+            f"{self._host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
+            ParticipantSettings(settings.min_nodes, settings.max_nodes, *times),
         )
         self._lock = threading.Lock()  # around every step: heartbeats run in another thread
-        self._heartbeats: _HeartbeatThread | None = None
+        self._heartbeats: tuple[threading.Thread, threading.Event] | None = None  # and its end
         self._heartbeat_failing = False  # the last heartbeat failed, and that was logged
         self._server: Any = None  # the workers' store of this round, on rank 0's node
-
-    @property
-    def settings(self) -> RendezvousSettings:
-        return self._settings
 
     def get_backend(self) -> str:
         return self.backend_name
 
     def get_run_id(self) -> str:
-        return self._settings.run_id
+        return self.settings.run_id
 
     @property
     def use_agent_store(self) -> bool:
@@ -328,7 +286,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # steps ------------------------------------------------------------------------------------------------------------
 
     def _join(self, store: StoreAddress) -> Formed:
-        timeout = self._settings.timeout.join.total_seconds()
+        timeout = self.settings.timeout.join.total_seconds()
         try:
             end = self._run(lambda state, now: self._participant.join(state, store, now), timeout, "formed")
         except RendezvousTimeoutError:
@@ -343,7 +301,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 raise RendezvousClosedError(f"the rendezvous {self.get_run_id()!r} is closed: there is no other round")
 
     def _closing(self) -> float:
-        return self._settings.timeout.close.total_seconds()
+        return self.settings.timeout.close.total_seconds()
 
     def _run(self, step: Callable[[SharedState, float], Step], timeout: float, what: str) -> Step:
         """Repeat the step with the newest state until it returns neither `Write` nor `Wait`."""
@@ -369,7 +327,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _timeout_message(self, what: str, timeout: float) -> str:
         state = self._holder.state
-        seen = f"{len(state.candidates)} of at least {self._settings.min_nodes} nodes have joined"
+        seen = f"{len(state.candidates)} of at least {self.settings.min_nodes} nodes have joined"
         if active := state.active():
             seen += f", and {len(active)} are still in round {state.round}"
         return (
@@ -379,26 +337,28 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _pause(self) -> float:
         """Between two reads, in seconds; it grows with the number of nodes, to limit the reads of all together."""
         state = self._holder.state
-        return min(
-            MAX_PAUSE_S,
-            self._heartbeat_interval / 4,
-            (1 + len(state.members) + len(state.candidates)) / MAX_READS_PER_S,
-        )
+        nodes = 1 + len(state.members) + len(state.candidates)
+        return min(MAX_PAUSE_S, self._heartbeat_interval / 4, nodes / MAX_READS_PER_S)
 
-    # heartbeats
-    # --------------------------------------------------------------------------------------------------------
+    # heartbeats -------------------------------------------------------------------------------------------------------
 
     def _start_heartbeats(self) -> None:
-        self._heartbeats = _HeartbeatThread(self, self._heartbeat_interval / 4)
+        ended = threading.Event()
+        args = (weakref.ref(self), self._heartbeat_interval / 4, ended)
+        thread = threading.Thread(target=_send_heartbeats, args=args, name="ripstop-rendezvous-heartbeat", daemon=True)
+        thread.start()
+        self._heartbeats = (thread, ended)
 
     def _stop_heartbeats(self) -> None:
         if self._heartbeats is not None:
-            self._heartbeats.stop()
+            thread, ended = self._heartbeats
+            ended.set()
+            thread.join()
             self._heartbeats = None
 
     def heartbeat(self) -> None:
         """Read the state and write a heartbeat when it is due; an exception of the backend is logged."""
-        until = time.monotonic() + self._settings.timeout.heartbeat.total_seconds()
+        until = time.monotonic() + self.settings.timeout.heartbeat.total_seconds()
         try:
             with self._lock:
                 step_result = self._participant.heartbeat(self._holder.read(), time.monotonic())
@@ -406,13 +366,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                     step_result = self._participant.heartbeat(self._holder.write(step_result.state), time.monotonic())
         except Exception as error:
             if not self._heartbeat_failing:
-                what = f"{type(error).__name__}: {error}"
-                log.warning(
-                    "rendezvous=%s node=%s could not write a heartbeat: %s",
-                    self.get_run_id(),
-                    self._participant.node,
-                    what,
-                )
+                who, what = self._participant.node, f"{type(error).__name__}: {error}"
+                log.warning("rendezvous=%s node=%s could not write a heartbeat: %s", self.get_run_id(), who, what)
             self._heartbeat_failing = True
         else:
             self._heartbeat_failing = False
@@ -426,9 +381,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
                 return socket.create_server((self._host, 0), family=family)
             dual = socket.has_dualstack_ipv6()
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
-            )
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            return socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         except OSError as error:
             raise RendezvousConnectionError(
                 f"the workers' store must listen on an address of this node, and {self._host!r} is not one: "
@@ -443,26 +397,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-class _HeartbeatThread:
-    """Writes a handler's heartbeats in a thread, as long as the handler is referenced."""
-
-    def __init__(self, handler: DynamicRendezvousHandler, interval: float) -> None:
-        self._handler = weakref.ref(handler)
-        self._interval = interval
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-heartbeat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _main(self) -> None:
-        while not self._stopped.wait(self._interval):
-            if (handler := self._handler()) is None:
-                return
-            handler.heartbeat()
-            del handler  # this thread must not keep it alive
+def _send_heartbeats(handler: weakref.ref[DynamicRendezvousHandler], pause: float, ended: threading.Event) -> None:
+    while not ended.wait(pause) and (alive := handler()) is not None:
+        alive.heartbeat()
+        del alive  # this thread must not keep the handler alive
 
 
 def create_handler(store: Any, backend: RendezvousBackend, params: RendezvousParameters) -> DynamicRendezvousHandler:

@@ -1,6 +1,5 @@
 """`torch.distributed.elastic.rendezvous.utils`: parses the endpoint `HOST[:PORT]`."""
 
-import ipaddress
 import socket
 
 from ripstop.model.errors import UsageError
@@ -30,12 +29,8 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:  # torch.distri
 
 def is_this_machine(host: str) -> bool:
     """Whether this is a name or an address of this machine, which means that it can be bound."""
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return True
-    except ValueError:
-        if host in ("localhost", socket.gethostname()):
-            return True
+    if host in ("localhost", socket.gethostname()):
+        return True
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -10,18 +10,18 @@ import atexit
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
 from ripstop.compat.utils import get_socket_with_port
-
-if TYPE_CHECKING:
-    from ripstop.compat.rendezvous.etcd import Client
+from ripstop.election.etcd_client import Unavailable
+from ripstop.model.config import ETCD_PREFIX, Etcd
+from ripstop.model.round import Address
 
 __all__ = ["EtcdServer", "find_free_port", "stop_etcd"]
 
@@ -32,11 +32,7 @@ STOP_TIMEOUT_S = 10.0  # from SIGTERM to SIGKILL
 PROBE_TIMEOUT_S = 0.2  # for a reply, before checking that etcd still runs
 
 Process = subprocess.Popen[bytes]
-
-
-def find_free_port() -> socket.socket:
-    """A socket that listens on a free port of localhost; close it just before you use the port."""
-    return get_socket_with_port()
+find_free_port = get_socket_with_port  # close the socket just before you use its port
 
 
 def stop_etcd(subprocess: Process | None, data_dir: str | None = None) -> None:
@@ -70,13 +66,9 @@ class EtcdServer:
     def get_endpoint(self) -> str:
         return f"{HOST}:{self._port}"
 
-    def get_client(self) -> Client:
+    def get_client(self) -> SyncEtcdClient:
         """A client for `EtcdStore` and `EtcdRendezvousBackend`."""
-        from ripstop.compat.rendezvous.etcd import Client
-        from ripstop.model.config import ETCD_PREFIX, Etcd
-        from ripstop.model.round import Address
-
-        return Client(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
+        return SyncEtcdClient(Etcd((Address(HOST, self._port),), ETCD_PREFIX))
 
     def start(self, timeout: int = 60, num_retries: int = 3, stderr: int | TextIO | None = None) -> None:
         """Return when etcd answers; `TimeoutError` if it does not in time, `RuntimeError` if it has exited."""
@@ -108,10 +100,8 @@ class EtcdServer:
             self.stop()
 
     def _start(self, program: str, stderr: int | TextIO | None) -> None:
-        client, peer = find_free_port(), find_free_port()
-        self._port, peer_port = client.getsockname()[1], peer.getsockname()[1]
-        client.close()
-        peer.close()
+        with find_free_port() as client, find_free_port() as peer:
+            self._port, peer_port = client.getsockname()[1], peer.getsockname()[1]
         here, there = f"http://{HOST}:{self._port}", f"http://{HOST}:{peer_port}"
         self._process = subprocess.Popen(
             [
@@ -125,8 +115,6 @@ class EtcdServer:
         )  # fmt: skip
 
     def _wait_until_ready(self, timeout: float) -> None:
-        from ripstop.compat.rendezvous.etcd import Unavailable
-
         assert self._process is not None, "it was started"
         deadline = time.monotonic() + timeout
         client = self.get_client()

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]  # missing in torch's stub
 
-from ripstop.compat.rendezvous.etcd import Client
+from ripstop.compat.rendezvous.sync_etcd_client import SyncEtcdClient
+from ripstop.election.etcd_client import KeyValue
 
 __all__ = ["EtcdStore"]
 
@@ -33,7 +34,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        etcd_client: Client,
+        etcd_client: SyncEtcdClient,
         etcd_store_prefix: str,
         timeout: timedelta | None = None,
         *,
@@ -89,14 +90,10 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
             _, (found,) = self.client.read([self._name(key)], self._timeout_s)
             if found is None and expected:
                 return expected
-            if found is not None and found.data != expected:
-                return found.data
-            revision = found.revision if found is not None else 0
-            # if a reply was lost, the next read finds the value
-            values = {self._name(key): desired}
-            if self.client.swap(self._name(key), revision, values, self._timeout_s, lease=self._lease(self._timeout_s))[
-                0
-            ]:
+            if found is not None and found.value != expected:
+                return found.value
+            written, _ = self._swap(self._name(key), found, {self._name(key): desired})
+            if written:  # if the reply was lost, the next read finds the value
                 return desired
 
     def delete_key(self, key: str) -> bool:
@@ -125,8 +122,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         return self._await(keys, self._timeout_s)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = zip(keys, values, strict=True)
-        data = {self._name(key): _data(value) for key, value in pairs}
+        data = {self._name(key): _data(value) for key, value in zip(keys, values, strict=True)}
         self.client.write(data, self._timeout_s, lease=self._lease(self._timeout_s))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -142,7 +138,7 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         deadline = time.monotonic() + timeout
         while True:
             revision, found = self.client.read(names, max(0.0, deadline - time.monotonic()))
-            values = [value.data for value in found if value is not None]
+            values = [value.value for value in found if value is not None]
             if len(values) == len(names):
                 return values
             missing = found.index(None)
@@ -163,17 +159,20 @@ class EtcdStore(Store):  # type: ignore[misc, unused-ignore]
         with self._lock:
             _, (found,) = self.client.read([name], self._timeout_s)
             while True:
-                new = change(found.data if found is not None else None)
-                revision = found.revision if found is not None else 0
-                values = {name: new, marker_key: marker}
-                done, held = self.client.swap(
-                    name, revision, values, self._timeout_s, lease=self._lease(self._timeout_s)
-                )
-                if done:
+                new = change(found.value if found is not None else None)
+                written, held = self._swap(name, found, {name: new, marker_key: marker})
+                if written:
                     return new
                 found, marked = held
-                if marked is not None and marked.data == marker:
+                if marked is not None and marked.value == marker:
                     return new  # only the reply was lost
+
+    def _swap(
+        self, name: bytes, found: KeyValue | None, values: dict[bytes, bytes]
+    ) -> tuple[int, list[KeyValue | None]]:
+        """Write the values if the key is still as it was found; returns what the client's `swap` does."""
+        revision = found.revision if found is not None else 0
+        return self.client.swap(name, revision, values, self._timeout_s, lease=self._lease(self._timeout_s))
 
     @property
     def _timeout_s(self) -> float:

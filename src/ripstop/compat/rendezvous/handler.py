@@ -1,42 +1,21 @@
-"""`torch.distributed.elastic.rendezvous.api`: the handler's interface, its parameters, results and errors.
+"""A rendezvous handler's interface, its parameters, results and errors; with `registry.py`, torch's module `.api`.
 
 Names, arguments and defaults are torch's.  It needs no torch: a store is any object with `set` and `get`.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar
 
+from ripstop.compat.utils import get_free_port
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import boolean
 
-__all__ = [
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousGracefulExitError",
-    "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
-    "RendezvousInfo",
-    "RendezvousParameters",
-    "RendezvousStateError",
-    "RendezvousStoreInfo",
-    "RendezvousTimeoutError",
-    "is_a",
-    "rendezvous_handler_registry",
-]
-
-
-_TORCH_MODULE = "torch.distributed.elastic.rendezvous.api"  # torch's module, if the program has loaded it
+TORCH_API = "torch.distributed.elastic.rendezvous.api"  # torch's module, if the program has loaded it
 
 
 class RendezvousError(Exception):
@@ -65,7 +44,7 @@ class RendezvousGracefulExitError(RendezvousError):
 
 def is_a(error: BaseException, kind: type[RendezvousError]) -> bool:
     """Whether it is ripstop's error of this kind or torch's: a handler may raise either."""
-    torchs = sys.modules.get(_TORCH_MODULE)
+    torchs = sys.modules.get(TORCH_API)
     return isinstance(error, (kind, getattr(torchs, kind.__name__, kind)))
 
 
@@ -83,45 +62,20 @@ class RendezvousStoreInfo:
         """Rank 0 publishes its address and `server_port`, or a free port, in `store`; the others read it."""
         if rank == 0:
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
-            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or _free_port()).encode())
+            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or get_free_port()).encode())
         host = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()
         return RendezvousStoreInfo(host, int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode()))
 
 
-def _free_port() -> int:
-    from ripstop.compat.utils.distributed import get_free_port
-
-    return get_free_port()
-
-
+@dataclass(frozen=True, eq=False)
 class RendezvousInfo:
-    """One round, from this node's view."""
+    """One round, from this node's view: the agents' own store, this node's rank, the number of nodes, and where the
+    workers' store is."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._bootstrap_store_info = bootstrap_store_info
-
-    @property
-    def store(self) -> Any:
-        """The agents' own store for this round."""
-        return self._store
-
-    @property
-    def rank(self) -> int:
-        """This node's rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of nodes."""
-        return self._world_size
-
-    @property
-    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """Where the workers' store is."""
-        return self._bootstrap_store_info
+    store: Any
+    rank: int
+    world_size: int
+    bootstrap_store_info: RendezvousStoreInfo
 
 
 class RendezvousHandler(ABC):
@@ -213,72 +167,3 @@ class RendezvousParameters:
             return None if value is None else int(value)
         except ValueError:
             raise ValueError(f"{key}={value}: not a whole number; write it like {key}=600") from None
-
-
-RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
-
-
-class RendezvousHandlerRegistry:
-    """Backends by name."""
-
-    def __init__(self) -> None:
-        self._registry: dict[str, RendezvousHandlerCreator] = {}
-
-    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register the function that creates handlers of this backend; a name has one creator."""
-        if not backend:
-            raise ValueError("a backend has a name, and this one is empty; give one")
-        if self._registry.setdefault(backend, creator) != creator:
-            raise ValueError(
-                f"the backend {backend!r} is registered with {self._registry[backend]} already, so it cannot be with "
-                f"{creator}; choose another name"
-            )
-
-    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """A new handler of the backend in `params`."""
-        creator = self._creator(params.backend)
-        if creator is None:
-            known = ", ".join(sorted(self._registry))
-            raise ValueError(
-                f"the backend {params.backend!r} is not registered, there are {known or 'none'}; register() it, or "
-                "install the package that has it as an entry point torchrun.handlers"
-            )
-        handler = creator(params)
-        if handler.get_backend() != params.backend:
-            raise RuntimeError(
-                f"the handler for the backend {params.backend!r} returns {handler.get_backend()!r} as its backend; "
-                "register it under that name"
-            )
-        return handler
-
-    def _creator(self, backend: str) -> RendezvousHandlerCreator | None:
-        return self._registry.get(backend)
-
-
-def _load_torch_registry() -> None:
-    """Import torch's registry before any handler: it loads all handlers, and would load the first one twice.
-
-    Its warnings about handlers that cannot be loaded are suppressed; the one that is used raises its error.
-    """
-    torch_log = logging.getLogger("torch.distributed.elastic.rendezvous.registry")
-    before, torch_log.disabled = torch_log.disabled, True
-    with suppress(ImportError):
-        import_module(_TORCH_MODULE)
-    torch_log.disabled = before
-
-
-class _RegistryWithEntryPoints(RendezvousHandlerRegistry):
-    """Also finds handlers of other packages, and handlers that a program has registered with torch."""
-
-    def _creator(self, backend: str) -> RendezvousHandlerCreator | None:
-        if backend not in self._registry:
-            from importlib.metadata import entry_points
-
-            for point in entry_points(group="torchrun.handlers", name=backend):
-                _load_torch_registry()
-                self.register(backend, point.load()())
-        torchs = getattr(sys.modules.get(_TORCH_MODULE), "rendezvous_handler_registry", None)
-        return super()._creator(backend) or getattr(torchs, "_registry", {}).get(backend)
-
-
-rendezvous_handler_registry: RendezvousHandlerRegistry = _RegistryWithEntryPoints()

@@ -1,13 +1,13 @@
 """`torch.distributed.elastic.utils`, its `.api`, `.logging`, `.log_level` and `.process_state`: helpers without torch.
 
-`store` and `distributed` work on c10d stores, `data` and `sampler` iterate over datasets after a restart.
+`store` works on c10d stores, `data` iterates over datasets after a restart.
 """
 
 import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from logging import Logger, getLogger  # not the module: torch has a submodule of this name
 from string import Template
 from typing import Any
@@ -16,6 +16,7 @@ from ripstop.system import linux
 
 __all__ = [
     "get_env_variable_or_raise",
+    "get_free_port",
     "get_log_level",
     "get_logger",
     "get_socket_with_port",
@@ -35,23 +36,20 @@ def get_env_variable_or_raise(env_name: str) -> str:
 def get_socket_with_port() -> socket.socket:
     """A socket that listens on a free port of localhost; the port is reserved until the socket is closed."""
     errors = []
-    for family, kind, protocol, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
+    for family, _, _, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
         try:
-            listening = socket.socket(family, kind, protocol)
+            return socket.create_server(address, family=family, backlog=0)
         except OSError as error:
             errors.append(str(error))
-            continue
-        try:
-            listening.bind(address)
-            listening.listen(0)
-        except OSError as error:
-            errors.append(str(error))
-            listening.close()
-        else:
-            return listening
     raise RuntimeError(
         f"no address of localhost gives a port ({'; '.join(errors)}); check that localhost resolves to 127.0.0.1 or ::1"
     )
+
+
+def get_free_port() -> int:
+    """A port of localhost that was free; `get_socket_with_port` reserves it."""
+    with closing(get_socket_with_port()) as taken:
+        return int(taken.getsockname()[1])
 
 
 class macros:  # noqa: N801 (torch's name)

@@ -1,4 +1,4 @@
-"""A synchronous etcd client for `EtcdStore` and `EtcdRendezvousBackend`; torch has no module like it.
+"""A synchronous etcd client for `EtcdStore` and `EtcdRendezvousBackend`; torch has no such module.
 
 It runs `election/etcd_client.py` on an event loop in its own thread.  (Torch uses python-etcd, whose v2 API etcd has
 removed.)  Keys and values are bytes.  If etcd does not reply, a request is retried until `timeout`.  So a write whose
@@ -15,12 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from msgspec import Struct
-
-from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable, b64, parsing_reply
+from ripstop.election.etcd_client import EtcdClient, Json, KeyValue, Unavailable, b64, get, if_revision, parsing, put
 from ripstop.model.config import Etcd
-
-__all__ = ["Client", "Denied", "Unavailable", "Value"]
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0  # between retries; doubled each time
 MAX_OPERATIONS = 100  # in a transaction; etcd allows 128
@@ -29,15 +25,7 @@ MAX_WATCH_S = 10.0  # a watch may hang with its etcd member
 T = TypeVar("T")
 
 
-class Value(Struct, frozen=True):
-    """A key's value, the etcd revision at which it was written, and its lease."""
-
-    data: bytes
-    revision: int
-    lease: int
-
-
-class Client:
+class SyncEtcdClient:
     """Connections to etcd, for any number of threads; a forked process opens its own."""
 
     def __init__(self, settings: Etcd) -> None:
@@ -53,49 +41,37 @@ class Client:
 
     # keys -------------------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[Value | None]]:
+    def read(self, keys: Sequence[bytes], timeout: float) -> tuple[int, list[KeyValue | None]]:
         """The etcd revision when the first key was read, and the values of these keys."""
-        revision, found = 0, list[Value | None]()
-        for some in _batched(keys):
-            gets = [_get(key) for key in some]
-            reply = self._call("kv/txn", {"success": gets}, timeout)
-            with parsing_reply():
-                revision = revision or int(reply["header"]["revision"])
-                found.extend(_value(one) for one in reply["responses"])
-        return revision, found
+        replies = [self._transact(timeout, [], [get(key) for key in some]) for some in _batched(keys)]
+        return replies[0][0] if replies else 0, [value for _, values in replies for value in values]
 
     def write(self, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0) -> None:
         """Write the values; more than a transaction holds are not written atomically."""
         for some in _batched(list(values.items())):
-            self._call("kv/txn", {"success": [_put(key, value, lease) for key, value in some]}, timeout)
+            self._transact(timeout, [], [put(key, value, lease) for key, value in some])
 
     def swap(
         self, key: bytes, revision: int, values: Mapping[bytes, bytes], timeout: float, *, lease: int = 0
-    ) -> tuple[int, list[Value | None]]:
+    ) -> tuple[int, list[KeyValue | None]]:
         """Write if the key was last written at this revision (0: does not exist).  Returns the new revision and [].
 
         Otherwise returns 0 and the present values of all these keys.
         """
-        same = {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
-        puts = [_put(name, value, lease) for name, value in values.items()]
-        gets = [_get(name) for name in values]
-        reply = self._call("kv/txn", {"compare": [same], "success": puts, "failure": gets}, timeout)
-        with parsing_reply():
-            if reply.get("succeeded"):
-                return int(reply["header"]["revision"]), []
-            return 0, [_value(one) for one in reply["responses"]]
+        puts = [put(name, value, lease) for name, value in values.items()]
+        return self._transact(timeout, [if_revision(key, "mod", revision)], puts, [get(name) for name in values])
 
     def delete(self, key: bytes, timeout: float) -> bool:
         """Whether the key existed."""
         reply = self._call("kv/deleterange", {"key": b64(key)}, timeout)
-        with parsing_reply():
+        with parsing():
             return int(reply.get("deleted", 0)) > 0
 
     def names(self, first: bytes, end: bytes, timeout: float) -> list[bytes]:
         """The keys from `first` up to, but not including, `end`."""
         body = {"key": b64(first), "range_end": b64(end), "keys_only": True}
         reply = self._call("kv/range", body, timeout)
-        with parsing_reply():
+        with parsing():
             return [b64decode(kv["key"]) for kv in reply.get("kvs", ())]
 
     def wait_for_change(self, key: bytes, revision: int, timeout: float) -> None:
@@ -123,7 +99,10 @@ class Client:
 
     # requests ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def _transact(self, timeout: float, *parts: Sequence[Json]) -> tuple[int, list[KeyValue | None]]:
+        return self._retry(lambda client: client.transaction(*parts), timeout)
+
+    def _call(self, path: str, body: Json, timeout: float) -> Json:
         return self._retry(lambda client: client.call(path, body), timeout)
 
     def _retry(self, work: Callable[[EtcdClient], Coroutine[Any, Any, T]], timeout: float) -> T:
@@ -172,18 +151,3 @@ def _end(loop: asyncio.AbstractEventLoop, client: EtcdClient, pid: int) -> None:
 
 def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + MAX_OPERATIONS] for start in range(0, len(items), MAX_OPERATIONS))
-
-
-def _get(key: bytes) -> dict[str, Any]:
-    return {"request_range": {"key": b64(key)}}
-
-
-def _put(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
-    return {"request_put": {"key": b64(key), "value": b64(value), "lease": str(lease)}}
-
-
-def _value(response: dict[str, Any]) -> Value | None:
-    match response["response_range"].get("kvs", ()):
-        case [kv]:
-            return Value(b64decode(kv.get("value", "")), int(kv["mod_revision"]), int(kv.get("lease", 0)))
-    return None
