@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.agent.gpu_usage import GpuUsageReader
 from ripstop.agent.log_followers import LogFollowers
-from ripstop.agent.queries import QueriedNode, Workers, reply
+from ripstop.agent.query_handler import QueriedNode, Workers, reply
+from ripstop.agent.usage_sampler import GpuUsageReader
 from ripstop.diagnostics import stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.diagnostics.stacks import MAX_FRAMES

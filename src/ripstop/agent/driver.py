@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
-from ripstop.agent.health.probe import HealthProbe
+from ripstop.agent.health.measurements import HealthProbe
 from ripstop.agent.machine import Agent, AgentSettings
 from ripstop.agent.machine_io import (
     AgentCommand,
@@ -34,7 +34,7 @@ from ripstop.agent.machine_io import (
     Tick,
     WarmupDone,
 )
-from ripstop.agent.queries import QueryHandler
+from ripstop.agent.query_handler import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
 from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console

@@ -6,7 +6,7 @@ Rules: (1) a worker gets only processors that the agent itself may use; (2) all 
 and every round gets the same result; (4) a NUMA node is divided among all its GPUs, with or without a worker of this
 job, because another job may use the others.
 
-`topology.py` reads the machine; the zygote binds.
+`numa_topology.py` reads the machine; the zygote binds.
 """
 
 from collections.abc import Iterable, Sequence

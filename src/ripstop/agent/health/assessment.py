@@ -1,13 +1,14 @@
 """Decides from measurements whether this node is fit for the job, and lists its problems.  Pure.
 
-`probe.py` measures.  A problem's text has the rule, the value seen and the remedy, in one line.  Clock skew counts only
-before a node joins: it is no reason to interrupt training.
+A problem's text has the rule, the value seen and the remedy, in one line.  Clock skew counts only before a node joins:
+it is no reason to interrupt training.
 """
 
 from msgspec import Struct
 
 from ripstop.model.config import HealthLimits
 from ripstop.model.text import format_bytes
+from ripstop.system.gpus import GpuHealth
 
 MAX_OUTPUT_CHARS = 300  # of the health command's last line
 
@@ -18,14 +19,6 @@ class Disk(Struct, frozen=True):
     path: str
     use: str
     free: int  # bytes
-
-
-class GpuHealth(Struct, frozen=True):
-    """One GPU; `error` is empty if it is healthy."""
-
-    index: int
-    uuid: str
-    error: str = ""
 
 
 class CommandResult(Struct, frozen=True):

@@ -25,8 +25,8 @@ from ripstop.protocol.messages import Query, Reply
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ripstop.agent.gpu_usage import GpuUsageReader
     from ripstop.agent.log_followers import LogFollowers
+    from ripstop.agent.usage_sampler import GpuUsageReader
     from ripstop.diagnostics.flight_dump import FlightDump
 
 log = logging.getLogger("ripstop.agent")
@@ -104,8 +104,8 @@ class QueryHandler:
 
     def _node(self) -> QueriedNode:
         if self._gpus is None or self._log_followers is None:
-            from ripstop.agent.gpu_usage import GpuUsageReader
             from ripstop.agent.log_followers import LogFollowers
+            from ripstop.agent.usage_sampler import GpuUsageReader
 
             self._gpus, self._log_followers = GpuUsageReader(), LogFollowers()
         return QueriedNode(self._gpus, self._workers(), self._log_followers)
@@ -244,13 +244,11 @@ async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
 
 async def _sample(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
     """What this node and its workers use now: a `NodeSample`."""
-    from ripstop.agent import usage
+    from ripstop.agent.usage_sampler import sample
 
     gpus, workers = await node.gpus.sample(), node.workers
-    if workers is None or workers.all_stopped:
-        return _fields(usage.sample(None, (), None, {}, gpus))
-    read = partial(usage.sample, workers.place, workers.pids, workers.logs, workers.progress, gpus)
-    return _fields(await run_in_daemon_thread(read))
+    running = None if workers is None or workers.all_stopped else workers
+    return _fields(await run_in_daemon_thread(partial(sample, running, gpus)))
 
 
 QUERIES: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {

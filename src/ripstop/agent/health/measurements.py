@@ -11,10 +11,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ripstop.agent.health.assessment import CommandResult, Disk, GpuHealth, HealthFacts
+from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts
 from ripstop.agent.health.command import HealthCommand
 from ripstop.model.config import HealthLimits
 from ripstop.system.blocking_calls import ExclusiveCall
+from ripstop.system.gpus import GpuHealth, read_health
 
 log = logging.getLogger("ripstop.agent")
 
@@ -31,7 +32,7 @@ class HealthProbe:
         self._has_failed = False
         places = ((log_directory, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = ExclusiveCall[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
-        self._gpus = ExclusiveCall[tuple[GpuHealth, ...]](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
+        self._gpus = ExclusiveCall[tuple[GpuHealth, ...]](partial(read_health, environ.get("CUDA_VISIBLE_DEVICES")), ())
         self._known_gpus: tuple[str, ...] = ()  # of the first read that found any
 
     async def read(self, skew: float | None) -> HealthFacts:
@@ -70,18 +71,3 @@ def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
                 room = os.statvfs(path)
                 found.setdefault(Path(path).stat().st_dev, Disk(path, use, room.f_bavail * room.f_frsize))
     return tuple(found.values())
-
-
-def read_gpus(visible: str | None) -> tuple[GpuHealth, ...]:
-    """The GPUs that workers see; none if NVML is missing."""
-    if visible is not None and not visible.strip():
-        return ()
-    from ripstop.system import nvml
-
-    try:
-        with nvml.opened() as api:
-            from ripstop.agent.health.gpu import read  # only on machines with NVML
-
-            return read(api, visible)
-    except nvml.NoNvml:
-        return ()

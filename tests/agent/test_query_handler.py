@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent.gpu_usage import GpuUsageReader
 from ripstop.agent.log_followers import LogFollowers
-from ripstop.agent.queries import QUERIES, QueriedNode, Workers, reply
+from ripstop.agent.query_handler import QUERIES, QueriedNode, Workers, reply
+from ripstop.agent.usage_sampler import GpuUsageReader
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.logs import follow
 from ripstop.logs.directory import RoundLogs
