@@ -31,8 +31,9 @@ from msgspec import Struct
 
 from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
+from ripstop.system.blocking_calls import settle
+from ripstop.system.directory_ownership import no_follow
 from ripstop.system.linux import free_range, release_reserved, reserve_range
-from ripstop.system.own_directory import no_follow
 
 log = logging.getLogger("ripstop.workers")
 
@@ -115,13 +116,9 @@ def _call_back(request: Callable[[Callable[[], None]], None]) -> "asyncio.Future
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
-    def resolve() -> None:
-        if not future.done():
-            future.set_result(None)
-
     def call() -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(resolve)
+            loop.call_soon_threadsafe(settle, future, None)
 
     request(call)
     return future

@@ -29,8 +29,8 @@ from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
+from ripstop.system.directory_ownership import check_own_directory, make_own_directory, no_follow
 from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
-from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")

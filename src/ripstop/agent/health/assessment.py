@@ -53,13 +53,19 @@ class HealthProblem(Struct, frozen=True):
 def problems(facts: HealthFacts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
     """All problems of this node."""
     found = [_disk_full(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
-    found += [_timed_out(what) for what in facts.timed_out]
+    found += [
+        HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
+        for what in facts.timed_out
+    ]
     found += [
         HealthProblem(f"gpu {gpu.index}", f"GPU {gpu.index} {gpu.uuid}".rstrip() + f": {gpu.error}")
         for gpu in facts.gpus
         if gpu.error
     ]
-    found += [_gpu_missing(uuid) for uuid in _missing_gpus(facts)]
+    found += [
+        HealthProblem(f"gpu {uuid}", f"GPU {uuid} has disappeared; look for Xid errors in the kernel's log")
+        for uuid in _missing_gpus(facts)
+    ]
     if joining and limits.max_skew and facts.skew is not None and abs(facts.skew) > limits.max_skew:
         found.append(_clock_skew(facts.skew, limits.max_skew))
     if facts.command is not None and facts.command.code != 0:
@@ -75,19 +81,11 @@ def _disk_full(disk: Disk, min_free: int) -> HealthProblem:
     )
 
 
-def _timed_out(what: str) -> HealthProblem:
-    return HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
-
-
 def _missing_gpus(facts: HealthFacts) -> list[str]:
     """The known GPUs that are missing.  A GPU without a UUID is one of them, and is reported by its index already."""
     present = {gpu.uuid for gpu in facts.gpus}
     missing = [uuid for uuid in facts.known_gpus if uuid not in present]
     return missing[sum(not gpu.uuid for gpu in facts.gpus) :]
-
-
-def _gpu_missing(uuid: str) -> HealthProblem:
-    return HealthProblem(f"gpu {uuid}", f"GPU {uuid} has disappeared; look for Xid errors in the kernel's log")
 
 
 def _clock_skew(skew: float, max_skew: float) -> HealthProblem:
