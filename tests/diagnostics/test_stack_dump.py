@@ -14,7 +14,7 @@ from ripstop.agent.query_handler import QueriedNode, Workers, reply
 from ripstop.agent.usage_sampler import GpuUsageReader
 from ripstop.diagnostics import stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
-from ripstop.diagnostics.stacks import MAX_FRAMES
+from ripstop.diagnostics.stack_parser import MAX_FRAMES
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, Script, StartMethod
 from ripstop.model.errors import QueryFailed

@@ -27,7 +27,7 @@ from ripstop.system.blocking_calls import run_in_daemon_thread
 if TYPE_CHECKING:
     from ripstop.agent.log_followers import LogFollowers
     from ripstop.agent.usage_sampler import GpuUsageReader
-    from ripstop.diagnostics.flight_dump import FlightDump
+    from ripstop.diagnostics.flight_recorder_query import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -118,7 +118,7 @@ def _fields(record: Struct) -> dict[str, Any]:
 
 async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
     """The stacks of one `rank`, or of all workers of this node."""
-    from ripstop.diagnostics.flight_dump import HEALTHY, query_ranks
+    from ripstop.diagnostics.flight_recorder_query import HEALTHY, query_ranks
 
     workers = node.running_workers()
     rank = details.get("rank")

@@ -2,7 +2,7 @@
 
 When one worker dies, its peers die a moment later in a collective that lost its partner.  So among the failures of one
 round, those that a peer can explain come last, regardless of the clocks of their hosts.  Among equals, the earlier one
-comes first.  In a round that hangs, the odd ranks come first (`stacks.py`).
+comes first.  In a round that hangs, the odd ranks come first (`hang_analysis.py`).
 """
 
 import re
@@ -12,7 +12,7 @@ from enum import IntEnum
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
+from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.text import truncate
@@ -54,7 +54,7 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
     rounds = {failure.round for failure in failures if failure.hang}
-    odd = {(round, rank) for round in rounds for rank in odd_ones(hangs_among(failures, round))}
+    odd = {(round, rank) for round in rounds for rank in odd_ranks(hangs_among(failures, round))}
 
     def blame(failure: Failure) -> _Blame:
         return _Blame.CAUSE if (failure.round, failure.rank) in odd else _blame(failure)
@@ -130,7 +130,7 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
     cause, *others = order(report.failures)
     yield ""
     if cause.hang:
-        yield from _wrapped(f"hang: {in_words(hangs_among(report.failures, cause.round))}", width)
+        yield from _wrapped(f"hang: {describe(hangs_among(report.failures, cause.round))}", width)
     yield f"root cause: {_who(cause)}"
     yield from _facts(cause, width)
     if others:

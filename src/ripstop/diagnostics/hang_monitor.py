@@ -1,6 +1,6 @@
 """Observes the workers of one round on this node, finds those that hang, and collects evidence.
 
-`progress.py` decides which workers hang; `stacks.py` interprets stacks.  Rules:
+`progress.py` decides which workers hang; `stack_dump.py` reads stacks.  Rules:
 
 1. A timer fires when `ProgressTracker.next_check` is due, at the latest after a quarter of the timeout.  Without
    `--hang-timeout` there is no timer; heartbeats and checkpoints are recorded all the same.
@@ -37,7 +37,7 @@ from ripstop.diagnostics.progress import (
     WorkerProgress,
 )
 from ripstop.diagnostics.stack_dump import ProcessStack, dump_stacks, file_size, native_stacks
-from ripstop.diagnostics.stacks import code_location
+from ripstop.diagnostics.stack_parser import code_location
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
@@ -49,7 +49,7 @@ from ripstop.system.directory_ownership import make_own_directory
 from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:
-    from ripstop.diagnostics.flight_dump import FlightDump
+    from ripstop.diagnostics.flight_recorder_query import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -264,7 +264,7 @@ class HangMonitor:
             raise
 
     async def _inspect(self, hung: Mapping[int, HungWorker]) -> tuple[Failure, ...]:
-        from ripstop.diagnostics.flight_dump import HANGING, query_ranks  # only if a worker hangs
+        from ripstop.diagnostics.flight_recorder_query import HANGING, query_ranks  # only if a worker hangs
 
         pids = dict(self._live_pids)
         ranks = list(pids)
