@@ -1,6 +1,6 @@
 """`torch.distributed.elastic.timer.file_based_local_timer`: timers through a named pipe.
 
-The lines on the pipe are torch's (`diagnostics/timers.py`), so clients and servers of torch and of ripstop work
+The lines on the pipe are torch's (`diagnostics/timer_pipe.py`), so clients and servers of torch and of ripstop work
 together.  Torch's server kills its own process after it has killed a worker.  This one does not: the agent that started
 the worker restarts it.
 """
