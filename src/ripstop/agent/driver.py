@@ -243,7 +243,7 @@ class Driver:
     async def _leave(self, end: ExitAgent) -> None:
         """Send the last message after the log followers are done: the coordinator sends no query after it."""
         timeout = LOG_FOLLOWERS_TIMEOUT_S if end.report is not None else LOG_FOLLOWERS_TIMEOUT_WHEN_LEAVING_S
-        await self._wait_unless_signalled(self._queries.wait_for_log_followers(timeout))
+        await self._wait_unless_signalled(self._queries.log_followers.wait(timeout))
         if self._last_message is not None:
             self._link.send(self._last_message)
 

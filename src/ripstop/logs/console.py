@@ -32,7 +32,7 @@ from msgspec import Struct
 from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
 from ripstop.system.blocking_calls import settle
-from ripstop.system.directory_ownership import no_follow
+from ripstop.system.directory_ownership import no_follow, open_to_append
 from ripstop.system.linux import free_range, release_reserved, reserve_range
 
 log = logging.getLogger("ripstop.workers")
@@ -242,8 +242,7 @@ class _FilteredFile:
     """Appends the selected lines of one log file to a file that several log files share."""
 
     def __init__(self, line_filter: LineFilter, prefix: bytes) -> None:
-        path = line_filter.path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
+        self._fd = open_to_append(line_filter.path)
         self._prefixer = Prefixer(prefix, line_filter.words)
 
     def feed(self, data: bytes) -> None:

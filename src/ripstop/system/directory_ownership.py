@@ -45,3 +45,8 @@ def _owner_of_new_files(directory: Path) -> int:
 def no_follow(path: Path) -> int:
     """The flag for opening a file of a run.  Files in /dev may be links."""
     return 0 if path.parts[:2] == ("/", "dev") else os.O_NOFOLLOW
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of a run for appending; create it if it does not exist."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)

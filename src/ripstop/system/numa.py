@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import UsageError
+from ripstop.model.text import consecutive
 
 
 class Cpu(Struct, frozen=True):
@@ -110,10 +111,5 @@ def parse_ranges(text: str) -> frozenset[int]:
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """`0-2,4`; `none` for no number."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = consecutive(sorted(numbers))
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
