@@ -11,7 +11,7 @@ import pytest
 from ripstop.agent.query_handler import QUERIES, QueryHandler, Workers
 from ripstop.agent.usage_sampler import GpuUsageReader
 from ripstop.diagnostics.progress import WorkerProgress
-from ripstop.logs import follow
+from ripstop.logs import log_reader
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import QueryFailed
@@ -73,7 +73,7 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
-    path.write_bytes(b"x" * follow.MAX_CHUNK_BYTES + b"the end \xe2")
+    path.write_bytes(b"x" * log_reader.MAX_CHUNK_BYTES + b"the end \xe2")
 
     async def scenario() -> None:
         stopped = asyncio.get_running_loop().create_future()
@@ -84,8 +84,8 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
             details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
             return json.loads(await handler.reply("log", json.dumps(details)))
 
-        assert [(await log(at))["end"] for at in (0, follow.MAX_CHUNK_BYTES)] == [False, False]
-        waiting = asyncio.create_task(log(follow.MAX_CHUNK_BYTES + 8, wait=8.0))
+        assert [(await log(at))["end"] for at in (0, log_reader.MAX_CHUNK_BYTES)] == [False, False]
+        waiting = asyncio.create_task(log(log_reader.MAX_CHUNK_BYTES + 8, wait=8.0))
         leaving = asyncio.create_task(handler.log_followers.wait(60.0))
         done, _ = await asyncio.wait([waiting, leaving], timeout=0.05)
         assert not done

@@ -3,10 +3,16 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ripstop.logs.growing_file import GrowingFile, GrowthWatch
+from ripstop.logs.growing_file import GrowingFile
+from ripstop.system.inotify import GrowthWatch
+
+
+def forbid_inotify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
 
 
 @pytest.fixture
@@ -19,11 +25,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(params=["inotify", "polling"])
 def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrowthWatch]:
     if request.param == "polling":
-
-        def unavailable() -> None:
-            raise OSError(24, "Too many open files")
-
-        monkeypatch.setattr("ripstop.system.inotify.InotifyWatch", unavailable)
+        forbid_inotify(monkeypatch)
     watch = GrowthWatch()
     yield watch
     watch.close()
@@ -72,11 +74,8 @@ def test_a_file_that_is_not_armed_is_not_reported(path: Path, watch: GrowthWatch
 
 
 def test_without_inotify_watches_the_file_is_polled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def limit_reached(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     watch, file = GrowthWatch(), GrowingFile(path)
-    monkeypatch.setattr("ripstop.system.inotify.InotifyWatch.arm", limit_reached)
+    monkeypatch.setattr(watch._libc, "inotify_add_watch", lambda *_: -1)
     watch.arm(file.fd)
     assert (watch.needs_polling, watch.grown()) == (True, {file.fd})
     file.close()

@@ -205,7 +205,7 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
     After the end of an older round's log, the reply is the start of the current round's.  At the end of the current log
     the reply waits up to `wait` seconds for more output.  `end` is true if the log is complete.
     """
-    from ripstop.logs import follow
+    from ripstop.logs import log_reader
 
     workers = handler.find_workers()
     if workers is None:
@@ -219,19 +219,19 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
     if round < current:
         older = await run_in_daemon_thread(partial(workers.logs.earlier, round, rank, stream))
         if older is not None:
-            piece = await run_in_daemon_thread(partial(follow.read, older, offset, finished=True))
+            piece = await run_in_daemon_thread(partial(log_reader.read, older, offset, finished=True))
             if piece.text:
                 return {"round": round, "end": False} | _fields(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     if "tail" in details:
-        offset = await run_in_daemon_thread(partial(follow.last_lines, path, int(details["tail"])))
+        offset = await run_in_daemon_thread(partial(log_reader.offset_of_last_lines, path, int(details["tail"])))
     finished = workers.all_stopped  # before the read: nothing is written after it
-    piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
+    piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
     if wait and not piece.text and not finished:
-        await follow.grown(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
+        await log_reader.wait_until_larger(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
-        piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
+        piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
     return {"round": current, "end": finished and piece.next >= piece.size} | _fields(piece)
 
 

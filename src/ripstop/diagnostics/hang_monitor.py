@@ -45,7 +45,7 @@ from ripstop.model.round import Place
 from ripstop.model.text import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
-from ripstop.system.directory_ownership import make_own_directory
+from ripstop.system.safe_files import make_own_directory
 from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:

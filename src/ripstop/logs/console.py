@@ -7,7 +7,7 @@ agent, nor the workers, nor the other console: unread output stays in the files.
    line, too; otherwise a progress bar would appear only at its end.
 2. Without a prefix, bytes are copied as they come.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
-4. Nothing polls where inotify is available (`growing_file.py`).
+4. Nothing polls where inotify is available.
 5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
    ahead of the writer.  On a full disk, the part that the console has already is freed.
 6. If a program has replaced `sys.stdout` or `sys.stderr` by an object, as notebooks do, that object is the console.  It
@@ -29,11 +29,12 @@ from typing import TextIO
 
 from msgspec import Struct
 
-from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
+from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile
 from ripstop.model.errors import StartError
 from ripstop.system.blocking_calls import settle
-from ripstop.system.directory_ownership import no_follow, open_to_append
+from ripstop.system.inotify import GrowthWatch
 from ripstop.system.linux import free_range, release_reserved, reserve_range
+from ripstop.system.safe_files import no_follow, open_to_append
 
 log = logging.getLogger("ripstop.workers")
 

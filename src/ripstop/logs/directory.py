@@ -29,8 +29,8 @@ from ripstop.logs.console import RESERVED_BYTES, Console, LineFilter
 from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
-from ripstop.system.directory_ownership import check_own_directory, make_own_directory, no_follow, open_to_append
 from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
+from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
@@ -274,20 +274,6 @@ def file_name(run_id: str) -> str:
     from zlib import crc32
 
     return f"{safe.strip('.')}_{crc32(run_id.encode('utf-8', 'surrogateescape')):08x}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically.  Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _temporary_directory() -> Path:

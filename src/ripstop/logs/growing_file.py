@@ -1,8 +1,4 @@
-"""Reads files while other processes append to them.  Shared by the console copier and the followers of logs.
-
-How to follow a file: (1) `GrowthWatch.arm(fd)`; (2) read to the end; (3) wait until `GrowthWatch.grown()` returns the
-descriptor; start again.  Data written after (1) is reported by (3), so none is missed.
-"""
+"""Reads a file while other processes append to it.  Shared by the console copier and the followers of logs."""
 
 import os
 from pathlib import Path
@@ -43,50 +39,3 @@ class GrowingFile:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-class GrowthWatch:
-    """Reports which open files were written to: with inotify, or, where inotify is not available, by polling.
-
-    `fileno()` is readable when an armed file was written to; None without inotify.  While `needs_polling` is true, the
-    caller must call `grown()` at an interval of its choice.
-    """
-
-    def __init__(self) -> None:
-        from ripstop.system.inotify import InotifyWatch  # loads ctypes, which agents without followers do not need
-
-        self._polled: set[int] = set()
-        try:
-            self._inotify: InotifyWatch | None = InotifyWatch()
-        except OSError:  # the user's limit of inotify instances is reached
-            self._inotify = None
-
-    def fileno(self) -> int | None:
-        return self._inotify.fileno() if self._inotify else None
-
-    @property
-    def needs_polling(self) -> bool:
-        return bool(self._polled)
-
-    def arm(self, fd: int) -> None:
-        """Report the next write to this file."""
-        self._polled.add(fd)
-        if self._inotify:
-            try:
-                self._inotify.arm(fd)
-            except OSError:  # the user's limit of inotify watches is reached
-                return
-            self._polled.discard(fd)
-
-    def disarm(self, fd: int) -> None:
-        self._polled.discard(fd)
-        if self._inotify:
-            self._inotify.disarm(fd)
-
-    def grown(self) -> set[int]:
-        """The files that were written to since `arm`, and all polled files.  Does not wait."""
-        return self._polled | (self._inotify.changed() if self._inotify else set())
-
-    def close(self) -> None:
-        if self._inotify:
-            self._inotify.close()

@@ -19,7 +19,7 @@ from ripstop.logs.directory import OutputRoute, RoundLogs, rename_existing
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
-from ripstop.system.directory_ownership import check_own_directory, make_own_directory, no_follow, open_to_append
+from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
 from ripstop.workers.processes import Children, cannot_start
 
 PROGRAM = Path(__file__).with_name("plugin_process.py")

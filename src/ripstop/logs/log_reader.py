@@ -14,8 +14,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ripstop.logs.growing_file import GrowingFile, GrowthWatch
+from ripstop.logs.growing_file import GrowingFile
 from ripstop.system.blocking_calls import run_in_daemon_thread, settle
+from ripstop.system.inotify import GrowthWatch
 
 MAX_CHUNK_BYTES = 24 * 1024  # as JSON within JSON, at most seven times as much
 BLOCK_BYTES = 64 * 1024
@@ -32,7 +33,7 @@ class LogChunk(Struct, frozen=True):
     text: str
 
 
-def last_lines(path: Path, lines: int) -> int:
+def offset_of_last_lines(path: Path, lines: int) -> int:
     """The offset at which the last `lines` lines of a file begin."""
     with path.open("rb", buffering=0) as file:
         size = at = os.fstat(file.fileno()).st_size
@@ -81,7 +82,9 @@ def _incomplete_character(data: bytes) -> int:
 _waits: dict[tuple[asyncio.AbstractEventLoop, Path], "_GrowthWait"] = {}
 
 
-async def grown(path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None) -> None:
+async def wait_until_larger(
+    path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None
+) -> None:
     """Wait until a file is larger than `size`, until the timeout, or until `finished` is done."""
     key = (asyncio.get_running_loop(), path)
     wait = _waits.get(key)
