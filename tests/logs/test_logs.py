@@ -20,7 +20,6 @@ from ripstop.logs.directory import LogDirectory, RoundLogs, file_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
-from ripstop.system.inotify import GrowthWatch
 from ripstop.system.linux import reserve_range
 from ripstop.system.safe_files import replace_file
 
@@ -722,23 +721,3 @@ def test_a_copier_that_ends_before_its_pipe_is_written_to_is_closed_without_erro
 
 
 # inotify
-
-
-def test_a_watch_reports_one_change_until_it_is_armed_again(tmp_path: Path) -> None:
-    watch, path = GrowthWatch(), tmp_path / "file"
-    with path.open("ab", buffering=0) as file:
-        watch.arm(file.fileno())
-        assert watch.grown() == set()
-        file.write(b"1")
-        file.write(b"2")
-        assert watch.grown() == {file.fileno()}
-        file.write(b"3")
-        assert watch.grown() == set()
-        watch.arm(file.fileno())
-        file.write(b"4")
-        assert watch.grown() == {file.fileno()}
-        watch.arm(file.fileno())
-        watch.disarm(file.fileno())
-        file.write(b"5")
-        assert watch.grown() == set()
-    watch.close()

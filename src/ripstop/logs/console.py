@@ -29,7 +29,6 @@ from typing import TextIO
 
 from msgspec import Struct
 
-from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile
 from ripstop.model.errors import StartError
 from ripstop.system.blocking_calls import settle
 from ripstop.system.inotify import GrowthWatch
@@ -38,6 +37,7 @@ from ripstop.system.safe_files import no_follow, open_to_append
 
 log = logging.getLogger("ripstop.workers")
 
+MAX_READ_BYTES = 1 << 18  # large enough to be cheap, small enough not to hold Python's lock for long
 RESERVED_BYTES = 1 << 20  # that a worker can write to a file with reserved space before the next read
 _MIN_KEPT_BYTES_FULL_DISK = 1 << 16  # end of a file with reserved space that stays on a full disk, as evidence
 _MIN_KEPT_BYTES = 1 << 20  # end of a file with `keep_end_only` that stays on disk
@@ -171,8 +171,8 @@ class Prefixer:
         return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
 
 
-class _LogFile(GrowingFile):
-    """A worker's log file, and how its output is changed on the way to the console."""
+class _LogFile:
+    """A worker's log file, the position up to which it was copied, and how its output is changed on the way."""
 
     def __init__(
         self,
@@ -184,45 +184,59 @@ class _LogFile(GrowingFile):
         reserve_space: bool,
     ) -> None:
         access = os.O_RDWR if keep_end_only or reserve_space else os.O_RDONLY
-        super().__init__(path, access | no_follow(path), from_end=True)
         self.path = path
+        self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
         self.found_disk_full = False
+        self._position = os.fstat(self.fd).st_size  # only what is appended from now on is copied
         self._prefixer = prefixer
         self._filtered = filtered
         self._keep_end_only = keep_end_only
-        self._freed_until = self.position
-        self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
+        self._freed_until = self._position
+        self._reserved_until = self._position + RESERVED_BYTES if reserve_space else None
 
     def unread(self) -> int:
-        """Truncation, as by logrotate, frees the space that was reserved."""
-        before = self.position
-        unread = super().unread()
-        if self.position < before:
-            self._freed_until = 0
+        """Bytes after the position.  A truncated file (logrotate) is read again, and its reserved space is free."""
+        try:
+            size = os.fstat(self.fd).st_size
+        except OSError:  # the file system was unmounted, or its server failed
+            return 0
+        if size < self._position:
+            self._position = self._freed_until = 0
             if self._reserved_until is not None:
                 self._reserved_until = 0
-        return unread
+        return size - self._position
 
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
-        data = self.read()
-        if self._keep_end_only and self.position - self._freed_until > 2 * _MIN_KEPT_BYTES:
-            self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES)
-        if self._reserved_until is not None and self.position + RESERVED_BYTES // 2 > self._reserved_until:
+        data = self._read()
+        if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
+            self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
+        if self._reserved_until is not None and self._position + RESERVED_BYTES // 2 > self._reserved_until:
             self._reserved_until = self._reserve()
         if self._filtered:
             self._filtered.feed(data)
         return (self._prefixer.feed(data) if self._prefixer else data), bool(data)
 
+    def _read(self) -> bytes:
+        """The next bytes, at most `MAX_READ_BYTES`; empty at the end of the file."""
+        try:
+            data = os.pread(self.fd, MAX_READ_BYTES, self._position)
+            if not data and (unread := self.unread()):
+                data = os.pread(self.fd, min(unread, MAX_READ_BYTES), self._position)
+        except OSError:
+            return b""
+        self._position += len(data)
+        return data
+
     def _reserve(self) -> int:
         """Reserve disk space after the end of the file; return the position up to which there is space."""
-        start = self.position + self.unread()
+        start = self._position + self.unread()
         end = start + RESERVED_BYTES
         if reserve_range(self.fd, start, end):
             return end
         self.found_disk_full = True
-        self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES_FULL_DISK)
-        return end if reserve_range(self.fd, start, end) else self.position
+        self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES_FULL_DISK)
+        return end if reserve_range(self.fd, start, end) else self._position
 
     def end(self) -> bytes:
         """What to write to the console after all output was read."""
@@ -234,7 +248,7 @@ class _LogFile(GrowingFile):
         if self._reserved_until is not None:
             with suppress(OSError):
                 release_reserved(self.fd, 2 * RESERVED_BYTES)
-        super().close()
+        os.close(self.fd)
         if self._filtered:
             self._filtered.close()
 
