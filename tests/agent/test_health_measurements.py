@@ -290,7 +290,7 @@ def test_gpus_are_known_from_the_first_measurement_that_finds_them(monkeypatch: 
             raise OSError("busy")
         return result
 
-    monkeypatch.setattr(measurements, "read_health", busy)
+    monkeypatch.setattr(measurements, "read_gpus", busy)
 
     async def scenario() -> list[tuple[str, ...]]:
         check = HealthProbe(HealthLimits(min_disk=0), "/", {})

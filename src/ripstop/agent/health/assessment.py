@@ -4,11 +4,15 @@ A problem's text has the rule, the value seen and the remedy, in one line.  Cloc
 it is no reason to interrupt training.
 """
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
 
 from ripstop.model.config import HealthLimits
 from ripstop.model.text import format_bytes
-from ripstop.system.gpus import GpuHealth
+
+if TYPE_CHECKING:
+    from ripstop.system.gpus import GpuHealth
 
 MAX_OUTPUT_CHARS = 300  # of the health command's last line
 
@@ -36,7 +40,7 @@ class HealthFacts(Struct, frozen=True):
     """
 
     disks: tuple[Disk, ...] = ()
-    gpus: tuple[GpuHealth, ...] = ()
+    gpus: "tuple[GpuHealth, ...]" = ()
     known_gpus: tuple[str, ...] = ()
     skew: float | None = None  # seconds that this clock is ahead of the coordinator's; None: unknown
     command: CommandResult | None = None

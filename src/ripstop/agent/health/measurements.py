@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts
 from ripstop.agent.health.command import HealthCommand
 from ripstop.model.config import HealthLimits
 from ripstop.system.blocking_calls import ExclusiveCall
-from ripstop.system.gpus import GpuHealth, read_health
+
+if TYPE_CHECKING:
+    from ripstop.system.gpus import GpuHealth
 
 log = logging.getLogger("ripstop.agent")
 
@@ -32,7 +35,7 @@ class HealthProbe:
         self._has_failed = False
         places = ((log_directory, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = ExclusiveCall[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
-        self._gpus = ExclusiveCall[tuple[GpuHealth, ...]](partial(read_health, environ.get("CUDA_VISIBLE_DEVICES")), ())
+        self._gpus = ExclusiveCall["tuple[GpuHealth, ...]"](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
         self._known_gpus: tuple[str, ...] = ()  # of the first read that found any
 
     async def read(self, skew: float | None) -> HealthFacts:
@@ -71,3 +74,9 @@ def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
                 room = os.statvfs(path)
                 found.setdefault(Path(path).stat().st_dev, Disk(path, use, room.f_bavail * room.f_frsize))
     return tuple(found.values())
+
+
+def read_gpus(visible: str | None) -> "tuple[GpuHealth, ...]":
+    from ripstop.system.gpus import read_health  # in the thread: it is not needed to start workers
+
+    return read_health(visible)
