@@ -27,7 +27,7 @@ from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.console import Console
-from ripstop.logs.directory import LogDirectory, LogsSource, write_whole
+from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
@@ -46,6 +46,7 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
+from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
@@ -443,7 +444,7 @@ def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
 def _save_report(report: JobReport, path: Path) -> str:
     """The path of the saved report, or why it could not be saved."""
     try:
-        write_whole(path, to_json(report))
+        replace_file(path, to_json(report))
     except OSError as error:
         return f"{path} cannot be written ({error.strerror}); choose another directory with --log-dir"
     return str(path)

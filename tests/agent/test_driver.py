@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent import queries, round_runner
+from ripstop.agent import query_handler, round_runner
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import InspectWorkers, OpenStorePort
-from ripstop.agent.queries import MAX_OPEN_QUERIES
+from ripstop.agent.query_handler import MAX_OPEN_QUERIES
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import HealthLimits, Logs, RunConfig, Script, StartMethod
 from ripstop.model.errors import StartError
@@ -123,7 +123,7 @@ def test_a_reply_too_large_for_a_message_is_an_error(tmp_path: Path, monkeypatch
     async def quotes(workers: object, details: object) -> dict[str, Any]:
         return {"text": '"' * 70_000}  # four characters each, in the message
 
-    monkeypatch.setitem(queries.QUERIES, "quotes", quotes)
+    monkeypatch.setitem(query_handler.QUERIES, "quotes", quotes)
 
     async def scenario(driver: Driver, coordinator: Coordinator) -> None:
         driver.on_message(Query(7, "quotes"))
@@ -143,7 +143,7 @@ def test_a_query_beyond_the_limit_gets_an_error_immediately(tmp_path: Path, monk
             await go.wait()
             return {}
 
-        monkeypatch.setitem(queries.QUERIES, "waiting", waiting)
+        monkeypatch.setitem(query_handler.QUERIES, "waiting", waiting)
         for number in range(MAX_OPEN_QUERIES + 1):
             driver.on_message(Query(number, "waiting"))
         reply = await coordinator.receive(Reply)

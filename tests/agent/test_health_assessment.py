@@ -2,8 +2,9 @@
 
 import pytest
 
-from ripstop.agent.health.assessment import CommandResult, Disk, GpuHealth, HealthFacts, HealthProblem, problems
+from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts, HealthProblem, problems
 from ripstop.model.config import HealthLimits
+from ripstop.system.gpus import GpuHealth
 
 LIMITS = HealthLimits(command=("check.sh",), interval=30.0, min_disk=1 << 30, max_skew=60.0)
 

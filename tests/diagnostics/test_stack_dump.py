@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.agent.gpu_usage import GpuUsageReader
-from ripstop.agent.log_followers import LogFollowers
-from ripstop.agent.queries import QueriedNode, Workers, reply
+from ripstop.agent.query_handler import QueryHandler, Workers
 from ripstop.diagnostics import stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
-from ripstop.diagnostics.stacks import MAX_FRAMES
+from ripstop.diagnostics.stack_parser import MAX_FRAMES
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, Script, StartMethod
 from ripstop.model.errors import QueryFailed
@@ -68,9 +66,8 @@ class Asleep:
 def asked(stage, details: dict[str, object], start: StartMethod = StartMethod.ZYGOTE) -> list[dict[str, object]]:
     async def query() -> list[dict[str, object]]:
         async with Asleep(stage, start) as workers:
-            found = json.loads(
-                await reply("stacks", json.dumps(details), QueriedNode(GpuUsageReader(), workers, LogFollowers()))
-            )["ranks"]
+            reply = await QueryHandler(lambda: workers).reply("stacks", json.dumps(details))
+            found = json.loads(reply)["ranks"]
             assert [one["pid"] for one in found] == [workers.pids[one["rank"] - 4] for one in found]
             return found
 
@@ -151,9 +148,7 @@ def test_a_dump_without_a_free_thread_has_a_reason(stage, monkeypatch: pytest.Mo
 def test_the_pid_of_a_worker_that_has_ended_is_not_dumped(stage) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
     workers = Workers(PLACE, (os.getpid(), os.getpid()), logs, {}, ended=frozenset({0, 1}))
-    (found, _) = json.loads(asyncio.run(reply("stacks", "{}", QueriedNode(GpuUsageReader(), workers, LogFollowers()))))[
-        "ranks"
-    ]
+    (found, _) = json.loads(asyncio.run(QueryHandler(lambda: workers).reply("stacks", "{}")))["ranks"]
     assert (found["stack"], found["state"]) == ("? (ended)", "")
 
 
@@ -162,14 +157,9 @@ def test_the_pid_of_a_worker_that_has_ended_is_not_dumped(stage) -> None:
 )
 def test_a_rank_of_another_node_has_no_stack(stage, details: dict[str, object], why: str) -> None:
     logs = RoundLogs(stage.directory, Logs(), PLACE, "default", terminal=False)
+    workers = Workers(PLACE, (1, 2), logs, {})
     with pytest.raises(QueryFailed, match=why):
-        asyncio.run(
-            reply(
-                "stacks",
-                json.dumps(details),
-                QueriedNode(GpuUsageReader(), Workers(PLACE, (1, 2), logs, {}), LogFollowers()),
-            )
-        )
+        asyncio.run(QueryHandler(lambda: workers).reply("stacks", json.dumps(details)))
 
 
 def test_a_process_that_has_ended_is_reported_as_such() -> None:

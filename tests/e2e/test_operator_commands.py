@@ -15,7 +15,7 @@ import pytest
 
 from ripstop.api.registry import JobRecord, Registration
 from ripstop.cli import main
-from ripstop.system.run_directory import run_directory
+from ripstop.system.socket_directory import socket_directory
 from tests.certificates import Authority
 from tests.e2e.etcd import cluster, needs_etcd
 from tests.e2e.harness import SCRIPTS, Agent, Job, free_port, spied, wait_until
@@ -201,7 +201,7 @@ def test_a_restart_is_applied_and_logs_are_followed_through_it(job: Job) -> None
     assert "coordinator: closed: stopped: " in events.out
     journal = next(job.logs.glob("*/job-events.jsonl")).read_text()
     assert f'"kind":"operator_action","action":"restart","by":"user {os.getuid()}"' in journal
-    assert list(run_directory(job.env).iterdir()) == []
+    assert list(socket_directory(job.env).iterdir()) == []
 
 
 LAST_LINES = [f"{number} {'x' * 50}" for number in range(20_000)] + ["the last word \u20ac"]
@@ -272,7 +272,7 @@ def test_no_job_several_jobs_and_dead_ones(job: Job) -> None:
     agents[0].signal(signal.SIGKILL)
     agents[0].wait()
     assert status(job)["run_id"] == "two"
-    assert [path for path in run_directory(job.env).iterdir() if path.suffix] == []
+    assert [path for path in socket_directory(job.env).iterdir() if path.suffix] == []
 
 
 @pytest.mark.parametrize("asked_before", [False, True])
@@ -281,16 +281,16 @@ def test_a_socket_that_was_removed_with_its_directory_is_recreated(job: Job, ask
     agent.wait_for_log("round=1 ")
     if asked_before:
         until_running(job)
-    shutil.rmtree(run_directory(job.env))
+    shutil.rmtree(socket_directory(job.env))
     agent.wait_for_log("were recreated")
     until_running(job)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
-    assert list(run_directory(job.env).iterdir()) == []
+    assert list(socket_directory(job.env).iterdir()) == []
 
 
 def test_a_job_that_does_not_reply_is_unreachable(job: Job) -> None:
-    kept = Registration(run_directory(job.env), "a")
+    kept = Registration(socket_directory(job.env), "a")
     kept.write(JobRecord("job", "node", os.getpid(), 1.0, socket="a.sock"))
     assert error_of(job, "status").endswith("no such file or directory; check that it runs, and its address")
     kept.close()
@@ -301,7 +301,7 @@ def test_a_job_that_does_not_reply_is_unreachable(job: Job) -> None:
 
 
 def test_a_job_runs_without_a_socket_if_it_cannot_have_one(job: Job) -> None:
-    run_directory(job.env).chmod(0o755)
+    socket_directory(job.env).chmod(0o755)
     agent = job.run("--standalone", "--no-python", "true")
     assert agent.wait() == 0
     assert "commands on this machine cannot reach the job: " in agent.err

@@ -9,18 +9,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.logs.console import RESERVED_BYTES, Console, Prefixer, _Copier, _LogFile
-from ripstop.logs.directory import LogDirectory, RoundLogs, file_name, write_whole
+from ripstop.logs.directory import LogDirectory, RoundLogs, file_name
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Address, Place
-from ripstop.system.inotify import InotifyWatch
 from ripstop.system.linux import reserve_range
+from ripstop.system.safe_files import replace_file
 
 PLACE = Place(2, 1, 2, 4, 8, 2, 4, 8, Address("localhost", 29500), 1)
 
@@ -150,12 +151,12 @@ def test_a_directory_of_the_user_is_never_removed(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
-    write_whole(tmp_path / "report.json", "{}")
-    write_whole(tmp_path / "report.json", '{"a": "ä"}')
+    replace_file(tmp_path / "report.json", "{}")
+    replace_file(tmp_path / "report.json", '{"a": "ä"}')
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == '{"a": "ä"}'
     (tmp_path / "directory").mkdir()
     with pytest.raises(OSError):
-        write_whole(tmp_path / "directory", "{}")
+        replace_file(tmp_path / "directory", "{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "report.json"]
 
 
@@ -640,10 +641,8 @@ def test_only_the_end_of_a_file_stays_on_disk_after_a_truncation(
 
 
 def test_without_inotify_files_are_polled(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    def used_up() -> InotifyWatch:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("ripstop.system.inotify.InotifyWatch", used_up)
+    no_instance_left = SimpleNamespace(inotify_init1=lambda _: -1, inotify_add_watch=SimpleNamespace())
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: no_instance_left)
     console, path, reader = Console(), tmp_path / "out.log", terminal.reader()
     path.touch()
     console.follow(path, terminal.into, b"[a0]:")
@@ -737,23 +736,3 @@ def test_a_copier_that_ends_before_its_pipe_is_written_to_is_closed_without_erro
 
 
 # inotify
-
-
-def test_a_watch_reports_one_change_until_it_is_armed_again(tmp_path: Path) -> None:
-    watch, path = InotifyWatch(), tmp_path / "file"
-    with path.open("ab", buffering=0) as file:
-        watch.arm(file.fileno())
-        assert watch.changed() == set()
-        file.write(b"1")
-        file.write(b"2")
-        assert watch.changed() == {file.fileno()}
-        file.write(b"3")
-        assert watch.changed() == set()
-        watch.arm(file.fileno())
-        file.write(b"4")
-        assert watch.changed() == {file.fileno()}
-        watch.arm(file.fileno())
-        watch.disarm(file.fileno())
-        file.write(b"5")
-        assert watch.changed() == set()
-    watch.close()

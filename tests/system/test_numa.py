@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from ripstop.model.config import Binding, Numa, Script, StartMethod
 from ripstop.model.errors import UsageError
+from ripstop.system.gpus import GpuDevice, visible_to_cuda
 from ripstop.system.linux import memory_policy_call
 from ripstop.system.numa import Cpu, Topology, bindings, format_ranges, parse_ranges
-from ripstop.system.topology import GpuDevice, choose, read_topology, visible_gpus
+from ripstop.system.numa_topology import read_topology, visible_gpus
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.spawner import ProcessSpec
 from tests.worker_fixtures import Stage, new_spawner
@@ -297,7 +298,7 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_devices_are_chosen_by_cudas_rule(choice: str | None, chosen: str) -> None:
     gpus = [GpuDevice(name, uuids=(f"GPU-{name}", f"MIG-{name}")) for name in "abc"]
-    assert "".join(gpu.pci for gpu in choose(choice, gpus)) == chosen
+    assert "".join(gpu.pci for gpu in visible_to_cuda(choice, gpus)) == chosen
 
 
 # this machine -------------------------------------------------------------------------------------------------------

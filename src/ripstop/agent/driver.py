@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
-from ripstop.agent.health.probe import HealthProbe
+from ripstop.agent.health.measurements import HealthProbe
 from ripstop.agent.machine import Agent, AgentSettings
 from ripstop.agent.machine_io import (
     AgentCommand,
@@ -34,7 +34,7 @@ from ripstop.agent.machine_io import (
     Tick,
     WarmupDone,
 )
-from ripstop.agent.queries import QueryHandler
+from ripstop.agent.query_handler import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
 from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console
@@ -243,7 +243,7 @@ class Driver:
     async def _leave(self, end: ExitAgent) -> None:
         """Send the last message after the log followers are done: the coordinator sends no query after it."""
         timeout = LOG_FOLLOWERS_TIMEOUT_S if end.report is not None else LOG_FOLLOWERS_TIMEOUT_WHEN_LEAVING_S
-        await self._wait_unless_signalled(self._queries.wait_for_log_followers(timeout))
+        await self._wait_unless_signalled(self._queries.log_followers.wait(timeout))
         if self._last_message is not None:
             self._link.send(self._last_message)
 

@@ -27,7 +27,7 @@ from ripstop.agent.machine_io import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from ripstop.agent.queries import Workers
+from ripstop.agent.query_handler import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.worker_exits import ExitKind, TimerAction, WorkerExits
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory

@@ -22,7 +22,7 @@ from ripstop.api.job_interface import JobInterface, RequestRefused
 from ripstop.api.registry import JobRecord, Registration, socket_address
 from ripstop.model.config import Tls
 from ripstop.model.errors import RipstopError
-from ripstop.system.run_directory import HeldDirectory
+from ripstop.system.socket_directory import HeldDirectory
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -1,7 +1,7 @@
 """Send queries to the nodes of a job, with a limited number at a time.
 
 Rules: (1) a query that a node cannot take in time fails with the reason; (2) a query to many nodes returns each node's
-reply or error.  The queries themselves are in `agent/queries.py`.
+reply or error.  The queries themselves are in `agent/query_handler.py`.
 """
 
 import asyncio

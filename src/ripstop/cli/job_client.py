@@ -25,7 +25,7 @@ from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
-from ripstop.system.run_directory import run_directories
+from ripstop.system.socket_directory import socket_directories
 
 JOB_HELP = """
   -j, --job NAME              the job's id, or one of its nodes; optional if one job runs on this machine
@@ -125,7 +125,7 @@ def find_job(args: ParsedArguments, environ: Mapping[str, str] | None = None) ->
         return _at_endpoint(args, environ)
     if "--rdzv-conf" in args:
         raise UsageError("--rdzv-conf needs --endpoint; add --endpoint=HOST:PORT, or remove --rdzv-conf")
-    records = {record: directory for directory in run_directories(environ) for record in job_records(directory)}
+    records = {record: directory for directory in socket_directories(environ) for record in job_records(directory)}
     record = _choose(list(records), args.text("--job"))
     return _from_record(record, records[record])
 

@@ -4,7 +4,7 @@
 `TimerServer` and implements how a worker is ended; it may also store timers itself.  An agent starts a
 `FileTimerServer` itself with `TORCHELASTIC_ENABLE_FILE_TIMER=1`.
 
-The lines on the pipe are torch's (`diagnostics/timers.py`), so clients and servers of torch and of ripstop work
+The lines on the pipe are torch's (`diagnostics/timer_pipe.py`), so clients and servers of torch and of ripstop work
 together.  Torch's server kills its own process after it has killed a worker.  This one does not: the agent that started
 the worker restarts it.
 """
@@ -29,7 +29,7 @@ from queue import Empty
 from typing import Any
 
 from ripstop.diagnostics.timer_pipe import Pipe
-from ripstop.diagnostics.timers import Timers
+from ripstop.diagnostics.timer_table import Timers
 from ripstop.model.errors import UsageError
 
 __all__ = [

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ripstop.coordinator.budget import Cause, RestartBudget, RestartDecision, cause_of
 from ripstop.diagnostics.failure_report import how, looks_like_victim, order, root_cause, trim
-from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
+from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure
@@ -225,9 +225,9 @@ class FailurePolicy:
     def _rule_on_hang(self, state: RoundState, now: float) -> Ruling:
         self._diagnosis_end = None
         hangs = hangs_among(self._failures, self._round)
-        odd = tuple(sorted(odd_ones(hangs)))
+        odd = tuple(sorted(odd_ranks(hangs)))
         decision, reason, charged = self._charge(Cause.INFRASTRUCTURE, state, now)
-        events = (HangDiagnosed(self._round, odd, truncate_reason(in_words(hangs))), charged)
+        events = (HangDiagnosed(self._round, odd, truncate_reason(describe(hangs))), charged)
         if not decision.allowed:
             return Ruling(FailJob(reason), events=events)
         fault = None
@@ -245,7 +245,7 @@ class FailurePolicy:
     def _description(self) -> str:
         failure = root_cause(self._failures)
         if failure and failure.hang:
-            return truncate_reason(in_words(hangs_among(self._failures, self._round)))
+            return truncate_reason(describe(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
 
     # time -------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
@@ -91,10 +92,12 @@ def gather(
         message, traceback = last_exception(tail)
     oom = oom_verdict(before, read_memory()) if returncode == -signal.SIGKILL and not timer_kill else ""
     if timer_kill:
-        message = truncate_bytes(
-            f"{timer_kill.why}; its error: {message}" if message else timer_kill.why, _MAX_MESSAGE_CHARS
-        )
+        why = f"{timer_kill.why}; its error: {message}" if message else timer_kill.why
+        message = truncate_bytes(why, _MAX_MESSAGE_CHARS)
         traceback = traceback or truncate_middle(clean(timer_kill.stack), _MAX_TRACEBACK_CHARS)
+    if not message and not oom:
+        full = f"; the disk of {clean(str(logs))} is full" if is_full(logs) else ""  # its own message may be missing
+        message = exit_reason(returncode) + full
     return Failure(
         rank=place.first_rank + local_rank,
         local_rank=local_rank,
@@ -104,7 +107,7 @@ def gather(
         pid=pid,
         exitcode=returncode if returncode >= 0 else None,
         signal=signal_name(-returncode) if returncode < 0 else None,
-        message=message or oom or _exit_reason_with_disk(logs, returncode),
+        message=message or oom,
         traceback=traceback,
         oom=oom,
         log_tail=last_lines(tail),
@@ -150,36 +153,36 @@ def exit_reason(returncode: int) -> str:
     return f"died of {name} ({meaning.lower()})" if meaning else f"died of {name}"
 
 
-def _exit_reason_with_disk(logs: Path, returncode: int) -> str:
-    """On a full disk, the worker's own error message may be missing."""
-    full = f"; the disk of {clean(str(logs))} is full" if is_full(logs) else ""
-    return exit_reason(returncode) + full
-
-
 # error files ----------------------------------------------------------------------------------------------------------
 
 
 def read_error_file(path: Path) -> ErrorFile | None:
     """None if the worker wrote none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data, status = _read(path, _MAX_ERROR_FILE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         return ErrorFile(f"error file {path} cannot be read: {error.strerror}")
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return ErrorFile(f"error file {path} is not a file")
-        data = os.pread(fd, _MAX_ERROR_FILE_BYTES, 0)
-    except OSError as error:
-        return ErrorFile(f"error file {path} cannot be read: {error.strerror}")
-    finally:
-        os.close(fd)
+    if not stat.S_ISREG(status.st_mode):
+        return ErrorFile(f"error file {path} is not a file")
     if not data:
         return ErrorFile(at=status.st_mtime)
     parsed = parse_error_file(data, status.st_size)
-    return ErrorFile(parsed.message, parsed.traceback, _more_precise(parsed.at, status.st_mtime))
+    # torch writes whole seconds: the file's time is more precise if both agree
+    at = status.st_mtime if parsed.at is None or 0 <= status.st_mtime - parsed.at < 2 else parsed.at
+    return replace(parsed, at=at)
+
+
+def _read(path: Path, max_bytes: int, *, from_end: bool = False) -> tuple[bytes, os.stat_result]:
+    """The start or the end of a file; nothing of a pipe, a device or a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        start = max(0, status.st_size - max_bytes) if from_end else 0
+        return os.pread(fd, max_bytes, start) if stat.S_ISREG(status.st_mode) else b"", status
+    finally:
+        os.close(fd)
 
 
 def parse_error_file(data: bytes, size: int) -> ErrorFile:
@@ -189,27 +192,20 @@ def parse_error_file(data: bytes, size: int) -> ErrorFile:
     text = data.decode("utf-8", "replace")
     try:
         top = json.loads(text)
+        problem = "" if isinstance(top, dict) and "message" in top else "has no message"
     except (ValueError, RecursionError):
         problem = f"is too long ({format_bytes(size)})" if size > len(data) else "is not JSON, or was cut off"
-        return ErrorFile(
-            truncate_bytes(f"the error file {problem}; it begins: {clean(text[:500])}", _MAX_MESSAGE_CHARS)
-        )
-    if not isinstance(top, dict) or "message" not in top:
-        return ErrorFile(
-            truncate_bytes(f"the error file has no message; it begins: {clean(text[:500])}", _MAX_MESSAGE_CHARS)
-        )
+    if problem:
+        message = f"the error file {problem}; it begins: {clean(text[:500])}"
+        return ErrorFile(truncate_bytes(message, _MAX_MESSAGE_CHARS))
     inner, extra = top["message"], top
     while isinstance(inner, dict):
         extra = inner["extraInfo"] if isinstance(inner.get("extraInfo"), dict) else extra
         inner = inner.get("message", "")
-    traceback = extra.get("py_callstack")
-    return ErrorFile(
-        message=truncate_bytes(clean(inner if isinstance(inner, str) else json.dumps(inner)), _MAX_MESSAGE_CHARS),
-        traceback=truncate_middle(clean(traceback.rstrip()), _MAX_TRACEBACK_CHARS)
-        if isinstance(traceback, str)
-        else "",
-        at=_timestamp(extra.get("timestamp")),
-    )
+    message = clean(inner if isinstance(inner, str) else json.dumps(inner))
+    stack = extra.get("py_callstack")
+    traceback = truncate_middle(clean(stack.rstrip()), _MAX_TRACEBACK_CHARS) if isinstance(stack, str) else ""
+    return ErrorFile(truncate_bytes(message, _MAX_MESSAGE_CHARS), traceback, _timestamp(extra.get("timestamp")))
 
 
 def _timestamp(value: Any) -> float | None:
@@ -220,26 +216,15 @@ def _timestamp(value: Any) -> float | None:
     return seconds if 0 < seconds < 1e11 else None  # neither NaN nor milliseconds
 
 
-def _more_precise(at: float | None, mtime: float) -> float:
-    """torch writes whole seconds.  The file's time is more precise if both agree."""
-    return mtime if at is None or 0 <= mtime - at < 2 else at
-
-
 # stderr ---------------------------------------------------------------------------------------------------------------
 
 
 def _read_end(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data, _ = _read(path, _MAX_STDERR_BYTES, from_end=True)
     except OSError:
         return ""
-    try:
-        start = max(0, os.fstat(fd).st_size - _MAX_STDERR_BYTES)
-        return clean(os.pread(fd, _MAX_STDERR_BYTES, start).decode("utf-8", "replace"))
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    return clean(data.decode("utf-8", "replace"))
 
 
 def last_lines(text: str) -> tuple[str, ...]:
@@ -254,18 +239,15 @@ def last_exception(text: str) -> tuple[str, str]:
     In a process group, torch adds the rank as a prefix to each line.
     """
     lines = text.split("\n")
-    headers = [
-        (index, found[1] or "") for index, line in enumerate(lines) if (found := re.match(_TRACEBACK_HEADER, line))
-    ]
+    headers = [(index, found) for index, line in enumerate(lines) if (found := re.match(_TRACEBACK_HEADER, line))]
     if not headers:
         return "", ""
-    start, prefix = headers[-1]
+    start, prefix = headers[-1][0], headers[-1][1][1] or ""
     block = [line[len(prefix) :] for line in takewhile(lambda line: line.startswith(prefix.rstrip()), lines[start:])]
     for index, line in enumerate(block[1:], start=1):
         if re.match(_EXCEPTION, line):
-            return truncate_bytes(line, _MAX_MESSAGE_CHARS), truncate_middle(
-                "\n".join(block[: index + _MAX_EXCEPTION_LINES]).rstrip(), _MAX_TRACEBACK_CHARS
-            )
+            traceback = "\n".join(block[: index + _MAX_EXCEPTION_LINES]).rstrip()
+            return truncate_bytes(line, _MAX_MESSAGE_CHARS), truncate_middle(traceback, _MAX_TRACEBACK_CHARS)
     return "", ""
 
 

@@ -2,7 +2,7 @@
 
 When one worker dies, its peers die a moment later in a collective that lost its partner.  So among the failures of one
 round, those that a peer can explain come last, regardless of the clocks of their hosts.  Among equals, the earlier one
-comes first.  In a round that hangs, the odd ranks come first (`stacks.py`).
+comes first.  In a round that hangs, the odd ranks come first (`hang_analysis.py`).
 """
 
 import re
@@ -12,7 +12,7 @@ from enum import IntEnum
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from ripstop.diagnostics.stacks import hangs_among, in_words, odd_ones
+from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import truncate
@@ -54,7 +54,7 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
     rounds = {failure.round for failure in failures if failure.hang}
-    odd = {(round, rank) for round in rounds for rank in odd_ones(hangs_among(failures, round))}
+    odd = {(round, rank) for round in rounds for rank in odd_ranks(hangs_among(failures, round))}
 
     def blame(failure: Failure) -> _Blame:
         return _Blame.CAUSE if (failure.round, failure.rank) in odd else _blame(failure)
@@ -69,7 +69,8 @@ def _blame(failure: Failure) -> _Blame:
     started = failure.exitcode is not None or failure.signal is not None
     if failure.oom or not started or (failure.signal and not aborted):
         return _Blame.CAUSE
-    text = "\n".join((failure.message, *_exceptions(failure.traceback)))
+    exceptions = [line for line in failure.traceback.split("\n") if not line.startswith(" ")]  # without frames
+    text = "\n".join((failure.message, *exceptions))
     if aborted or not _has_explanation(failure):
         text = "\n".join((text, *failure.log_tail))  # messages of C++ threads are on stderr only
     if re.search(_OWN_FAULT, text, re.IGNORECASE):
@@ -79,11 +80,6 @@ def _blame(failure: Failure) -> _Blame:
     if re.search(_CONNECTION, text, re.IGNORECASE):
         return _Blame.CONNECTION
     return _Blame.CAUSE if _has_explanation(failure) and not aborted else _Blame.UNEXPLAINED
-
-
-def _exceptions(traceback: str) -> list[str]:
-    """The lines that are not frames: the exceptions and their causes."""
-    return [line for line in traceback.split("\n") if not line.startswith(" ")]
 
 
 def _has_explanation(failure: Failure) -> bool:
@@ -130,8 +126,9 @@ def _lines(report: JobReport, width: int) -> Iterator[str]:
     cause, *others = order(report.failures)
     yield ""
     if cause.hang:
-        yield from _wrapped(f"hang: {in_words(hangs_among(report.failures, cause.round))}", width)
-    yield f"root cause: {_who(cause)}"
+        yield from _wrapped(f"hang: {describe(hangs_among(report.failures, cause.round))}", width)
+    pid = f", pid {cause.pid}" if cause.pid is not None else ""
+    yield f"root cause: rank {cause.rank} on {cause.host} (local rank {cause.local_rank}{pid})"
     yield from _facts(cause, width)
     if others:
         yield ""
@@ -149,12 +146,10 @@ def _facts(failure: Failure, width: int) -> Iterator[str]:
         yield from _labelled("memory", failure.oom, width)
     if failure.message not in ("", how(failure)):
         yield from _labelled("why", failure.message, width)
-    if failure.logs:
-        yield f"  logs     {failure.logs}"
-    if failure.error_file:
-        yield f"  error    {failure.error_file}"
-    if failure.hang and failure.hang.file:
-        yield f"  stacks   {failure.hang.file}"
+    stacks = failure.hang.file if failure.hang else ""
+    for label, path in (("logs", failure.logs), ("error", failure.error_file), ("stacks", stacks)):
+        if path:
+            yield f"  {label:<8} {path}"
     if failure.traceback:
         yield "  stack" if failure.hang else "  traceback"
         yield from (f"    {line}" for line in failure.traceback.split("\n"))
@@ -170,11 +165,6 @@ def _tail_without_traceback(failure: Failure) -> tuple[str, ...]:
         return tail
     headers = [index for index, line in enumerate(tail) if line.endswith("Traceback (most recent call last):")]
     return tail[: headers[-1]] if headers else ()
-
-
-def _who(failure: Failure) -> str:
-    pid = f", pid {failure.pid}" if failure.pid is not None else ""
-    return f"rank {failure.rank} on {failure.host} (local rank {failure.local_rank}{pid})"
 
 
 def _when(at: float) -> str:

@@ -1,16 +1,8 @@
-"""Interprets torch's flight recorder: how far ranks are in their collectives, and which ranks others wait for.  Pure.
+"""Parses a worker's dump of torch's flight recorder: how far the worker is in its collectives.  Pure.
 
 torch numbers the collectives of each process group in each process, and records the latest ones with their state.
-Rules:
-
-1. A rank is inside a collective that it has entered and not left; if there are several, inside the oldest.
-2. A group is stuck in the oldest collective that any of its ranks is inside.  Ranks that have not entered it are
-   behind.
-3. The odd ranks are members that are behind in one group and are inside no collective of another group.
-4. If no rank is behind, the odd ranks are members that entered another operation under this number than more than half
-   of the group, or another size where sizes must be equal.
-5. Messages between two ranks are reported and not compared: only the two ranks share their numbers.
-6. Entries that make no sense are skipped.  A rank that did not reply is not part of the comparison.
+Rules: (1) a rank is inside a collective that it has entered and not left; if there are several, inside the oldest;
+(2) entries that make no sense are skipped.  `hang_analysis.py` compares ranks.
 """
 
 import math
@@ -20,16 +12,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from ripstop.diagnostics.hang_analysis import operation
 from ripstop.model.failure import MAX_STANDINGS, CollectiveProgress
-from ripstop.model.text_formatting import clean, rank_list
+from ripstop.model.text_formatting import clean
 
 MAX_SHOWN_ENTRIES = 20
-_MAX_SHOWN_GROUPS = 3  # and kinds of ranks in each group, in one message
 _MAX_NAME_CHARS = 80  # of a name that comes from a worker
 _MAX_NUMBER = 2**62
 _DEFAULT_GROUP = "default_pg"
 _BACKENDS = {"fr": "gloo", "nccl": "nccl"}  # by the recorder's name in `workers/zygote/process.py`
-_SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"})
 
 
 class Collective(Struct, frozen=True):
@@ -45,7 +36,7 @@ class Collective(Struct, frozen=True):
     p2p: bool
 
     def __str__(self) -> str:
-        return f"{_what(self.op, self.number, self.label)}, {self.size or 'no data'}: {self.state}"
+        return f"{operation(self.op, self.number, self.label)}, {self.size or 'no data'}: {self.state}"
 
 
 class Recording(Struct, frozen=True):
@@ -100,7 +91,7 @@ def _entry(one: Any) -> Collective | None:
             number = message if p2p else collective
             if not 0 <= number < _MAX_NUMBER:
                 return None
-            backend, _, operation = op.rpartition(":")
+            backend, _, name_of_op = op.rpartition(":")
             state, retired = str(one.get("state")), one.get("retired") is True
             # gloo never changes the state; both backends retire operations that ended
             done = retired or state == "completed"
@@ -108,7 +99,7 @@ def _entry(one: Any) -> Collective | None:
                 _key(backend, name),
                 _label(name, description),
                 number,
-                _word(operation),
+                _word(name_of_op),
                 _size(one),
                 "completed" if done else _word(state),
                 done,
@@ -180,113 +171,3 @@ def _pending(operations: Sequence[Collective]) -> int:
     ordered = not any(entry.p2p or entry.group.startswith("gloo:") for entry in operations)
     over = max((entry.number for entry in operations if entry.done), default=0) if ordered else 0
     return min((entry.number for entry in operations if not entry.done and entry.number > over), default=0)
-
-
-def position(found: Sequence[CollectiveProgress]) -> str:
-    """`in all_reduce #42`, or the last collective."""
-    if pending := [_what(one.op, one.pending, one.label) for one in found if one.pending]:
-        return f"in {', '.join(pending)}"
-    last = next((one for one in found if one.entered), None)
-    return f"in no collective; the last was {_what(last.op, last.entered, last.label)}" if last else "no collective yet"
-
-
-# all ranks ------------------------------------------------------------------------------------------------------------
-
-Ranks = Mapping[int, Sequence[CollectiveProgress]]  # only ranks that replied
-
-
-class _StuckGroup(Struct, frozen=True):
-    """A process group, and the collective in which it is stuck (rule 2)."""
-
-    number: int
-    inside: Mapping[int, CollectiveProgress]
-    behind: Mapping[int, CollectiveProgress]
-    left: int  # number of ranks that have left it
-
-    def kinds(self) -> dict[str, list[int]]:
-        """The ranks inside, by operation and size."""
-        kinds: dict[str, list[int]] = {}
-        for rank, progress in sorted(self.inside.items()):
-            size = f" of {progress.size}" if progress.op in _SAME_SIZE and progress.size else ""
-            kinds.setdefault(f"{progress.op}{size}", []).append(rank)
-        return kinds
-
-
-def odd_ones(ranks: Ranks) -> frozenset[int]:
-    """The ranks that the others wait for (rules 3 and 4); empty if the recorders do not show it."""
-    stuck = _stuck_groups(ranks)
-    waiting = {rank for rank, found in ranks.items() if any(progress.pending for progress in found)}
-    if late := {rank for group in stuck for rank in group.behind} - waiting:
-        return frozenset(late)
-    odd: set[int] = set()
-    for group in stuck:
-        majority = max(group.kinds().values(), key=len)
-        if not group.behind and 2 * len(majority) > len(group.inside):
-            odd |= group.inside.keys() - set(majority)
-    return frozenset(odd)
-
-
-def in_words(ranks: Ranks) -> str:
-    """`ranks 0,2,3 are in all_reduce #42, not entered by rank 1 (last: all_gather #41)`; empty if no rank is inside."""
-    odd = odd_ones(ranks)
-    stuck = sorted(_stuck_groups(ranks), key=lambda group: not odd & (group.behind.keys() | group.inside.keys()))
-    texts = [_in_words(group) for group in stuck]
-    messages: dict[str, list[int]] = {}
-    for rank, found in sorted(ranks.items()):
-        for one in found:
-            if one.p2p and one.pending:
-                messages.setdefault(_what(one.op, 0, one.label), []).append(rank)
-    texts += [f"{rank_list(members)} {_are(members)} in {what}" for what, members in messages.items()]
-    more = [f"{len(texts) - _MAX_SHOWN_GROUPS} more groups"] if len(texts) > _MAX_SHOWN_GROUPS else []
-    return "; ".join(texts[:_MAX_SHOWN_GROUPS] + more)
-
-
-def _stuck_groups(ranks: Ranks) -> list[_StuckGroup]:
-    groups: dict[str, dict[int, CollectiveProgress]] = {}
-    for rank, found in ranks.items():
-        for progress in found:
-            if not progress.p2p:
-                groups.setdefault(progress.group, {})[rank] = progress
-    stuck: list[_StuckGroup] = []
-    for group, members in groups.items():
-        if not (number := min((one.pending for one in members.values() if one.pending), default=0)):
-            continue
-        if not any(one.label for one in members.values()):  # every rank is in the default group
-            members |= {rank: CollectiveProgress(group, "") for rank in ranks if rank not in members}
-        inside = {rank: one for rank, one in members.items() if one.pending == number}
-        behind = {rank: one for rank, one in members.items() if one.entered < number}
-        stuck.append(_StuckGroup(number, inside, behind, len(members) - len(inside) - len(behind)))
-    return stuck
-
-
-def _in_words(group: _StuckGroup) -> str:
-    kinds, some = group.kinds(), next(iter(group.inside.values()))
-    if len(kinds) > 1:
-        where = f" of group {some.label}" if some.label else ""
-        texts = [f"{rank_list(members)} {_are(members)} in {kind}" for kind, members in kinds.items()]
-        return f"#{group.number}{where} is not the same for all: {_listed(texts)}{_behind_in_words(group)}"
-    inside = sorted(group.inside)
-    complete = ", and no rank is missing" if not group.behind and not group.left else ""
-    what = _what(some.op, group.number, some.label)
-    return f"{rank_list(inside)} {_are(inside)} in {what}{_behind_in_words(group)}{complete}"
-
-
-def _behind_in_words(group: _StuckGroup) -> str:
-    lasts: dict[str, list[int]] = {}
-    for rank, one in sorted(group.behind.items()):
-        lasts.setdefault(_what(one.op, one.entered, "") if one.entered else "none", []).append(rank)
-    texts = [f"{rank_list(members)} (last: {last})" for last, members in lasts.items()]
-    return f", not entered by {_listed(texts)}" if texts else ""
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = [f"{len(texts) - _MAX_SHOWN_GROUPS} more kinds"] if len(texts) > _MAX_SHOWN_GROUPS else []
-    return ", ".join([*texts[:_MAX_SHOWN_GROUPS], *more])
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _what(op: str, number: int, label: str) -> str:
-    return f"{op}{f' #{number}' if number else ''}{f' of group {label}' if label else ''}"

@@ -1,6 +1,6 @@
 """Observes the workers of one round on this node, finds those that hang, and collects evidence.
 
-`progress.py` decides which workers hang; `stacks.py` interprets stacks.  Rules:
+`progress.py` decides which workers hang; `stack_dump.py` reads stacks.  Rules:
 
 1. A timer fires when `ProgressTracker.next_check` is due, at the latest after a quarter of the timeout.  Without
    `--hang-timeout` there is no timer; heartbeats and checkpoints are recorded all the same.
@@ -37,7 +37,7 @@ from ripstop.diagnostics.progress import (
     WorkerProgress,
 )
 from ripstop.diagnostics.stack_dump import ProcessStack, dump_stacks, file_size, native_stacks
-from ripstop.diagnostics.stacks import code_location
+from ripstop.diagnostics.stack_parser import code_location
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
@@ -45,11 +45,11 @@ from ripstop.model.round import Place
 from ripstop.model.text_formatting import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
-from ripstop.system.own_directory import make_own_directory
+from ripstop.system.safe_files import make_own_directory
 from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:
-    from ripstop.diagnostics.flight_dump import FlightDump
+    from ripstop.diagnostics.flight_recorder_query import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -230,9 +230,13 @@ class HangMonitor:
         }
         if not due:
             return
-        files = {local_rank: self._workers.logs.stack_file(local_rank) for local_rank in due}
         pids = [self._live_pids[local_rank] for local_rank in due]
-        stack_bytes, usage = await run_in_daemon_thread(partial(_measure, files, pids))
+
+        def measure() -> tuple[dict[int, int], dict[int, linux.Usage]]:
+            sizes = {local_rank: file_size(self._workers.logs.stack_file(local_rank)) for local_rank in due}
+            return sizes, linux.usage_of_sessions(pids)
+
+        stack_bytes, usage = await run_in_daemon_thread(measure)
         with_stack = {rank: pid for rank, pid in self._live_pids.items() if due.get(rank)}
         stacks = dict(zip(with_stack, await self._dump_stacks(with_stack), strict=True))
         now = self._loop.time()
@@ -264,7 +268,7 @@ class HangMonitor:
             raise
 
     async def _inspect(self, hung: Mapping[int, HungWorker]) -> tuple[Failure, ...]:
-        from ripstop.diagnostics.flight_dump import HANGING, query_ranks  # only if a worker hangs
+        from ripstop.diagnostics.flight_recorder_query import HANGING, query_ranks  # only if a worker hangs
 
         pids = dict(self._live_pids)
         ranks = list(pids)
@@ -278,9 +282,12 @@ class HangMonitor:
             for rank, stack, flight in zip(ranks, stacks, flights, strict=True)
         ]
         await self._write_files(inspected)
-        for rank, worker in zip(ranks, inspected, strict=True):
-            if rank in hung:
-                self._record_hang(worker, hung[rank])
+        for worker in inspected:
+            failure, hang = worker.failure, worker.failure.hang
+            if known := hung.get(failure.local_rank):
+                where = f"in {hang.call} ({hang.where})" if hang and hang.where else ""
+                event = WorkerHangs(failure.round, failure.rank, worker.stack.pid, known.seconds, known.reason, where)
+                self._record(event, logging.WARNING)
         self._native_stacks = self._loop.create_task(self._add_native_stacks(inspected))
         self._native_stacks.add_done_callback(_log_error_of)
         return tuple(worker.failure for worker in inspected)
@@ -313,12 +320,6 @@ class HangMonitor:
                 standings=flight.standings if flight else None,
             ),
         )
-
-    def _record_hang(self, worker: _Inspected, hung: HungWorker) -> None:
-        failure, hang = worker.failure, worker.failure.hang
-        where = f"in {hang.call} ({hang.where})" if hang and hang.where else ""
-        event = WorkerHangs(failure.round, failure.rank, worker.stack.pid, hung.seconds, hung.reason, where)
-        self._record(event, logging.WARNING)
 
     async def _add_native_stacks(self, inspected: list[_Inspected]) -> None:
         await self._write_files(inspected, await native_stacks(worker.stack.pid for worker in inspected))
@@ -353,11 +354,6 @@ def _file_text(worker: _Inspected, native: str) -> str:
         f"Python and native stacks\n{native}" if native else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _measure(stack_files: Mapping[int, Path], sessions: list[int]) -> tuple[dict[int, int], dict[int, linux.Usage]]:
-    """The sizes of the stack files, and the resources that the sessions used."""
-    return {rank: file_size(file) for rank, file in stack_files.items()}, linux.usage_of_sessions(sessions)
 
 
 def _write(logs: RoundLogs, files: Mapping[Path, bytes]) -> None:

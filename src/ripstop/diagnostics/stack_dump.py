@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.diagnostics.stacks import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
+from ripstop.diagnostics.stack_parser import Frame, Thread, as_text, from_faulthandler, from_py_spy, main_frames
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 

@@ -1,6 +1,7 @@
 """The named pipe on which workers set timers, and the agent's watchdog that reads it.
 
-Torch's `FileTimerClient` opens the pipe, writes a line (`diagnostics/timers.py`) and closes it.  Rules:
+Torch's `FileTimerClient` opens the pipe, writes a line and closes it.  The line is a request in torch's format: JSON
+with `pid`, `scope_id`, `expiration_time` (negative: clear) and `signal`.  Rules:
 
 1. Only this user can access the pipe.  A file that is not a pipe is never replaced.
 2. Requests that are in the pipe when a deadline comes are processed first, so a timer that was cleared in time is not
@@ -11,6 +12,7 @@ Torch's `FileTimerClient` opens the pipe, writes a line (`diagnostics/timers.py`
 """
 
 import asyncio
+import json
 import logging
 import os
 import stat
@@ -22,7 +24,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ripstop.diagnostics.evidence import signal_name
-from ripstop.diagnostics.timers import Request, Timers, read_request
+from ripstop.diagnostics.timer_table import Timers
 from ripstop.model.errors import UsageError
 from ripstop.model.text_formatting import clean, truncate_bytes
 
@@ -32,6 +34,37 @@ MAX_TIMERS = 10_000  # of a node
 _PIPE_BYTES = 1 << 16  # the capacity of a pipe
 _MAX_READS = 16  # at a time, so that the event loop is not blocked
 _MAX_SHOWN_TIMERS = 5
+_MAX_SIGNAL = 64
+_MAX_SCOPE_CHARS = 4096  # the longest line that a pipe writes atomically
+_MAX_PID = 1 << 31
+
+
+class Request(Struct, frozen=True):
+    """`expires` is wall-clock time, or negative to clear the timer; `signal` 0: do not kill the worker."""
+
+    pid: int
+    scope: str
+    expires: float
+    signal: int = 0
+
+
+def read_request(line: bytes) -> Request:
+    """Parse a line of the pipe.  Raises ValueError with the reason."""
+    try:
+        fields = json.loads(line)
+        pid, scope, expires, signum = (fields[name] for name in ("pid", "scope_id", "expiration_time", "signal"))
+        expires = float(expires) if type(expires) in (int, float) else None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if type(pid) is not int or not 1 < pid < _MAX_PID:
+        raise ValueError(f"pid={pid!r}: not a process id")
+    if not isinstance(scope, str) or len(scope) > _MAX_SCOPE_CHARS:
+        raise ValueError(f"scope_id: not a string of at most {_MAX_SCOPE_CHARS} characters")
+    if expires is None or expires != expires:
+        raise ValueError("expiration_time: not a time")
+    if type(signum) is not int or signum > _MAX_SIGNAL:
+        raise ValueError(f"signal={signum!r}: not a signal")
+    return Request(pid, scope, expires, max(0, signum))
 
 
 class Pipe:

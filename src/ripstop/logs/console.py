@@ -8,7 +8,7 @@ agent, nor the workers, nor the other console: unread output stays in the files.
 2. Without a prefix, bytes are copied as they come.  A block that is read from the middle of a long output ends with a
    line, so that the agent's own lines do not divide the worker's.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
-4. Nothing polls where inotify is available (`growing_file.py`).
+4. Nothing polls where inotify is available.
 5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
    ahead of the writer.  On a full disk, the part that the console has already is freed.
 6. If a program has replaced `sys.stdout` or `sys.stderr` by an object, as notebooks do, that object is the console.  It
@@ -30,13 +30,15 @@ from typing import TextIO
 
 from msgspec import Struct
 
-from ripstop.logs.growing_file import MAX_READ_BYTES, GrowingFile, GrowthWatch
 from ripstop.model.errors import StartError
+from ripstop.system.blocking_calls import settle
+from ripstop.system.inotify import GrowthWatch
 from ripstop.system.linux import free_range, release_reserved, reserve_range
-from ripstop.system.own_directory import no_follow
+from ripstop.system.safe_files import no_follow, open_to_append
 
 log = logging.getLogger("ripstop.workers")
 
+MAX_READ_BYTES = 1 << 18  # large enough to be cheap, small enough not to hold Python's lock for long
 RESERVED_BYTES = 1 << 20  # that a worker can write to a file with reserved space before the next read
 _MIN_KEPT_BYTES_FULL_DISK = 1 << 16  # end of a file with reserved space that stays on a full disk, as evidence
 _MIN_KEPT_BYTES = 1 << 20  # end of a file with `keep_end_only` that stays on disk
@@ -116,13 +118,9 @@ def _call_back(request: Callable[[Callable[[], None]], None]) -> "asyncio.Future
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
-    def resolve() -> None:
-        if not future.done():
-            future.set_result(None)
-
     def call() -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(resolve)
+            loop.call_soon_threadsafe(settle, future, None)
 
     request(call)
     return future
@@ -174,8 +172,8 @@ class Prefixer:
         return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
 
 
-class _LogFile(GrowingFile):
-    """A worker's log file, and how its output is changed on the way to the console."""
+class _LogFile:
+    """A worker's log file, the position up to which it was copied, and how its output is changed on the way."""
 
     def __init__(
         self,
@@ -187,33 +185,36 @@ class _LogFile(GrowingFile):
         reserve_space: bool,
     ) -> None:
         access = os.O_RDWR if keep_end_only or reserve_space else os.O_RDONLY
-        super().__init__(path, access | no_follow(path), from_end=True)
         self.path = path
+        self.fd = os.open(path, access | no_follow(path) | os.O_CLOEXEC | os.O_NONBLOCK)
         self.found_disk_full = False
+        self._position = os.fstat(self.fd).st_size  # only what is appended from now on is copied
         self._prefixer = prefixer
         self._filtered = filtered
         self._keep_end_only = keep_end_only
-        self._freed_until = self.position
-        self._reserved_until = self.position + RESERVED_BYTES if reserve_space else None
+        self._freed_until = self._position
+        self._reserved_until = self._position + RESERVED_BYTES if reserve_space else None
 
     def unread(self) -> int:
-        """Truncation, as by logrotate, frees the space that was reserved."""
-        before = self.position
-        unread = super().unread()
-        if self.position < before:
-            self._freed_until = 0
+        """Bytes after the position.  A truncated file (logrotate) is read again, and its reserved space is free."""
+        try:
+            size = os.fstat(self.fd).st_size
+        except OSError:  # the file system was unmounted, or its server failed
+            return 0
+        if size < self._position:
+            self._position = self._freed_until = 0
             if self._reserved_until is not None:
                 self._reserved_until = 0
-        return unread
+        return size - self._position
 
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
-        data = self.read()
+        data = self._read()
         if self._prefixer is None and len(data) == MAX_READ_BYTES:
             data = self._unread_partial_line(data)
-        if self._keep_end_only and self.position - self._freed_until > 2 * _MIN_KEPT_BYTES:
-            self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES)
-        if self._reserved_until is not None and self.position + RESERVED_BYTES // 2 > self._reserved_until:
+        if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
+            self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
+        if self._reserved_until is not None and self._position + RESERVED_BYTES // 2 > self._reserved_until:
             self._reserved_until = self._reserve()
         if self._filtered:
             self._filtered.feed(data)
@@ -223,18 +224,29 @@ class _LogFile(GrowingFile):
         """The whole lines of a full block (rule 2); the next block begins with the rest."""
         end = data.rfind(b"\n") + 1
         if end:
-            self.position -= len(data) - end
+            self._position -= len(data) - end
         return data[:end] or data
+
+    def _read(self) -> bytes:
+        """The next bytes, at most `MAX_READ_BYTES`; empty at the end of the file."""
+        try:
+            data = os.pread(self.fd, MAX_READ_BYTES, self._position)
+            if not data and (unread := self.unread()):
+                data = os.pread(self.fd, min(unread, MAX_READ_BYTES), self._position)
+        except OSError:
+            return b""
+        self._position += len(data)
+        return data
 
     def _reserve(self) -> int:
         """Reserve disk space after the end of the file; return the position up to which there is space."""
-        start = self.position + self.unread()
+        start = self._position + self.unread()
         end = start + RESERVED_BYTES
         if reserve_range(self.fd, start, end):
             return end
         self.found_disk_full = True
-        self._freed_until = free_range(self.fd, self._freed_until, self.position - _MIN_KEPT_BYTES_FULL_DISK)
-        return end if reserve_range(self.fd, start, end) else self.position
+        self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES_FULL_DISK)
+        return end if reserve_range(self.fd, start, end) else self._position
 
     def end(self) -> bytes:
         """What to write to the console after all output was read."""
@@ -246,7 +258,7 @@ class _LogFile(GrowingFile):
         if self._reserved_until is not None:
             with suppress(OSError):
                 release_reserved(self.fd, 2 * RESERVED_BYTES)
-        super().close()
+        os.close(self.fd)
         if self._filtered:
             self._filtered.close()
 
@@ -255,8 +267,7 @@ class _FilteredFile:
     """Appends the selected lines of one log file to a file that several log files share."""
 
     def __init__(self, line_filter: LineFilter, prefix: bytes) -> None:
-        path = line_filter.path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
+        self._fd = open_to_append(line_filter.path)
         self._prefixer = Prefixer(prefix, line_filter.words)
 
     def feed(self, data: bytes) -> None:

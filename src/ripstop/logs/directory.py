@@ -30,12 +30,12 @@ from ripstop.model.config import Logs, OutputStreams
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
 from ripstop.system.linux import DISK_FULL_ERRORS, release_reserved, reserve_range
-from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
+from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 
 log = logging.getLogger("ripstop.workers")
 
-FILES = {OutputStreams.OUT: "stdout.log", OutputStreams.ERR: "stderr.log"}
+FILES = {OutputStreams.OUT: "stdout.log", OutputStreams.ERR: "stderr.log"}  # in the order of their descriptors
 
 
 class LogDirectory:
@@ -161,14 +161,12 @@ class RoundLogs:
         self.make_round_directory()
         make_own_directory(self.directory(local_rank))
         rename_existing(self.error_file(local_rank))
-        for stream in (OutputStreams.OUT, OutputStreams.ERR):
+        for stream in FILES:
             if path := self._file(local_rank, stream):
-                fd = open_log(path)
+                fd = open_to_append(path)
                 try:
-                    size = os.fstat(fd).st_size
-                    if self._is_evidence_only(local_rank, stream) and not reserve_range(
-                        fd, size, size + RESERVED_BYTES
-                    ):
+                    size, is_reserved = os.fstat(fd).st_size, self._is_evidence_only(local_rank, stream)
+                    if is_reserved and not reserve_range(fd, size, size + RESERVED_BYTES):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 finally:
                     os.close(fd)
@@ -188,12 +186,8 @@ class RoundLogs:
 
     def _has_requested_files(self) -> bool:
         """Whether the user asked for any file."""
-        return any(
-            self._file(local_rank, stream) not in (None, Path(os.devnull))
-            and not self._is_evidence_only(local_rank, stream)
-            for local_rank in range(self._place.slots)
-            for stream in (OutputStreams.OUT, OutputStreams.ERR)
-        )
+        routes = {self._route(local_rank, stream) for local_rank in range(self._place.slots) for stream in FILES}
+        return bool(routes & {OutputRoute.FILE, OutputRoute.TEE})
 
     def _is_evidence_only(self, local_rank: int, stream: OutputStreams) -> bool:
         """Whether the user did not ask for this file (rule 3)."""
@@ -203,7 +197,7 @@ class RoundLogs:
         """Copy the output of these workers to the console, as their routes require."""
         try:
             for local_rank in range(self._place.slots):
-                for stream, fd in ((OutputStreams.OUT, 1), (OutputStreams.ERR, 2)):
+                for fd, stream in enumerate(FILES, start=1):
                     self._follow(console, local_rank, stream, fd)
         except StartError:
             self._release_space()
@@ -229,12 +223,8 @@ class RoundLogs:
 
     def _line_filter(self, stream: OutputStreams) -> LineFilter | None:
         """The filter of this stream, which collects lines of all workers of the round in one file."""
-        name, words = (
-            ("stdout", self._logs.stdout_filters)
-            if stream is OutputStreams.OUT
-            else ("stderr", self._logs.stderr_filters)
-        )
-        path = self._round / f"filtered_{name}.log"
+        words = self._logs.stdout_filters if stream is OutputStreams.OUT else self._logs.stderr_filters
+        path = self._round / f"filtered_{FILES[stream]}"
         return LineFilter(path, tuple(map(os.fsencode, words))) if words else None
 
     def _file(self, local_rank: int, stream: OutputStreams) -> Path | None:
@@ -286,20 +276,6 @@ def file_name(run_id: str) -> str:
     return f"{safe.strip('.')}_{crc32(run_id.encode('utf-8', 'surrogateescape')):08x}"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically.  Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def _temporary_directory() -> Path:
     """Like `tempfile.mkdtemp`, which takes long to import."""
     first = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
@@ -314,11 +290,6 @@ def _temporary_directory() -> Path:
         else:
             return path
     raise UsageError(_unusable(top, why.strerror)) from why
-
-
-def open_log(path: Path) -> int:
-    """Open a file for appending; create it if it does not exist."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
 
 
 def _unusable(directory: Path, why: str | None) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.logs.console import LineFilter
-from ripstop.logs.directory import OutputRoute, RoundLogs, open_log, rename_existing
+from ripstop.logs.directory import OutputRoute, RoundLogs, rename_existing
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
-from ripstop.system.own_directory import check_own_directory, make_own_directory, no_follow
+from ripstop.system.safe_files import check_own_directory, make_own_directory, no_follow, open_to_append
 from ripstop.workers.processes import Children, cannot_start
 
 PROGRAM = Path(__file__).with_name("plugin_process.py")
@@ -126,7 +126,7 @@ class PluginLogs(RoundLogs):
                             if directory == self._job:
                                 break
                             check_own_directory(directory)
-                    os.close(open_log(path))
+                    os.close(open_to_append(path))
         except OSError as error:
             raise StartError(
                 f"--logs-specs={self._logs.specs}: {error.filename} cannot be used ({error.strerror}); fix the plugin"

@@ -28,7 +28,7 @@ class CollectiveProgress(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hang(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a worker was when its round made no progress (`diagnostics/stacks.py` compares workers).
+    """Where a worker was when its round made no progress (`diagnostics/hang_analysis.py` compares workers).
 
     `sign` is the symptom of the hang; empty for a worker that was inspected because others hang.  `state` is the
     kernel's process state letter.  `file` has all that was found.  `standings` is None if the worker did not reply.

@@ -77,10 +77,16 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def ranges(ranks: Sequence[int]) -> str:
     """`0,1,4-7`, from sorted numbers."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = consecutive(ranks)
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def consecutive(numbers: Sequence[int]) -> list[list[int]]:
+    """Sorted numbers, divided into runs without gaps."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

@@ -1,1 +1,1 @@
-"""Access to the kernel and the hardware: /proc, pidfds, inotify, NUMA topology, NVML, calls that may block."""
+"""Access to the kernel and the hardware: /proc, inotify, NUMA topology, GPUs, safe files, calls that may block."""

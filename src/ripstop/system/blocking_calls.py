@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Generic, TypeVar
 
 log = logging.getLogger("ripstop.workers")
@@ -17,45 +18,55 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 4.0  # shorter than the timeout of a query to an agent
 MAX_BLOCKED_THREADS = 128
 
-_running = 0
-_running_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
+_free_threads = threading.Semaphore(MAX_BLOCKED_THREADS)  # launches of one program may overlap, each in its own thread
+
+
+def start_daemon_thread(function: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Call a function in a thread; the future gets its result or its exception.  RuntimeError: no thread is left."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            report = partial(settle, future, function())
+        except Exception as error:
+            report = partial(_settle_with_error, future, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(report)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def settle(future: asyncio.Future[T], value: T) -> None:
+    """Set the result, unless the future is done or cancelled."""
+    if not future.done():
+        future.set_result(value)
+
+
+def _settle_with_error(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 async def run_in_daemon_thread(function: Callable[[], T], timeout: float = CALL_TIMEOUT_S) -> T:
     """Call a function in a thread.  TimeoutError: it blocks, or MAX_BLOCKED_THREADS others do."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[T | None, Exception | None]] = loop.create_future()
 
-    def run() -> None:
-        outcome: tuple[T | None, Exception | None]
+    def call() -> T:
         try:
-            outcome = (function(), None)
-        except Exception as error:
-            outcome = (None, error)
-        _count(-1)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, done, outcome)
+            return function()
+        finally:
+            _free_threads.release()
 
-    if _count(1) > MAX_BLOCKED_THREADS:
-        _count(-1)
+    if not _free_threads.acquire(blocking=False):
         raise TimeoutError(f"{MAX_BLOCKED_THREADS} earlier calls still block")
     try:
-        threading.Thread(target=run, name="ripstop-call", daemon=True).start()
+        future = start_daemon_thread(call, "ripstop-call")
     except RuntimeError:
-        _count(-1)
+        _free_threads.release()
         raise
     async with asyncio.timeout(timeout):
-        result, error = await done
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # the one or the other is set
-
-
-def _count(change: int) -> int:
-    global _running
-    with _running_lock:
-        _running += change
-        return _running
+        return await future
 
 
 class ExclusiveCall(Generic[T]):
@@ -72,33 +83,23 @@ class ExclusiveCall(Generic[T]):
 
     async def call(self, timeout: float) -> T | None:
         """The result; None if the call takes longer than this."""
-        pending = self._pending
-        if pending is None or pending.done():
-            pending = asyncio.get_running_loop().create_future()
+        if self._pending is None or self._pending.done():
             try:
-                threading.Thread(target=self._run, args=(pending,), name="ripstop-probe", daemon=True).start()
-            except RuntimeError as error:  # no more threads available
+                self._pending = start_daemon_thread(self._run, "ripstop-probe")
+            except RuntimeError as error:
                 self._warn_once(error)
                 return self._result
-            self._pending = pending
-        done, _ = await asyncio.wait([pending], timeout=timeout)
-        return pending.result() if done else None
+        done, _ = await asyncio.wait([self._pending], timeout=timeout)
+        return done.pop().result() if done else None
 
-    def _run(self, pending: asyncio.Future[T]) -> None:
+    def _run(self) -> T:
         try:
             self._result = self._function()
         except Exception as error:
             self._warn_once(error)
-        with suppress(RuntimeError):  # the loop is closed
-            pending.get_loop().call_soon_threadsafe(settle, pending, self._result)
+        return self._result
 
     def _warn_once(self, error: Exception) -> None:
         if not self._has_warned:
             log.warning("a probe of this node failed; its last result is used (logged once): %r", error)
         self._has_warned = True
-
-
-def settle(future: asyncio.Future[T], value: T) -> None:
-    """Set the result, unless the future is done or cancelled."""
-    if not future.done():
-        future.set_result(value)

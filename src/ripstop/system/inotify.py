@@ -1,12 +1,13 @@
-"""Notifications of writes to open files: Linux's inotify, through ctypes.
+"""Notifications of writes to open files: Linux's inotify, through ctypes; files that it cannot watch are polled.
 
 Watches are one-shot: after an event, a file is not watched until it is armed again.  So a worker that writes a million
-lines costs one event for each read, and its writes in between cost nothing.  Arm first, then read to the end: a write
-after the arming causes the next event.  Files are armed by descriptor, so that a renamed or deleted file is still
-watched.
+lines costs one event for each read, and its writes in between cost nothing.  Files are armed by descriptor, so that a
+renamed or deleted file is still watched.
+
+How to follow a file: (1) `arm` it; (2) read to the end; (3) wait until `grown` returns it; start again.  Data written
+after (1) is reported by (3), so none is missed.
 """
 
-import ctypes
 import os
 import struct
 
@@ -16,47 +17,57 @@ _IN_ONESHOT = 0x80000000
 _EVENT = struct.Struct("iIII")
 
 
-class InotifyWatch:
-    """The files of one reader; `fileno()` is readable when an armed file was written to.
+class GrowthWatch:
+    """Reports which open files were written to.
 
-    Raises OSError if the kernel has no inotify, or if this user has no instance left.
+    `fileno()` is readable when an armed file was written to; None without inotify.  While `needs_polling` is true, the
+    caller must call `grown()` at an interval of its choice.
     """
 
     def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "inotify_init1"):
-            raise OSError("this system has no inotify")
-        self._add, self._remove = libc.inotify_add_watch, libc.inotify_rm_watch
-        self._add.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32)
+        import ctypes  # agents without followers do not need it
+
+        self._libc = ctypes.CDLL(None)
         self._files: dict[int, int] = {}  # watch → descriptor of the file
         self._watches: dict[int, int] = {}  # descriptor of the file → watch
-        self._fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd < 0:
-            raise _error()
+        self._polled: set[int] = set()
+        self._fd = -1  # the system has no inotify, or the user's limit of instances is reached
+        if hasattr(self._libc, "inotify_init1"):
+            self._libc.inotify_add_watch.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32)
+            self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def fileno(self) -> int:
-        return self._fd
+    def fileno(self) -> int | None:
+        return self._fd if self._fd >= 0 else None
+
+    @property
+    def needs_polling(self) -> bool:
+        return bool(self._polled)
 
     def arm(self, fd: int) -> None:
-        """Watch this file for its next change; OSError if this user has no watch left."""
-        watch = self._add(self._fd, b"/proc/self/fd/%d" % fd, _IN_MODIFY | _IN_ONESHOT)
-        if watch < 0:
-            raise _error()
+        """Report the next write to this file."""
+        watch = -1
+        if self._fd >= 0:
+            watch = self._libc.inotify_add_watch(self._fd, b"/proc/self/fd/%d" % fd, _IN_MODIFY | _IN_ONESHOT)
+        if watch < 0:  # the user's limit of watches may be reached
+            self._polled.add(fd)
+            return
+        self._polled.discard(fd)
         self._files[watch] = fd
         self._watches[fd] = watch
 
     def disarm(self, fd: int) -> None:
         """Stop watching this file."""
+        self._polled.discard(fd)
         watch = self._watches.pop(fd, None)
         if watch is not None:
             del self._files[watch]
-            self._remove(self._fd, watch)
+            self._libc.inotify_rm_watch(self._fd, watch)
 
-    def changed(self) -> set[int]:
-        """The descriptors whose files were written to since they were armed; does not wait."""
-        fds: set[int] = set()
+    def grown(self) -> set[int]:
+        """The files that were written to since `arm`, and all polled files.  Does not wait."""
+        fds = set(self._polled)
         try:
-            events = os.read(self._fd, 65536)
+            events = os.read(self._fd, 65536) if self._fd >= 0 else b""
         except BlockingIOError:
             return fds
         at = 0
@@ -72,9 +83,5 @@ class InotifyWatch:
         return fds
 
     def close(self) -> None:
-        os.close(self._fd)
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+        if self._fd >= 0:
+            os.close(self._fd)

@@ -180,14 +180,9 @@ def usage_of_sessions(sessions: Iterable[int]) -> dict[int, Usage]:
             used.memory += int(fields[_RESIDENT]) * _PAGE_BYTES
             used.threads += int(fields[_THREADS])
             used.processes += 1
-            used.written += _written(pid)
+            used.written += int(_proc_value(pid, "io", b"wchar:"))  # 0 for a program of another user
             used.ready |= fields[_STATE] == b"R"
     return {session: used for session, used in found.items() if used.processes}
-
-
-def _written(pid: int) -> int:
-    """Bytes; 0 if we may not read it, as for a program of another user."""
-    return int(_proc_value(pid, "io", b"wchar:"))
 
 
 def _proc_value(pid: int, file_name: str, key: bytes) -> bytes:

@@ -6,7 +6,7 @@ Rules: (1) a worker gets only processors that the agent itself may use; (2) all 
 and every round gets the same result; (4) a NUMA node is divided among all its GPUs, with or without a worker of this
 job, because another job may use the others.
 
-`topology.py` reads the machine; the zygote binds.
+`numa_topology.py` reads the machine; the zygote binds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ripstop.model.config import Binding, Numa
 from ripstop.model.errors import UsageError
+from ripstop.model.text_formatting import consecutive
 
 
 class Cpu(Struct, frozen=True):
@@ -110,10 +111,5 @@ def parse_ranges(text: str) -> frozenset[int]:
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """`0-2,4`; `none` for no number."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = consecutive(sorted(numbers))
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

@@ -27,7 +27,7 @@ from zlib import crc32
 from msgspec import Struct
 
 from ripstop.model.errors import UsageError
-from ripstop.system.run_directory import HeldDirectory
+from ripstop.system.socket_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
 

@@ -1,13 +1,18 @@
 """Decides from measurements whether this node is fit for the job, and lists its problems.  Pure.
 
-`probe.py` measures.  A problem's text has the rule, the value seen and the remedy, in one line.  Clock skew counts only
-before a node joins: it is no reason to interrupt training.
+A problem's text has the rule, the value seen and the remedy, in one line.  Clock skew counts only before a node joins:
+it is no reason to interrupt training.
 """
+
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from ripstop.model.config import HealthLimits
 from ripstop.model.text_formatting import format_bytes
+
+if TYPE_CHECKING:
+    from ripstop.system.gpus import GpuHealth
 
 MAX_OUTPUT_CHARS = 300  # of the health command's last line
 
@@ -18,14 +23,6 @@ class Disk(Struct, frozen=True):
     path: str
     use: str
     free: int  # bytes
-
-
-class GpuHealth(Struct, frozen=True):
-    """One GPU; `error` is empty if it is healthy."""
-
-    index: int
-    uuid: str
-    error: str = ""
 
 
 class CommandResult(Struct, frozen=True):
@@ -43,7 +40,7 @@ class HealthFacts(Struct, frozen=True):
     """
 
     disks: tuple[Disk, ...] = ()
-    gpus: tuple[GpuHealth, ...] = ()
+    gpus: "tuple[GpuHealth, ...]" = ()
     known_gpus: tuple[str, ...] = ()
     skew: float | None = None  # seconds that this clock is ahead of the coordinator's; None: unknown
     command: CommandResult | None = None
@@ -60,13 +57,19 @@ class HealthProblem(Struct, frozen=True):
 def problems(facts: HealthFacts, limits: HealthLimits, *, joining: bool) -> tuple[HealthProblem, ...]:
     """All problems of this node."""
     found = [_disk_full(disk, limits.min_disk) for disk in facts.disks if disk.free < limits.min_disk]
-    found += [_timed_out(what) for what in facts.timed_out]
+    found += [
+        HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
+        for what in facts.timed_out
+    ]
     found += [
         HealthProblem(f"gpu {gpu.index}", f"GPU {gpu.index} {gpu.uuid}".rstrip() + f": {gpu.error}")
         for gpu in facts.gpus
         if gpu.error
     ]
-    found += [_gpu_missing(uuid) for uuid in _missing_gpus(facts)]
+    found += [
+        HealthProblem(f"gpu {uuid}", f"GPU {uuid} has disappeared; look for Xid errors in the kernel's log")
+        for uuid in _missing_gpus(facts)
+    ]
     if joining and limits.max_skew and facts.skew is not None and abs(facts.skew) > limits.max_skew:
         found.append(_clock_skew(facts.skew, limits.max_skew))
     if facts.command is not None and facts.command.code != 0:
@@ -82,19 +85,11 @@ def _disk_full(disk: Disk, min_free: int) -> HealthProblem:
     )
 
 
-def _timed_out(what: str) -> HealthProblem:
-    return HealthProblem(f"timeout {what}", f"the check of the {what} timed out: a driver or a file server hangs")
-
-
 def _missing_gpus(facts: HealthFacts) -> list[str]:
     """The known GPUs that are missing.  A GPU without a UUID is one of them, and is reported by its index already."""
     present = {gpu.uuid for gpu in facts.gpus}
     missing = [uuid for uuid in facts.known_gpus if uuid not in present]
     return missing[sum(not gpu.uuid for gpu in facts.gpus) :]
-
-
-def _gpu_missing(uuid: str) -> HealthProblem:
-    return HealthProblem(f"gpu {uuid}", f"GPU {uuid} has disappeared; look for Xid errors in the kernel's log")
 
 
 def _clock_skew(skew: float, max_skew: float) -> HealthProblem:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from ripstop.agent.health.assessment import CommandResult
 from ripstop.system import linux
-from ripstop.system.blocking_calls import settle
+from ripstop.system.blocking_calls import start_daemon_thread
 
 MAX_OUTPUT_BYTES = 8192  # kept of the end of the output
 
@@ -41,42 +41,34 @@ class HealthCommand:
         try:
             process = self._last = _Process(self._command, self._environ, output.write_end)
             try:
-                process.start()
                 await asyncio.wait([process.ended], timeout=timeout)
             finally:
                 process.kill()
-            if not process.ended.done():
-                return CommandResult(None, output.last_line())
-            return self._result(process.ended.result(), output)
+            end = process.ended.result() if process.ended.done() else None
+            if isinstance(end, OSError) and end.filename == self._command[0]:
+                return CommandResult(None, error=end.strerror or str(end))
+            if isinstance(end, Exception):  # not an error of the program
+                raise end
+            return CommandResult(end, output.last_line())
         finally:
             output.close()
-
-    def _result(self, end: int | Exception, output: "_Output") -> CommandResult:
-        if isinstance(end, OSError) and end.filename == self._command[0]:
-            return CommandResult(None, error=end.strerror or str(end))
-        if isinstance(end, Exception):  # not an error of the program
-            raise end
-        return CommandResult(end, output.last_line())
 
 
 class _Process:
     """One run of the command; `ended` is its return code, or the error that prevented its start."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: int) -> None:
-        self.ended: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
         self._command = command
         self._environ = environ
         self._output = output
         self._lock = threading.Lock()
         self._group = 0  # set while the kernel cannot reuse the number
         self._is_killed = False
-
-    def start(self) -> None:
         try:
-            threading.Thread(target=self._run_in_thread, name="ripstop-health", daemon=True).start()
-        except RuntimeError as error:
-            os.close(self._output)
-            self.ended.set_result(error)
+            self.ended = start_daemon_thread(self._run, "ripstop-health")
+        except RuntimeError:
+            os.close(output)
+            raise
 
     def kill(self) -> None:
         """Kill the whole process group, now or as soon as it exists."""
@@ -86,16 +78,7 @@ class _Process:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._group, signal.SIGKILL)
 
-    def _run_in_thread(self) -> None:
-        end: int | Exception
-        try:
-            end = self._run()
-        except Exception as error:
-            end = error
-        with suppress(RuntimeError):  # the loop is closed
-            self.ended.get_loop().call_soon_threadsafe(settle, self.ended, end)
-
-    def _run(self) -> int:
+    def _run(self) -> int | Exception:
         try:
             process = subprocess.Popen(
                 self._command,
@@ -106,6 +89,8 @@ class _Process:
                 process_group=0,
                 preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
             )
+        except Exception as error:
+            return error
         finally:
             os.close(self._output)
         with self._lock:

@@ -353,7 +353,7 @@ def _bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, not
         raise UsageError(f"{name}={text}: this system cannot bind a process to CPUs; leave {name} out")
     from ripstop.system.linux import memory_policy_call
     from ripstop.system.numa import bindings
-    from ripstop.system.topology import read_topology, visible_gpus
+    from ripstop.system.numa_topology import read_topology, visible_gpus
 
     gpus = visible_gpus(environ)
     found = bindings(name, modes[text], read_topology(), gpus.nodes, slots)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ripstop.cli.job_client import JOB_HELP, find_job, get, parse_command, print_json
-from ripstop.diagnostics.flight_recorder import in_words, position
+from ripstop.diagnostics.hang_analysis import describe_collectives, describe_position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.parsers import integer
 from ripstop.model.text_formatting import rank_list
@@ -39,10 +39,10 @@ def render(reply: dict[str, Any]) -> list[str]:
         lines += [f"  {line}" for line in str(stack.get("stack", "")).splitlines()]
         if "standings" in stack:
             recorded[rank] = [CollectiveProgress(**progress) for progress in stack["standings"]]
-            lines.append(f"  flight recorder: {position(recorded[rank])}")
+            lines.append(f"  flight recorder: {describe_position(recorded[rank])}")
         elif "recorder" in stack:
             unrecorded.setdefault(str(stack["recorder"]), []).append(rank)
-    if len(recorded) > 1 and (difference := in_words(recorded)):
+    if len(recorded) > 1 and (difference := describe_collectives(recorded)):
         lines.append(f"flight recorder: {difference}")
     lines += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
     lines += [f"node {node['node']} did not reply: {node['why']}" for node in reply["unanswered"]]

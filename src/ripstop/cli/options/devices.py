@@ -43,12 +43,12 @@ def installed() -> int | None:
 
 
 def _nvml() -> int | None:
-    from ripstop.system import nvml
+    from ripstop.system.gpus import NvmlError, open_nvml
 
     try:
-        with nvml.opened() as library:
-            return int(library.nvmlDeviceGetCount())
-    except nvml.NvmlError:
+        with open_nvml() as nvml:
+            return int(nvml.nvmlDeviceGetCount())
+    except NvmlError:
         return None
 
 

@@ -41,7 +41,7 @@ def binding_of(numa_options: Any, local_rank: int) -> Callable[[], None] | None:
     if numa_options is None:
         return None
     from ripstop.system.numa import bindings
-    from ripstop.system.topology import read_topology, visible_gpus
+    from ripstop.system.numa_topology import read_topology, visible_gpus
 
     mode = Numa(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
     try:

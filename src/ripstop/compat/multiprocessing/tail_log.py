@@ -15,7 +15,7 @@ from threading import Event, Thread
 from typing import TextIO
 
 from ripstop.logs.console import Prefixer
-from ripstop.system.inotify import InotifyWatch
+from ripstop.system.inotify import GrowthWatch
 
 __all__ = ["TailLog", "tail_logfile"]
 
@@ -40,18 +40,14 @@ class _Tail:
         self._position = 0
         self._lines = Prefixer(os.fsencode(header) if line_filter is _every_line else b"")
 
-    def open(self, watch: InotifyWatch | None = None) -> bool:
-        """Open the file if it exists by now; whether `watch` reports its next change."""
+    def open(self, watch: GrowthWatch | None = None) -> bool:
+        """Open the file if it exists by now, and watch it; whether it exists."""
         if self._fd is None:
             with suppress(FileNotFoundError):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if self._fd is None or watch is None:
-            return False
-        try:
+        if self._fd is not None and watch is not None:
             watch.arm(self._fd)
-        except OSError:
-            return False
-        return True
+        return self._fd is not None
 
     def copy(self, target: TextIO) -> None:
         """Copy up to the file's present size: a file may grow for ever."""
@@ -151,9 +147,7 @@ class TailLog:
         return self._stopped
 
     def _run(self, stop: int) -> None:
-        watch = None
-        with suppress(OSError):  # the kernel has no inotify, or none left for this user
-            watch = InotifyWatch()
+        watch = GrowthWatch()
         try:
             self._follow(stop, watch)
         except Exception as error:
@@ -161,22 +155,20 @@ class TailLog:
         finally:
             for tail in self._tails:
                 tail.close()
-            if watch is not None:
-                watch.close()
+            watch.close()
             os.close(stop)
 
-    def _follow(self, stop: int, watch: InotifyWatch | None) -> None:
+    def _follow(self, stop: int, watch: GrowthWatch) -> None:
         changes, stopped = select.poll(), select.poll()
         for poll in (changes, stopped):
             poll.register(stop, select.POLLIN)
-        if watch is not None:
-            changes.register(watch, select.POLLIN)
+        if (notifications := watch.fileno()) is not None:
+            changes.register(notifications, select.POLLIN)
         while not stopped.poll(_PAUSE_MS):
-            if watch is not None:
-                watch.changed()  # an event that was received
-            watched = [tail.open(watch) for tail in self._tails]
+            watch.grown()  # read events that were received
+            exist = [tail.open(watch) for tail in self._tails]
             for tail in self._tails:
                 tail.copy(self._dst)
-            changes.poll(None if all(watched) else self._interval * 1000)
+            changes.poll(None if all(exist) and not watch.needs_polling else self._interval * 1000)
         for tail in self._tails:
             tail.finish(self._dst)

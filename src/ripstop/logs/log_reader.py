@@ -14,8 +14,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ripstop.logs.growing_file import GrowingFile, GrowthWatch
 from ripstop.system.blocking_calls import run_in_daemon_thread, settle
+from ripstop.system.inotify import GrowthWatch
 
 MAX_CHUNK_BYTES = 24 * 1024  # as JSON within JSON, at most seven times as much
 BLOCK_BYTES = 64 * 1024
@@ -32,7 +32,7 @@ class LogChunk(Struct, frozen=True):
     text: str
 
 
-def last_lines(path: Path, lines: int) -> int:
+def offset_of_last_lines(path: Path, lines: int) -> int:
     """The offset at which the last `lines` lines of a file begin."""
     with path.open("rb", buffering=0) as file:
         size = at = os.fstat(file.fileno()).st_size
@@ -81,7 +81,9 @@ def _incomplete_character(data: bytes) -> int:
 _waits: dict[tuple[asyncio.AbstractEventLoop, Path], "_GrowthWait"] = {}
 
 
-async def grown(path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None) -> None:
+async def wait_until_larger(
+    path: Path, size: int, timeout: float, finished: asyncio.Future[None] | None = None
+) -> None:
     """Wait until a file is larger than `size`, until the timeout, or until `finished` is done."""
     key = (asyncio.get_running_loop(), path)
     wait = _waits.get(key)
@@ -155,7 +157,7 @@ class _WatchedFile:
     def __init__(self, path: Path) -> None:
         self.watch: GrowthWatch | None = None
         self._path = path
-        self._file: GrowingFile | None = None
+        self._fd: int | None = None
         self._lock = threading.Lock()
         self._in_use = False
         self._closed = False
@@ -164,12 +166,11 @@ class _WatchedFile:
         """The size of the file; `watch` reports what is written after this.  Called in a thread."""
         self._in_use = True
         try:
-            if self._file is None:
-                self._file = GrowingFile(self._path)
-                self.watch = GrowthWatch()
-            assert self.watch is not None
-            self.watch.arm(self._file.fd)
-            return self._file.size()
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.watch = self.watch or GrowthWatch()
+            self.watch.arm(self._fd)
+            return os.fstat(self._fd).st_size
         finally:
             with self._lock:
                 self._in_use = False
@@ -183,7 +184,8 @@ class _WatchedFile:
                 self._release()
 
     def _release(self) -> None:
-        for opened in (self.watch, self._file):
-            if opened is not None:
-                opened.close()
-        self.watch = self._file = None
+        if self.watch is not None:
+            self.watch.close()
+        if self._fd is not None:
+            os.close(self._fd)
+        self.watch = self._fd = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, to_builtins
 
+from ripstop.agent.log_followers import LogFollowers
 from ripstop.diagnostics.progress import WorkerProgress
 from ripstop.diagnostics.stack_dump import dump_stacks, ended_process
 from ripstop.logs.directory import RoundLogs
@@ -25,9 +26,8 @@ from ripstop.protocol.messages import Query, Reply
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ripstop.agent.gpu_usage import GpuUsageReader
-    from ripstop.agent.log_followers import LogFollowers
-    from ripstop.diagnostics.flight_dump import FlightDump
+    from ripstop.agent.usage_sampler import GpuUsageReader
+    from ripstop.diagnostics.flight_recorder_query import FlightDump
 
 log = logging.getLogger("ripstop.agent")
 
@@ -64,51 +64,58 @@ class Workers(Struct, frozen=True):
         return local
 
 
-class QueriedNode(Struct, frozen=True):
-    """The subject of queries; `workers` are those that run, or ran last."""
+class QueryHandler:
+    """Answers the queries to one agent; `find_workers` returns the workers that run, or ran last."""
 
-    gpus: "GpuUsageReader"
-    workers: Workers | None
-    log_followers: "LogFollowers"
+    def __init__(self, find_workers: Callable[[], Workers | None], gpus: "GpuUsageReader | None" = None) -> None:
+        self.find_workers = find_workers
+        self._gpus = gpus
+        self._open_queries = 0
+        self.log_followers = LogFollowers()
+
+    @property
+    def gpus(self) -> "GpuUsageReader":
+        from ripstop.agent.usage_sampler import GpuUsageReader
+
+        self._gpus = self._gpus or GpuUsageReader()
+        return self._gpus
 
     def running_workers(self) -> Workers:
-        if self.workers is None or self.workers.all_stopped:
+        workers = self.find_workers()
+        if workers is None or workers.all_stopped:
             raise QueryFailed("no workers run on this node now")
-        return self.workers
-
-
-class QueryHandler:
-    """Answers the queries to one agent; `workers` returns the workers that run, or ran last."""
-
-    def __init__(self, workers: Callable[[], Workers | None]) -> None:
-        self._workers = workers
-        self._open_queries = 0
-        self._gpus: GpuUsageReader | None = None
-        self._log_followers: LogFollowers | None = None
+        return workers
 
     async def answer(self, query: Query) -> Reply:
         self._open_queries += 1
         try:
             if self._open_queries > MAX_OPEN_QUERIES:
                 raise QueryFailed(f"this node is already answering {MAX_OPEN_QUERIES} queries; try again later")
-            return Reply(query.number, await reply(query.name, query.argument, self._node()))
+            return Reply(query.number, await self.reply(query.name, query.argument))
         except QueryFailed as why:
             return Reply(query.number, error=str(why)[:MAX_ERROR_CHARS])
         finally:
             self._open_queries -= 1
 
-    async def wait_for_log_followers(self, timeout: float) -> None:
-        """Wait until the clients that follow logs have read them completely."""
-        if self._log_followers is not None:
-            await self._log_followers.wait(timeout)
-
-    def _node(self) -> QueriedNode:
-        if self._gpus is None or self._log_followers is None:
-            from ripstop.agent.gpu_usage import GpuUsageReader
-            from ripstop.agent.log_followers import LogFollowers
-
-            self._gpus, self._log_followers = GpuUsageReader(), LogFollowers()
-        return QueriedNode(self._gpus, self._workers(), self._log_followers)
+    async def reply(self, name: str, argument: str) -> str:
+        """The reply as JSON, or QueryFailed."""
+        if name not in QUERIES:
+            raise QueryFailed(f"this agent has no query {name!r}; it has {', '.join(sorted(QUERIES))}")
+        try:
+            details = json.loads(argument or "{}")
+            if not isinstance(details, dict):
+                raise QueryFailed(f"the argument of a query must be a JSON object, received {argument[:80]!r}")
+            text = json.dumps(await QUERIES[name](self, details))
+        except QueryFailed:
+            raise
+        except TimeoutError as error:
+            raise QueryFailed(f"query {name!r} timed out: a file server hangs, or the machine is overloaded") from error
+        except Exception as defect:
+            log.exception("query %s", name)
+            raise QueryFailed(f"query {name!r} failed: {defect}") from defect
+        if (size := len(json.dumps(text))) > MAX_REPLY_CHARS:
+            raise QueryFailed(f"a reply has at most {MAX_REPLY_CHARS} characters, this one has {size}; ask for less")
+        return text
 
 
 def _fields(record: Struct) -> dict[str, Any]:
@@ -116,11 +123,11 @@ def _fields(record: Struct) -> dict[str, Any]:
     return fields
 
 
-async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _stacks(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The stacks of one `rank`, or of all workers of this node."""
-    from ripstop.diagnostics.flight_dump import HEALTHY, query_ranks
+    from ripstop.diagnostics.flight_recorder_query import HEALTHY, query_ranks
 
-    workers = node.running_workers()
+    workers = handler.running_workers()
     rank = details.get("rank")
     if rank is not None and type(rank) is not int:
         raise QueryFailed(f"rank must be an integer, received {str(rank)[:80]!r}")
@@ -130,9 +137,8 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
         dump_stacks((workers.pids[local], workers.logs.stack_file(local)) for local in running),
         query_ranks(workers.recorder_sockets, running, HEALTHY),
     )
-    stacks = dict(zip(running, found, strict=True)) | {
-        local: ended_process(workers.pids[local]) for local in workers.ended
-    }
+    stacks = {local: ended_process(workers.pids[local]) for local in workers.ended}
+    stacks |= zip(running, found, strict=True)
     recorded = {local: _flight_record(flight) for local, flight in zip(running, flights, strict=True) if flight}
     max_chars = MAX_REPLY_CHARS // 3 // len(chosen)  # JSON needs more characters than the text has
     return {
@@ -146,8 +152,8 @@ async def _stacks(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, An
                 "source": stack.source,
             }
             | recorded.get(local, {})
-            for local in chosen
-            for stack in [stacks[local]]
+            for local, stack in sorted(stacks.items())
+            if local in chosen
         ]
     }
 
@@ -159,49 +165,49 @@ def _flight_record(flight: "FlightDump") -> dict[str, Any]:
     return {"standings": [_fields(standing) for standing in flight.standings]}
 
 
-async def _workers(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
-    workers = node.running_workers()
+async def _workers(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
+    workers = handler.running_workers()
     return {"round": workers.place.round, "pids": workers.pids}
 
 
-async def _step(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _step(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The progress of the worker of this `rank`: a `StepSample`."""
     from ripstop.model.usage import StepSample
 
-    workers, rank = node.running_workers(), int(details["rank"])
+    workers, rank = handler.running_workers(), int(details["rank"])
     progress = workers.progress.get(workers.local_rank(rank))
     if progress is None or progress.step is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
     return _fields(StepSample(workers.place.round, progress.step, time.time() - progress.age))
 
 
-async def _log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """A piece of a worker's log.  The agent does not end before a client named as `reader` has read the whole log."""
     client = details.get("reader")
     if client is None:
-        return await _read_log(node, details)
-    node.log_followers.on_query(str(client))
+        return await _read_log(handler, details)
+    handler.log_followers.on_query(str(client))
     is_last = False
     try:
-        piece = await _read_log(node, details)
+        piece = await _read_log(handler, details)
         is_last = piece["end"]
         return piece
     except QueryFailed:
         is_last = True
         raise
     finally:
-        node.log_followers.on_reply(str(client), is_last=is_last)
+        handler.log_followers.on_reply(str(client), is_last=is_last)
 
 
-async def _read_log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """The log of `round` from `offset`, or the last `tail` lines of the current round's log.
 
     After the end of an older round's log, the reply is the start of the current round's.  At the end of the current log
     the reply waits up to `wait` seconds for more output.  `end` is true if the log is complete.
     """
-    from ripstop.logs import follow
+    from ripstop.logs import log_reader
 
-    workers = node.workers
+    workers = handler.find_workers()
     if workers is None:
         raise QueryFailed("no workers run on this node now")
     rank, current = int(details["rank"]), workers.place.round
@@ -213,19 +219,19 @@ async def _read_log(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, 
     if round < current:
         older = await run_in_daemon_thread(partial(workers.logs.earlier, round, rank, stream))
         if older is not None:
-            piece = await run_in_daemon_thread(partial(follow.read, older, offset, finished=True))
+            piece = await run_in_daemon_thread(partial(log_reader.read, older, offset, finished=True))
             if piece.text:
                 return {"round": round, "end": False} | _fields(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
     if "tail" in details:
-        offset = await run_in_daemon_thread(partial(follow.last_lines, path, int(details["tail"])))
+        offset = await run_in_daemon_thread(partial(log_reader.offset_of_last_lines, path, int(details["tail"])))
     finished = workers.all_stopped  # before the read: nothing is written after it
-    piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
+    piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
     if wait and not piece.text and not finished:
-        await follow.grown(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
+        await log_reader.wait_until_larger(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped
-        piece = await run_in_daemon_thread(partial(follow.read, path, offset, finished=finished))
+        piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
     return {"round": current, "end": finished and piece.next >= piece.size} | _fields(piece)
 
 
@@ -242,42 +248,19 @@ async def _log_file(workers: Workers, rank: int, stream: OutputStreams) -> Path:
     return path
 
 
-async def _sample(node: QueriedNode, details: Mapping[str, Any]) -> dict[str, Any]:
+async def _sample(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:
     """What this node and its workers use now: a `NodeSample`."""
-    from ripstop.agent import usage
+    from ripstop.agent.usage_sampler import sample
 
-    gpus, workers = await node.gpus.sample(), node.workers
-    if workers is None or workers.all_stopped:
-        return _fields(usage.sample(None, (), None, {}, gpus))
-    read = partial(usage.sample, workers.place, workers.pids, workers.logs, workers.progress, gpus)
-    return _fields(await run_in_daemon_thread(read))
+    gpus, workers = await handler.gpus.sample(), handler.find_workers()
+    running = None if workers is None or workers.all_stopped else workers
+    return _fields(await run_in_daemon_thread(partial(sample, running, gpus)))
 
 
-QUERIES: dict[str, Callable[[QueriedNode, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+QUERIES: dict[str, Callable[[QueryHandler, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
     "log": _log,
     "sample": _sample,
     "stacks": _stacks,
     "step": _step,
     "workers": _workers,
 }
-
-
-async def reply(name: str, argument: str, node: QueriedNode) -> str:
-    """The reply as JSON, or QueryFailed."""
-    if name not in QUERIES:
-        raise QueryFailed(f"this agent has no query {name!r}; it has {', '.join(sorted(QUERIES))}")
-    try:
-        details = json.loads(argument or "{}")
-        if not isinstance(details, dict):
-            raise QueryFailed(f"the argument of a query must be a JSON object, received {argument[:80]!r}")
-        text = json.dumps(await QUERIES[name](node, details))
-    except QueryFailed:
-        raise
-    except TimeoutError as error:
-        raise QueryFailed(f"query {name!r} timed out: a file server hangs, or the machine is overloaded") from error
-    except Exception as defect:
-        log.exception("query %s", name)
-        raise QueryFailed(f"query {name!r} failed: {defect}") from defect
-    if (size := len(json.dumps(text))) > MAX_REPLY_CHARS:
-        raise QueryFailed(f"a reply has at most {MAX_REPLY_CHARS} characters, this one has {size}; ask for less")
-    return text

@@ -21,7 +21,7 @@ LOCK_TIMEOUT_S = 0.1  # agents lock it for an instant only, and the event loop w
 LOCK_RETRY_S = 0.001
 
 
-def run_directory(environ: Mapping[str, str]) -> Path:
+def socket_directory(environ: Mapping[str, str]) -> Path:
     """The directory, created if it does not exist."""
     path = _runtime(environ) if environ.get("XDG_RUNTIME_DIR") else _temporary(environ)
     try:
@@ -37,7 +37,7 @@ def run_directory(environ: Mapping[str, str]) -> Path:
     return path
 
 
-def run_directories(environ: Mapping[str, str]) -> list[Path]:
+def socket_directories(environ: Mapping[str, str]) -> list[Path]:
     """The existing directories in which agents of this user may have sockets."""
     found = []
     for path in (_runtime(environ), _temporary(environ)):
@@ -86,7 +86,7 @@ class HeldDirectory:
     def __init__(self, environ: Mapping[str, str]) -> None:
         give_up_at = time.monotonic() + LOCK_TIMEOUT_S
         while True:
-            self.path = run_directory(environ)
+            self.path = socket_directory(environ)
             try:
                 self._fd = _lock(self.path)
                 return

@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ripstop.logs import follow
-from ripstop.logs.growing_file import GrowthWatch
+from ripstop.logs import log_reader
+from ripstop.system.inotify import GrowthWatch
 
 DEADLINE = 20.0
 
@@ -33,20 +34,20 @@ def path(tmp_path: Path) -> Path:
 )
 def test_the_last_lines_are_found(path: Path, text: str, lines: int, rest: str) -> None:
     path.write_text(text)
-    assert text[follow.last_lines(path, lines) :] == rest
+    assert text[log_reader.offset_of_last_lines(path, lines) :] == rest
 
 
 def test_the_last_lines_are_found_far_from_the_end(path: Path) -> None:
     text = "".join(f"line {number} {'x' * 100}\n" for number in range(10_000))
     path.write_text(text)
-    assert text[follow.last_lines(path, 5000) :].count("\n") == 5000
+    assert text[log_reader.offset_of_last_lines(path, 5000) :].count("\n") == 5000
 
 
 def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:
     text = "aä€😀" * 20_000
     path.write_text(text, encoding="utf-8")
     found, offset = [], 0
-    while (piece := follow.read(path, offset)).text:
+    while (piece := log_reader.read(path, offset)).text:
         assert piece.offset == offset
         found.append(piece.text)
         offset = piece.next
@@ -56,16 +57,16 @@ def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:
 
 def test_invalid_bytes_are_replaced_and_an_incomplete_character_is_left_for_later(path: Path) -> None:
     path.write_bytes(b"\xff\xfeok \xe2\x82")
-    piece = follow.read(path, 0)
+    piece = log_reader.read(path, 0)
     assert (piece.text, piece.next, piece.size) == ("\ufffd\ufffdok ", 5, 7)
 
 
 def test_an_incomplete_character_at_the_end_of_a_finished_file_is_replaced(path: Path) -> None:
     path.write_bytes(b"ok \xe2\x82")
-    assert follow.read(path, 0, finished=True).text == "ok \ufffd"
-    path.write_bytes(b"x" * (follow.MAX_CHUNK_BYTES - 1) + "\u20ac".encode())
-    first = follow.read(path, 0, finished=True)
-    assert follow.read(path, first.next, finished=True).text == "\u20ac"
+    assert log_reader.read(path, 0, finished=True).text == "ok \ufffd"
+    path.write_bytes(b"x" * (log_reader.MAX_CHUNK_BYTES - 1) + "\u20ac".encode())
+    first = log_reader.read(path, 0, finished=True)
+    assert log_reader.read(path, first.next, finished=True).text == "\u20ac"
 
 
 def test_waiting_ends_when_the_file_is_finished(path: Path) -> None:
@@ -73,7 +74,7 @@ def test_waiting_ends_when_the_file_is_finished(path: Path) -> None:
 
     async def scenario() -> None:
         finished = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE, finished))
+        waiting = asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE, finished))
         done, _ = await asyncio.wait([waiting], timeout=0.05)
         assert not done
         finished.set_result(None)
@@ -88,28 +89,24 @@ def test_a_hole_at_the_front_of_a_file_is_skipped(path: Path) -> None:
         os.ftruncate(file.fileno(), 1 << 20)
         file.seek(1 << 20)
         file.write(b"the end")
-    piece = follow.read(path, 0)
+    piece = log_reader.read(path, 0)
     assert piece.text.lstrip("\0") == "the end"
     assert piece.offset > 0 or len(piece.text) > 7  # a file system without holes returns zeros
 
 
 def test_a_truncated_file_is_read_from_its_end(path: Path) -> None:
     path.write_text("short")
-    assert follow.read(path, 100) == follow.LogChunk(5, 5, 5, "")
+    assert log_reader.read(path, 100) == log_reader.LogChunk(5, 5, 5, "")
 
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_waiting_ends_when_the_file_grows(path: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not watched:
-
-        def unavailable() -> None:
-            raise OSError(24, "Too many open files")
-
-        monkeypatch.setattr("ripstop.system.inotify.InotifyWatch", unavailable)
+        monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
     path.write_text("a")
 
     async def scenario() -> None:
-        waiting = asyncio.create_task(follow.grown(path, 1, DEADLINE))
+        waiting = asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE))
         await asyncio.sleep(0)
         with path.open("a") as file:
             file.write("b")
@@ -132,7 +129,7 @@ def test_a_file_is_opened_once_for_a_hundred_callers(path: Path) -> None:
         return count
 
     async def scenario() -> int:
-        waiting = [asyncio.create_task(follow.grown(path, 1, DEADLINE)) for _ in range(100)]
+        waiting = [asyncio.create_task(log_reader.wait_until_larger(path, 1, DEADLINE)) for _ in range(100)]
         await asyncio.sleep(0.2)  # for more descriptors than there should be
         for cancelled in waiting[:50]:
             cancelled.cancel()
@@ -154,7 +151,7 @@ def test_a_file_is_opened_once_for_a_hundred_callers(path: Path) -> None:
 
 def test_a_missing_file_is_an_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        asyncio.run(follow.grown(path, 0, DEADLINE))
+        asyncio.run(log_reader.wait_until_larger(path, 0, DEADLINE))
 
 
 def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
@@ -162,10 +159,10 @@ def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
 ) -> None:
     path.write_text("a")
     go = threading.Event()
-    monkeypatch.setattr(follow, "GrowthWatch", lambda: go.wait(DEADLINE) and GrowthWatch())
+    monkeypatch.setattr(log_reader, "GrowthWatch", lambda: go.wait(DEADLINE) and GrowthWatch())
     began = time.monotonic()
     try:
-        asyncio.run(follow.grown(path, 1, 0.05))
+        asyncio.run(log_reader.wait_until_larger(path, 1, 0.05))
         assert time.monotonic() - began < DEADLINE / 2
     finally:
         go.set()
@@ -173,5 +170,5 @@ def test_a_file_server_that_hangs_blocks_neither_the_loop_nor_its_end(
 
 def test_waiting_ends_with_its_timeout(path: Path) -> None:
     path.write_text("a")
-    asyncio.run(follow.grown(path, 1, 0.05))
+    asyncio.run(log_reader.wait_until_larger(path, 1, 0.05))
     assert path.read_text() == "a"

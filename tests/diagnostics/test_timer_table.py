@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.diagnostics.timers import Request, Timers, read_request
+from ripstop.diagnostics.timer_pipe import Request, read_request
+from ripstop.diagnostics.timer_table import Timers
 
 WORKERS, SCOPES = st.integers(2, 4), st.sampled_from("abc")
 TIMES = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))

@@ -1,4 +1,4 @@
-"""Directories of a run: created here, or checked to belong to this user.
+"""Creates and opens the files and directories of a run, in places where other users may be able to write.
 
 Another user may be able to write to the parent directory, as in /tmp, and create a directory or a link there first.  A
 job of root would then write to the target of that link.  Rules: (1) a directory that we write to is no link, and
@@ -45,3 +45,22 @@ def _owner_of_new_files(directory: Path) -> int:
 def no_follow(path: Path) -> int:
     """The flag for opening a file of a run.  Files in /dev may be links."""
     return 0 if path.parts[:2] == ("/", "dev") else os.O_NOFOLLOW
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of a run for appending; create it if it does not exist."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | no_follow(path) | os.O_CLOEXEC, 0o666)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically.  Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # other nodes may share the directory
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent.health import probe
-from ripstop.agent.health.assessment import CommandResult, GpuHealth, HealthFacts
+from ripstop.agent.health import measurements
+from ripstop.agent.health.assessment import CommandResult, HealthFacts
 from ripstop.agent.health.command import HealthCommand, exit_with_parent
-from ripstop.agent.health.gpu import read
-from ripstop.agent.health.probe import HealthProbe
+from ripstop.agent.health.measurements import HealthProbe
 from ripstop.model.config import HealthLimits
 from ripstop.system import linux
+from ripstop.system.gpus import GpuHealth, health_of_visible
 
 DEADLINE = 20.0
 
@@ -197,7 +197,7 @@ def test_without_a_limit_disks_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_measurement_that_hangs_times_out_and_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "MEASUREMENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(measurements, "MEASUREMENT_TIMEOUT_S", 0.05)
     hang, calls = threading.Event(), []
 
     def hangs(places: object) -> tuple[()]:
@@ -205,14 +205,14 @@ def test_a_measurement_that_hangs_times_out_and_is_not_started_again(monkeypatch
         hang.wait(DEADLINE)
         return ()
 
-    monkeypatch.setattr(probe, "read_disks", hangs)
+    monkeypatch.setattr(measurements, "read_disks", hangs)
 
     async def scenario() -> tuple[HealthFacts, HealthFacts, int, HealthFacts]:
         read = HealthProbe(HealthLimits(), "/", {"CUDA_VISIBLE_DEVICES": ""}).read
         first, second = await read(None), await read(None)
         before = len(calls)
         hang.set()
-        monkeypatch.setattr(probe, "MEASUREMENT_TIMEOUT_S", DEADLINE)
+        monkeypatch.setattr(measurements, "MEASUREMENT_TIMEOUT_S", DEADLINE)
         return first, second, before, await read(None)
 
     first, second, before, third = within_time(scenario)
@@ -266,7 +266,7 @@ def fake_nvml(rows: dict[int, Any], ecc: int = 0) -> Any:
 
 def test_broken_gpus_are_found_by_nvmls_reports() -> None:
     good, pending, failed = (0, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)
-    found = read(fake_nvml({0: good, 1: pending, 2: failed, 3: "GpuIsLost", 4: "NoPermission"}), None)
+    found = health_of_visible(fake_nvml({0: good, 1: pending, 2: failed, 3: "GpuIsLost", 4: "NoPermission"}), None)
     assert [(gpu.index, gpu.uuid) for gpu in found] == [(0, "GPU-0"), (1, "GPU-1"), (2, "GPU-2"), (3, ""), (4, "GPU-4")]
     assert [gpu.error.split(";")[0] for gpu in found] == [
         "",
@@ -278,7 +278,7 @@ def test_broken_gpus_are_found_by_nvmls_reports() -> None:
 
 
 def test_older_gpus_are_judged_by_their_uncorrectable_errors() -> None:
-    (gpu,) = read(fake_nvml({0: "NotSupported"}, ecc=2), None)
+    (gpu,) = health_of_visible(fake_nvml({0: "NotSupported"}, ecc=2), None)
     assert gpu.error == "2 uncorrectable memory errors; reset the GPU"
 
 
@@ -290,7 +290,7 @@ def test_gpus_are_known_from_the_first_measurement_that_finds_them(monkeypatch: 
             raise OSError("busy")
         return result
 
-    monkeypatch.setattr(probe, "read_gpus", busy)
+    monkeypatch.setattr(measurements, "read_gpus", busy)
 
     async def scenario() -> list[tuple[str, ...]]:
         check = HealthProbe(HealthLimits(min_disk=0), "/", {})
@@ -301,7 +301,7 @@ def test_gpus_are_known_from_the_first_measurement_that_finds_them(monkeypatch: 
 
 def test_only_gpus_that_workers_see_are_measured() -> None:
     nvml = fake_nvml(dict.fromkeys(range(4), (0, 0, 0, 0)))
-    assert [gpu.index for gpu in read(nvml, "1,GPU-3")] == [1, 3]
+    assert [gpu.index for gpu in health_of_visible(nvml, "1,GPU-3")] == [1, 3]
 
 
 def test_a_node_for_which_no_gpu_is_visible_has_none(tmp_path: Path) -> None:

@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 
 from ripstop.model.errors import UsageError
-from ripstop.system.run_directory import HeldDirectory, run_directories, run_directory
+from ripstop.system.socket_directory import HeldDirectory, socket_directories, socket_directory
 
 
 def test_the_directory_is_private(tmp_path: Path) -> None:
-    path = run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+    path = socket_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert path.stat().st_mode & 0o777 == 0o700
-    assert run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == path
+    assert socket_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == path
 
 
 def test_a_directory_with_access_for_others_is_rejected(tmp_path: Path) -> None:
-    run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}).chmod(0o755)
+    socket_directory({"XDG_RUNTIME_DIR": str(tmp_path)}).chmod(0o755)
     with pytest.raises(UsageError, match="private"):
-        run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+        socket_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 def test_a_link_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "ripstop").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="private"):
-        run_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+        socket_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 def test_the_last_holder_removes_it(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_directory_that_is_not_empty_is_kept(tmp_path: Path) -> None:
 
 def test_a_directory_that_another_process_has_locked_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(tmp_path)}
-    other = os.open(run_directory(environ), os.O_RDONLY)
+    other = os.open(socket_directory(environ), os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="another process has locked"):
@@ -61,11 +61,11 @@ def test_a_directory_that_another_agent_is_about_to_remove_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"TMPDIR": str(tmp_path)}
-    other = os.open(run_directory(environ), os.O_RDONLY)
+    other = os.open(socket_directory(environ), os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
 
     def remove(seconds: float) -> None:
-        run_directory(environ).rmdir()
+        socket_directory(environ).rmdir()
         os.close(other)
 
     monkeypatch.setattr("time.sleep", remove)
@@ -87,11 +87,11 @@ def test_a_lock_that_fails_leaves_no_descriptor(tmp_path: Path, monkeypatch: pyt
 
 def test_the_search_covers_both_places_and_creates_none(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path / "run"), "TMPDIR": str(tmp_path)}
-    assert run_directories(environ) == []
+    assert socket_directories(environ) == []
     assert list(tmp_path.iterdir()) == []
-    scheduled = run_directory({"TMPDIR": str(tmp_path)})
+    scheduled = socket_directory({"TMPDIR": str(tmp_path)})
     (tmp_path / "run").mkdir()
-    own = run_directory(environ)
-    assert run_directories(environ) == [own, scheduled]
+    own = socket_directory(environ)
+    assert socket_directories(environ) == [own, scheduled]
     scheduled.chmod(0o755)  # no longer private
-    assert run_directories(environ) == [own]
+    assert socket_directories(environ) == [own]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.system import nvml
+from ripstop.system.gpus import NoNvml, NvmlError, load_nvml, open_nvml
 
 
 class _Error(Exception):
@@ -36,11 +36,11 @@ def test_a_machine_without_bindings_or_driver_has_no_nvml(monkeypatch: pytest.Mo
         raise _NoDriver("no driver")
 
     bindings.nvmlInit = no_driver
-    with pytest.raises(nvml.NoNvml, match="no driver"):
-        nvml.load()
+    with pytest.raises(NoNvml, match="no driver"):
+        load_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(nvml.NoNvml):
-        nvml.load()
+    with pytest.raises(NoNvml):
+        load_nvml()
 
 
 def test_a_failing_driver_is_not_reported_as_missing(bindings: Any) -> None:
@@ -48,14 +48,14 @@ def test_a_failing_driver_is_not_reported_as_missing(bindings: Any) -> None:
         raise _Error("library and driver differ")
 
     bindings.nvmlInit = mismatch
-    with pytest.raises(nvml.NvmlError, match="differ") as caught, nvml.opened():
+    with pytest.raises(NvmlError, match="differ") as caught, open_nvml():
         pass
-    assert not isinstance(caught.value, nvml.NoNvml)
+    assert not isinstance(caught.value, NoNvml)
 
 
 def test_nvml_is_closed_after_an_error_too(bindings: Any) -> None:
-    with pytest.raises(nvml.NvmlError, match="lost"), nvml.opened():
+    with pytest.raises(NvmlError, match="lost"), open_nvml():
         raise _Error("the GPU is lost")
-    with nvml.opened() as found:
+    with open_nvml() as found:
         assert found is bindings
     assert bindings.closed == 2

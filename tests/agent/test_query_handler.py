@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from ripstop.agent.gpu_usage import GpuUsageReader
-from ripstop.agent.log_followers import LogFollowers
-from ripstop.agent.queries import QUERIES, QueriedNode, Workers, reply
+from ripstop.agent.query_handler import QUERIES, QueryHandler, Workers
+from ripstop.agent.usage_sampler import GpuUsageReader
 from ripstop.diagnostics.progress import WorkerProgress
-from ripstop.logs import follow
+from ripstop.logs import log_reader
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.errors import QueryFailed
@@ -25,9 +24,7 @@ ONE = (GpuSample(0, memory_used=7),)
 
 def ask(query: str, workers: Workers | None = None, **details: object) -> Any:
     return json.loads(
-        asyncio.run(
-            reply(query, json.dumps(details), QueriedNode(GpuUsageReader(lambda: ONE), workers, LogFollowers()))
-        )
+        asyncio.run(QueryHandler(lambda: workers, GpuUsageReader(lambda: ONE)).reply(query, json.dumps(details)))
     )
 
 
@@ -76,21 +73,20 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
     logs = RoundLogs(tmp_path, Logs(tmp_path, redirects=StreamMap(OutputStreams.ALL)), PLACE, "default", terminal=False)
     logs.prepare()
     path = tmp_path / "round_2" / "5" / "stdout.log"
-    path.write_bytes(b"x" * follow.MAX_CHUNK_BYTES + b"the end \xe2")
+    path.write_bytes(b"x" * log_reader.MAX_CHUNK_BYTES + b"the end \xe2")
 
     async def scenario() -> None:
         stopped = asyncio.get_running_loop().create_future()
-        node = QueriedNode(
-            GpuUsageReader(lambda: ONE), Workers(PLACE, (1, 2), logs, {}, stopped=stopped), LogFollowers()
-        )
+        workers = Workers(PLACE, (1, 2), logs, {}, stopped=stopped)
+        handler = QueryHandler(lambda: workers, GpuUsageReader(lambda: ONE))
 
         async def log(offset: int, **more: object) -> Any:
             details = {"rank": 5, "stream": "stdout", "round": 2, "offset": offset, "reader": "r"} | more
-            return json.loads(await reply("log", json.dumps(details), node))
+            return json.loads(await handler.reply("log", json.dumps(details)))
 
-        assert [(await log(at))["end"] for at in (0, follow.MAX_CHUNK_BYTES)] == [False, False]
-        waiting = asyncio.create_task(log(follow.MAX_CHUNK_BYTES + 8, wait=8.0))
-        leaving = asyncio.create_task(node.log_followers.wait(60.0))
+        assert [(await log(at))["end"] for at in (0, log_reader.MAX_CHUNK_BYTES)] == [False, False]
+        waiting = asyncio.create_task(log(log_reader.MAX_CHUNK_BYTES + 8, wait=8.0))
+        leaving = asyncio.create_task(handler.log_followers.wait(60.0))
         done, _ = await asyncio.wait([waiting, leaving], timeout=0.05)
         assert not done
         stopped.set_result(None)
@@ -103,8 +99,8 @@ def test_of_stopped_workers_only_the_log_can_be_read_and_it_has_an_end(tmp_path:
             await log(0, round=3)
         for query in ("stacks", "step", "workers"):
             with pytest.raises(QueryFailed, match="no workers run on this node now"):
-                await reply(query, "{}", node)
-        assert json.loads(await reply("sample", "{}", node))["ranks"] == []
+                await handler.reply(query, "{}")
+        assert json.loads(await handler.reply("sample", "{}"))["ranks"] == []
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ not hold.  Rules:
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -37,13 +37,10 @@ class FlightDump(Struct, frozen=True):
 
 
 async def query_ranks(sockets: Sequence[str], ranks: Sequence[int], kind: bytes) -> list[FlightDump | None]:
-    """Query the workers of these local ranks; None for each if workers have no sockets."""
-    return list(await query((sockets[rank] for rank in ranks), kind)) if sockets else [None] * len(ranks)
-
-
-async def query(sockets: Iterable[str], kind: bytes = HANGING) -> list[FlightDump]:
-    """Query several workers concurrently."""
-    return list(await asyncio.gather(*(_query(path, kind) for path in sockets)))
+    """Query the workers of these local ranks concurrently; None for each if workers have no sockets."""
+    if not sockets:
+        return [None] * len(ranks)
+    return list(await asyncio.gather(*(_query(sockets[rank], kind) for rank in ranks)))
 
 
 async def _query(path: str, kind: bytes) -> FlightDump:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ripstop.diagnostics import flight_dump, stacks
-from ripstop.diagnostics.flight_dump import FlightDump, query
-from ripstop.diagnostics.flight_recorder import in_words, odd_ones
+from ripstop.diagnostics import flight_recorder_query, stack_parser
+from ripstop.diagnostics.flight_recorder_query import HANGING, FlightDump, query_ranks
+from ripstop.diagnostics.hang_analysis import describe_collectives, odd_in_collectives
 from ripstop.model.config import Script, StartMethod
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import ProcessSpec, Spawner
@@ -41,6 +41,11 @@ elif kind == "sleep":
 elif kind == "lock":
     ctypes.PyDLL(None).sleep(1000)  # with Python's lock in hand
 """
+
+
+async def query(sockets: list[str]) -> list[FlightDump]:
+    found = await query_ranks(sockets, range(len(sockets)), HANGING)
+    return [dump for dump in found if dump is not None]
 
 
 def with_workers(
@@ -95,8 +100,10 @@ def standing(found: list[FlightDump]) -> dict[int, Any]:
 def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
     async def script(sockets: list[str]) -> None:
         found = await until(sockets, lambda found: "#2" in found[0].text)
-        assert odd_ones(standing(found)) == {1}
-        assert in_words(standing(found)) == ("rank 0 is in all_reduce #2, not entered by rank 1 (last: all_reduce #1)")
+        assert odd_in_collectives(standing(found)) == {1}
+        assert describe_collectives(standing(found)) == (
+            "rank 0 is in all_reduce #2, not entered by rank 1 (last: all_reduce #1)"
+        )
         assert found[0].text.splitlines() == [
             "all_reduce #1, 12 Float: completed",
             "all_reduce #2, 12 Float: scheduled",
@@ -112,7 +119,7 @@ def test_the_dumps_show_which_rank_waits_and_which_is_behind(stage) -> None:
 def test_a_rank_that_holds_pythons_lock_is_left_out_after_the_timeout(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(sockets: list[str]) -> None:
         (first,) = await until(sockets[:1], lambda found: "#2" in found[0].text)
-        monkeypatch.setattr(flight_dump, "REPLY_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(flight_recorder_query, "REPLY_TIMEOUT_S", 0.3)
         found = await until(sockets, lambda found: found[1].standings is None)
         assert found[1] == FlightDump(why="the worker did not reply within 0.3 s")
         assert found[0] == first
@@ -154,7 +161,7 @@ def test_the_recorder_of_nccl_is_not_read_from_a_healthy_worker(monkeypatch: pyt
     ],
 )
 def test_an_invalid_reply_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, why: str) -> None:
-    monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 2000)
+    monkeypatch.setattr(flight_recorder_query, "MAX_DUMP_BYTES", 2000)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
@@ -179,4 +186,4 @@ def test_a_worker_that_has_ended_cannot_be_queried(tmp_path: Path) -> None:
 
 
 def test_the_recorders_own_thread_is_recognised_in_stacks() -> None:
-    assert re.search(stacks._RIPSTOP, serve_flight_recorder.__code__.co_filename)
+    assert re.search(stack_parser._RIPSTOP, serve_flight_recorder.__code__.co_filename)

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ripstop.agent.health.assessment import CommandResult, Disk, GpuHealth, HealthFacts
+from ripstop.agent.health.assessment import CommandResult, Disk, HealthFacts
 from ripstop.agent.health.command import HealthCommand
 from ripstop.model.config import HealthLimits
 from ripstop.system.blocking_calls import ExclusiveCall
+
+if TYPE_CHECKING:
+    from ripstop.system.gpus import GpuHealth
 
 log = logging.getLogger("ripstop.agent")
 
@@ -31,7 +35,7 @@ class HealthProbe:
         self._has_failed = False
         places = ((log_directory, "logs"), (environ.get("TMPDIR") or "/tmp", "temporary files"))
         self._disks = ExclusiveCall[tuple[Disk, ...]](partial(read_disks, places if limits.min_disk else ()), ())
-        self._gpus = ExclusiveCall[tuple[GpuHealth, ...]](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
+        self._gpus = ExclusiveCall["tuple[GpuHealth, ...]"](partial(read_gpus, environ.get("CUDA_VISIBLE_DEVICES")), ())
         self._known_gpus: tuple[str, ...] = ()  # of the first read that found any
 
     async def read(self, skew: float | None) -> HealthFacts:
@@ -72,16 +76,7 @@ def read_disks(places: tuple[tuple[str, str], ...]) -> tuple[Disk, ...]:
     return tuple(found.values())
 
 
-def read_gpus(visible: str | None) -> tuple[GpuHealth, ...]:
-    """The GPUs that workers see; none if NVML is missing."""
-    if visible is not None and not visible.strip():
-        return ()
-    from ripstop.system import nvml
+def read_gpus(visible: str | None) -> "tuple[GpuHealth, ...]":
+    from ripstop.system.gpus import read_health  # in the thread: it is not needed to start workers
 
-    try:
-        with nvml.opened() as api:
-            from ripstop.agent.health.gpu import read  # only on machines with NVML
-
-            return read(api, visible)
-    except nvml.NoNvml:
-        return ()
+    return read_health(visible)

@@ -1,0 +1,78 @@
+"""Reads what this node uses now, when an operator asks: processor time, memory, threads and log bytes of the workers,
+and its GPUs.
+
+A worker includes every process of its session, such as data loaders.  A GPU driver that hangs does not block the agent
+(`system/blocking_calls.py`).  If NVML is missing, the agent does not look for it again.  Any other error affects only
+this sample, or only one GPU.
+"""
+
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from ripstop.agent.query_handler import Workers
+from ripstop.model.usage import GpuSample, NodeSample, RankSample
+from ripstop.system import linux
+from ripstop.system.blocking_calls import ExclusiveCall
+from ripstop.system.gpus import NoNvml, load_nvml, read_usage
+
+GPU_TIMEOUT_S = 0.4  # for all GPUs; a first read that takes longer is part of the next sample
+
+
+class GpuUsageReader:
+    """The GPUs of this machine; tests replace `read`."""
+
+    def __init__(self, read: Callable[[], tuple[GpuSample, ...]] | None = None) -> None:
+        self._read = read or self._read_nvml
+        self._call = ExclusiveCall[tuple[GpuSample, ...]](self._read_or_nothing, ())
+        self._is_missing = False
+        self._nvml: ModuleType | None = None
+
+    async def sample(self, timeout: float = GPU_TIMEOUT_S) -> tuple[GpuSample, ...]:
+        """All GPUs; none if NVML does not reply within the timeout."""
+        return () if self._is_missing else await self._call.call(timeout) or ()
+
+    def _read_nvml(self) -> tuple[GpuSample, ...]:
+        self._nvml = self._nvml or load_nvml()
+        return read_usage(self._nvml)
+
+    def _read_or_nothing(self) -> tuple[GpuSample, ...]:
+        try:
+            return self._read()
+        except NoNvml:
+            self._is_missing = True
+            return ()
+        except Exception:  # an older sample would be wrong
+            return ()
+
+
+def sample(workers: Workers | None, gpus: tuple[GpuSample, ...]) -> NodeSample:
+    """A sample of this node.  Call it in a thread: with many processes it takes a while."""
+    number, ranks = (workers.place.round, _rank_samples(workers)) if workers else (0, ())
+    return NodeSample(time.time(), number, time.process_time(), linux.own_memory(), tuple(ranks), gpus)
+
+
+def _rank_samples(workers: Workers) -> Iterator[RankSample]:
+    children = {child.pid for child in linux.children() if not child.dead}  # a dead worker's pid may be reused
+    used_by = linux.usage_of_sessions(children.intersection(workers.pids))
+    for local_rank, pid in enumerate(workers.pids):
+        if used := used_by.get(pid):
+            rank, written = workers.place.first_rank + local_rank, log_bytes(workers.logs.files(local_rank))
+            usage = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
+            told = workers.progress.get(local_rank)
+            yield RankSample(*usage, told.step, told.rate, told.age, told.beats) if told else RankSample(*usage)
+
+
+def log_bytes(files: Iterable[Path]) -> int:
+    """All bytes ever written to these files.  The size of a log that keeps only its end counts the dropped part too."""
+    total = 0
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError:
+            continue
+        if stat.S_ISREG(found.st_mode):
+            total += found.st_size
+    return total

@@ -1,0 +1,208 @@
+"""Finds the ranks that caused a hang, and describes the hang: from stacks and from torch's flight recorder.  Pure.
+
+In a round that hangs, workers that wait for others are victims.  The odd ranks, which caused the hang, are the first of
+these that exist and are not all ranks:
+
+1. Processes stopped by a signal.
+2. Ranks that the flight recorder shows as odd, and of these the ones that do not wait by their stacks, if any.
+3. Ranks that do not wait.
+4. Ranks outside the one location that more than half of the ranks share.
+5. If no rank waits, ranks that made no progress while others did.
+
+Rules for the flight recorder (`flight_recorder.py` says how far each rank is in each process group):
+
+6. A group is stuck in the oldest collective that any of its ranks is inside.  Ranks that have not entered it are
+   behind.
+7. The odd ranks are members that are behind in one group and are inside no collective of another group.
+8. If no rank is behind, the odd ranks are members that entered another operation under this number than more than half
+   of the group, or another size where sizes must be equal.
+9. Messages between two ranks are reported and not compared: only the two ranks share their numbers.
+10. A rank that did not reply is not part of the comparison.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from ripstop.model.failure import CollectiveProgress, Failure, Hang
+from ripstop.model.text_formatting import rank_list
+
+K = TypeVar("K", bound=Hashable)
+
+_MAX_LOCATIONS = 4  # in one message
+_MAX_SHOWN_GROUPS = 3  # and kinds of ranks in each group, in one message
+_SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"})
+
+Ranks = Mapping[int, Sequence[CollectiveProgress]]  # only ranks that replied
+
+
+def hangs_among(failures: Iterable[Failure], round: int) -> dict[int, Hang]:
+    """The hangs of this round, by rank."""
+    return {failure.rank: failure.hang for failure in failures if failure.hang and failure.round == round}
+
+
+def odd_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
+    """The ranks that the others wait for (rules 1 to 5); empty if nothing distinguishes them."""
+    if 0 < len(stopped := [rank for rank, hang in hangs.items() if _is_stopped(hang)]) < len(hangs):
+        return frozenset(stopped)
+    if odd := odd_in_collectives(_recorded(hangs)):
+        return frozenset(rank for rank in odd if not hangs[rank].waits) or odd
+    known = {rank: hang for rank, hang in hangs.items() if hang.where}
+    not_waiting = {rank for rank, hang in known.items() if not hang.waits}
+    if 0 < len(not_waiting) < len(known):
+        return frozenset(not_waiting)
+    majority = max(_locations(known).values(), key=len, default=[])
+    if 2 * len(majority) > len(known):
+        return frozenset(known.keys() - set(majority))
+    hung = {rank for rank in not_waiting if known[rank].sign}
+    return frozenset(hung) if len(hung) < len(known) else frozenset()
+
+
+def describe(hangs: Mapping[int, Hang]) -> str:
+    """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17); flight recorder: …`."""
+    odd = odd_ranks(hangs)
+    groups = sorted(_locations(hangs).items(), key=lambda group: (group[1][0] in odd, -len(group[1])))
+    middle = groups[1 : 1 - _MAX_LOCATIONS]  # between the majority and as many of the odd groups as fit
+    shown = [groups[0], *groups[1 - _MAX_LOCATIONS :]] if middle else groups
+    texts = [_describe_location(*group) for group in shown]
+    if middle:
+        texts.append(f"{sum(len(ranks) for _, ranks in middle)} more elsewhere")
+    if recorded := describe_collectives(_recorded(hangs)):
+        texts.append(f"flight recorder: {recorded}")
+    return "; ".join(texts)
+
+
+def _is_stopped(hang: Hang) -> bool:
+    return hang.state in ("T", "t")
+
+
+def _recorded(hangs: Mapping[int, Hang]) -> Ranks:
+    return {rank: hang.standings for rank, hang in hangs.items() if hang.standings is not None}
+
+
+def _locations(hangs: Mapping[int, Hang]) -> dict[tuple[str, str, bool, bool], list[int]]:
+    return _grouped(
+        ((hang.call, hang.where, hang.waits, _is_stopped(hang)), rank) for rank, hang in sorted(hangs.items())
+    )
+
+
+def _grouped(ranks: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
+    groups: dict[K, list[int]] = {}
+    for key, rank in ranks:
+        groups.setdefault(key, []).append(rank)
+    return groups
+
+
+def _describe_location(key: tuple[str, str, bool, bool], ranks: list[int]) -> str:
+    call, where, waits, stopped = key
+    one = len(ranks) == 1
+    verb = ("waits" if one else "wait") if waits else _are(ranks)
+    doing = f"{verb} in {call} ({where})" if where else f"{'does' if one else 'do'} not show where"
+    return f"{rank_list(ranks)} {doing}" + (", stopped by a signal" if stopped else "")
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+# flight recorder ------------------------------------------------------------------------------------------------------
+
+
+class _StuckGroup(Struct, frozen=True):
+    """A process group, and the collective in which it is stuck (rule 6)."""
+
+    number: int
+    inside: Mapping[int, CollectiveProgress]
+    behind: Mapping[int, CollectiveProgress]
+    left: int  # number of ranks that have left it
+
+    def kinds(self) -> dict[str, list[int]]:
+        """The ranks inside, by operation and size."""
+        return _grouped(
+            (f"{one.op} of {one.size}" if one.op in _SAME_SIZE and one.size else one.op, rank)
+            for rank, one in sorted(self.inside.items())
+        )
+
+
+def odd_in_collectives(ranks: Ranks) -> frozenset[int]:
+    """The ranks that the others wait for (rules 7 and 8); empty if the recorders do not show it."""
+    stuck = _stuck_groups(ranks)
+    waiting = {rank for rank, found in ranks.items() if any(progress.pending for progress in found)}
+    if late := {rank for group in stuck for rank in group.behind} - waiting:
+        return frozenset(late)
+    odd: set[int] = set()
+    for group in stuck:
+        majority = max(group.kinds().values(), key=len)
+        if not group.behind and 2 * len(majority) > len(group.inside):
+            odd |= group.inside.keys() - set(majority)
+    return frozenset(odd)
+
+
+def describe_collectives(ranks: Ranks) -> str:
+    """`ranks 0,2,3 are in all_reduce #42, not entered by rank 1 (last: all_gather #41)`; empty if no rank is inside."""
+    odd = odd_in_collectives(ranks)
+    stuck = sorted(_stuck_groups(ranks), key=lambda group: not odd & (group.behind.keys() | group.inside.keys()))
+    messages = _grouped(
+        (operation(one.op, 0, one.label), rank)
+        for rank, found in sorted(ranks.items())
+        for one in found
+        if one.p2p and one.pending
+    )
+    texts = [_describe_group(group) for group in stuck]
+    texts += [f"{rank_list(members)} {_are(members)} in {what}" for what, members in messages.items()]
+    return "; ".join(_shortened(texts, "groups"))
+
+
+def describe_position(found: Sequence[CollectiveProgress]) -> str:
+    """`in all_reduce #42`, or the last collective of a rank."""
+    if pending := [operation(one.op, one.pending, one.label) for one in found if one.pending]:
+        return f"in {', '.join(pending)}"
+    if last := next((one for one in found if one.entered), None):
+        return f"in no collective; the last was {operation(last.op, last.entered, last.label)}"
+    return "no collective yet"
+
+
+def operation(op: str, number: int, label: str) -> str:
+    return f"{op}{f' #{number}' if number else ''}{f' of group {label}' if label else ''}"
+
+
+def _stuck_groups(ranks: Ranks) -> list[_StuckGroup]:
+    groups: dict[str, dict[int, CollectiveProgress]] = {}
+    for rank, found in ranks.items():
+        for progress in found:
+            if not progress.p2p:
+                groups.setdefault(progress.group, {})[rank] = progress
+    stuck: list[_StuckGroup] = []
+    for group, members in groups.items():
+        if not (number := min((one.pending for one in members.values() if one.pending), default=0)):
+            continue
+        if not any(one.label for one in members.values()):  # every rank is in the default group
+            members |= {rank: CollectiveProgress(group, "") for rank in ranks if rank not in members}
+        inside = {rank: one for rank, one in members.items() if one.pending == number}
+        behind = {rank: one for rank, one in members.items() if one.entered < number}
+        stuck.append(_StuckGroup(number, inside, behind, len(members) - len(inside) - len(behind)))
+    return stuck
+
+
+def _describe_group(group: _StuckGroup) -> str:
+    lasts = _grouped(
+        (operation(one.op, one.entered, "") if one.entered else "none", rank)
+        for rank, one in sorted(group.behind.items())
+    )
+    behind = _shortened([f"{rank_list(members)} (last: {last})" for last, members in lasts.items()], "kinds")
+    not_entered = f", not entered by {', '.join(behind)}" if behind else ""
+    kinds, some = group.kinds(), next(iter(group.inside.values()))
+    if len(kinds) > 1:
+        where = f" of group {some.label}" if some.label else ""
+        texts = [f"{rank_list(members)} {_are(members)} in {kind}" for kind, members in kinds.items()]
+        return f"#{group.number}{where} is not the same for all: {', '.join(_shortened(texts, 'kinds'))}{not_entered}"
+    inside = sorted(group.inside)
+    complete = ", and no rank is missing" if not group.behind and not group.left else ""
+    what = operation(some.op, group.number, some.label)
+    return f"{rank_list(inside)} {_are(inside)} in {what}{not_entered}{complete}"
+
+
+def _shortened(texts: Sequence[str], what: str) -> list[str]:
+    more = [f"{len(texts) - _MAX_SHOWN_GROUPS} more {what}"] if len(texts) > _MAX_SHOWN_GROUPS else []
+    return [*texts[:_MAX_SHOWN_GROUPS], *more]
