@@ -34,13 +34,24 @@ def path(tmp_path: Path) -> Path:
 )
 def test_the_last_lines_are_found(path: Path, text: str, lines: int, rest: str) -> None:
     path.write_text(text)
-    assert text[log_reader.offset_of_last_lines(path, lines) :] == rest
+    assert text[log_reader.find_last_lines(path, lines)[0] :] == rest
 
 
 def test_the_last_lines_are_found_far_from_the_end(path: Path) -> None:
     text = "".join(f"line {number} {'x' * 100}\n" for number in range(10_000))
     path.write_text(text)
-    assert text[log_reader.offset_of_last_lines(path, 5000) :].count("\n") == 5000
+    assert text[log_reader.find_last_lines(path, 5000)[0] :].count("\n") == 5000
+
+
+def test_lines_that_come_after_the_last_lines_were_found_are_left_for_the_next_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("1\n2\n3\n")
+    offset, size = log_reader.find_last_lines(path, 2)
+    with path.open("a") as file:
+        file.write("4\n")
+    chunk = log_reader.read(path, offset, size)
+    assert (chunk.text, chunk.next, chunk.size) == ("2\n3\n", 6, 6)
+    assert log_reader.read(path, chunk.next).text == "4\n"
 
 
 def test_chunks_are_contiguous_and_divide_no_character(path: Path) -> None:

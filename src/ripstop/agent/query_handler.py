@@ -224,10 +224,11 @@ async def _read_log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[s
                 return {"round": round, "end": False} | _fields(piece)
         offset = 0
     path = await _log_file(workers, rank, stream)
-    if "tail" in details:
-        offset = await run_in_daemon_thread(partial(log_reader.offset_of_last_lines, path, int(details["tail"])))
     finished = workers.all_stopped  # before the read: nothing is written after it
-    piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, finished=finished))
+    until = None
+    if "tail" in details:
+        offset, until = await run_in_daemon_thread(partial(log_reader.find_last_lines, path, int(details["tail"])))
+    piece = await run_in_daemon_thread(partial(log_reader.read, path, offset, until, finished=finished))
     if wait and not piece.text and not finished:
         await log_reader.wait_until_larger(path, piece.size, min(wait, MAX_WAIT_S), workers.stopped)
         finished = workers.all_stopped

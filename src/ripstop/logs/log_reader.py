@@ -24,7 +24,7 @@ POLL_INTERVAL_S = 0.25  # without inotify
 
 
 class LogChunk(Struct, frozen=True):
-    """The text of a file between two offsets, and the size of the file."""
+    """The text of a file between two offsets, and the size of the file when the reading began."""
 
     offset: int
     next: int
@@ -32,8 +32,8 @@ class LogChunk(Struct, frozen=True):
     text: str
 
 
-def offset_of_last_lines(path: Path, lines: int) -> int:
-    """The offset at which the last `lines` lines of a file begin."""
+def find_last_lines(path: Path, lines: int) -> tuple[int, int]:
+    """The offset at which the last `lines` lines of a file begin, and the size of the file at that moment."""
     with path.open("rb", buffering=0) as file:
         size = at = os.fstat(file.fileno()).st_size
         found = 0
@@ -46,20 +46,24 @@ def offset_of_last_lines(path: Path, lines: int) -> int:
                 if start + newline + 1 < size:  # no line begins after the last newline
                     found += 1
                     if found == lines:
-                        return start + newline + 1
+                        return start + newline + 1, size
             at = start
-        return at if lines else size
+        return at if lines else size, size
 
 
-def read(path: Path, offset: int, *, finished: bool = False) -> LogChunk:
-    """The chunk at this offset, or at the end if the file is shorter.  `finished`: no process writes to it."""
+def read(path: Path, offset: int, until: int | None = None, *, finished: bool = False) -> LogChunk:
+    """The chunk at this offset, or at the end if the file is shorter.
+
+    `until`: ignore what comes after this offset.  `finished`: no process writes to the file.
+    """
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
+        size = size if until is None else min(size, until)
         offset = min(offset, size)
         with suppress(OSError):  # no data after the offset
             offset = os.lseek(fd, offset, os.SEEK_DATA)
-        data = os.pread(fd, MAX_CHUNK_BYTES, offset)
+        data = os.pread(fd, min(MAX_CHUNK_BYTES, max(0, size - offset)), offset)
     if not finished or offset + len(data) < size:
         data = data[: len(data) - _incomplete_character(data)]
     return LogChunk(offset, offset + len(data), size, data.decode("utf-8", "replace"))
