@@ -56,11 +56,7 @@ class Session:
     __slots__ = ("_coordinator", "close", "node", "send")
 
     def __init__(
-        self,
-        coordinator: "Coordinator",
-        node: str,
-        send: Callable[[FromCoordinator], None],
-        close: Callable[[], None],
+        self, coordinator: "Coordinator", node: str, send: Callable[[FromCoordinator], None], close: Callable[[], None]
     ) -> None:
         self.node = node
         self.send = send
@@ -83,10 +79,7 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        settings: JobSettings,
-        may_decide: Callable[[], bool] = lambda: True,
-        sinks: Iterable[Sink] = (),
+        self, settings: JobSettings, may_decide: Callable[[], bool] = lambda: True, sinks: Iterable[Sink] = ()
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._last_event_time = self._loop.time()  # by the job's clock

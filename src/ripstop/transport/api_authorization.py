@@ -67,8 +67,7 @@ class ApiAuthorization:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise RequestRefused(
-                401,
-                "this job requires its API token; send Authorization: Bearer and the output of `ripstop token`",
+                401, "this job requires its API token; send Authorization: Bearer and the output of `ripstop token`"
             )
         if not secret.proofs_match(token.strip(), self._api_token):
             self._rejections.log(host, "a wrong token for the API", kind="token")

@@ -74,14 +74,7 @@ class WebSocketLink:
     """A `Link` over the network; create it inside a running event loop."""
 
     def __init__(
-        self,
-        endpoint: Address,
-        *,
-        run_id: str,
-        node: str,
-        token: str,
-        lease: float,
-        tls: ssl.SSLContext | None = None,
+        self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float, tls: ssl.SSLContext | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
@@ -273,9 +266,7 @@ class WebSocketLink:
         self._outbox = Outbox(ws.send_str, partial(_shut_down, connection))
         writer = asyncio.create_task(write_and_close(ws, self._outbox), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
-            self._lease,
-            send=partial(self.send, Heartbeat()),
-            on_expired=lambda: limit.reschedule(self._loop.time()),
+            self._lease, send=partial(self.send, Heartbeat()), on_expired=lambda: limit.reschedule(self._loop.time())
         )
         self._was_connected = True
         self._notify(lambda listener: listener.on_connected())
