@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ripstop.coordinator.service import Coordinator, Session
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator, Session
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing, Tls
 from ripstop.model.round import Address, Node
 from ripstop.protocol.messages import FromCoordinator, Join, Ready

@@ -23,8 +23,8 @@ from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probes
 from ripstop.api.job_socket import JobSocket
-from ripstop.coordinator.service import Coordinator
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, write_whole

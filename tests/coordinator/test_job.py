@@ -9,16 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator import membership
-from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.eligibility import MAX_HEALTH_CHECK_S
 from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
 from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
-from ripstop.coordinator.job import Job
-from ripstop.coordinator.job_io import (
+from ripstop.coordinator.job import TRANSITIONS, Job
+from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.job_types import (
     Disconnect,
     JobCommand,
     JobEnded,
     JobInput,
+    JobSettings,
     NodeDisconnected,
     NodeMessage,
     Progressed,
@@ -27,8 +28,6 @@ from ripstop.coordinator.job_io import (
     Tick,
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
-from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.coordinator.settings import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.event_text import log_line
 from ripstop.model.events import (

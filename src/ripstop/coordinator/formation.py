@@ -11,10 +11,10 @@ from itertools import islice
 
 from msgspec import Struct
 
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.liveness import Liveness
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
-from ripstop.coordinator.settings import JobSettings
 from ripstop.model.events import RoundEndCause
 
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready

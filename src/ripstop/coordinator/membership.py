@@ -12,10 +12,10 @@ from ripstop.coordinator.eligibility import (
     assess_degraded,
     eligibility_of,
 )
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.liveness import Liveness
 from ripstop.coordinator.quarantine import Quarantine
 from ripstop.coordinator.ranks import Candidate
-from ripstop.coordinator.settings import JobSettings
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
 from ripstop.model.round import Address, Node, Place
 from ripstop.protocol.messages import Join, Ready
@@ -211,9 +211,6 @@ class Membership:
         return all(self.members[n].port for n in hosts)
 
     # notices ----------------------------------------------------------------------------------------------------------
-
-    def is_to_be_notified(self, node: str) -> bool:
-        return node in self._to_notify
 
     def notify_all_again(self) -> None:
         """The reason for which nodes wait has changed."""

@@ -7,7 +7,7 @@ by node number (`RankBy.SLOT`) does not wait for a missing node if a new node wi
 
 from typing import TYPE_CHECKING
 
-from ripstop.coordinator.job_io import JobCommand, Send
+from ripstop.coordinator.job_types import JobCommand, Send
 from ripstop.coordinator.liveness import RECONNECT_TIMEOUT_S
 from ripstop.model.events import RoundEndCause, RoundFound, RoundResumed
 from ripstop.model.round import Place, RankBy

@@ -14,9 +14,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 
-from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
-from ripstop.coordinator.service import Coordinator
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.election.election import (
     Campaign,
     Command,

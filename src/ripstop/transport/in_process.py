@@ -6,7 +6,7 @@ from within its own call.  The link ends only when the coordinator or the agent 
 
 import asyncio
 
-from ripstop.coordinator.service import Coordinator, Session
+from ripstop.coordinator.coordinator import Coordinator, Session
 from ripstop.protocol.messages import FromAgent, FromCoordinator, Rejected
 from ripstop.transport.link import Listener
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ripstop.coordinator.job_io import JobCommand, JobEnded, Send
+from ripstop.coordinator.job_types import JobCommand, JobEnded, Send
 from ripstop.model.events import JobClosed, JobClosing
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Outcome
