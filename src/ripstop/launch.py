@@ -49,8 +49,7 @@ from ripstop.protocol import secret
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
-from ripstop.transport.in_process import InProcessLink
-from ripstop.transport.link import Link
+from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import Spawner, Starter
@@ -164,7 +163,7 @@ async def _host_coordinator(
 
 def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
     """The coordinator runs at the endpoint."""
-    from ripstop.transport.client import WebSocketLink  # aiohttp: only with a network
+    from ripstop.transport.websocket_link import WebSocketLink  # aiohttp: only with a network
 
     assert config.endpoint is not None
     _job_socket(parts, config, node.id).follow(str(config.endpoint))
@@ -331,10 +330,7 @@ async def _serve(
     server = Server(
         bound.listening,
         coordinator,
-        run_id=config.run_id,
         token=config.token,
-        lease=config.timing.lease,
-        nodes=config.max_nodes,
         tls=tls,
         serves_agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
         endpoint_host=config.endpoint.host if config.endpoint else "",

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator import membership
-from ripstop.coordinator.eligibility import MAX_HEALTH_CHECK_S
 from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
 from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
 from ripstop.coordinator.job import TRANSITIONS, Job
@@ -28,6 +27,7 @@ from ripstop.coordinator.job_types import (
     Tick,
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
+from ripstop.coordinator.membership import MAX_HEALTH_CHECK_S
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.event_text import log_line
 from ripstop.model.events import (

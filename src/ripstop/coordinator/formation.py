@@ -20,10 +20,6 @@ from ripstop.model.events import RoundEndCause
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
 
 
-class Form(Struct, frozen=True):
-    candidates: list[Candidate]
-
-
 class Hold(Struct, frozen=True):
     reason: str
 
@@ -73,8 +69,8 @@ class Formation:
         self._not_before = not_before
         self._quorum_since = None
 
-    def next_step(self, round: int, gathering_since: float, reason: str, now: float) -> Form | Hold | GiveUp:
-        """Whether the next round forms now; `round` is the last one and `reason` why it ended."""
+    def next_step(self, round: int, gathering_since: float, reason: str, now: float) -> list[Candidate] | Hold | GiveUp:
+        """The nodes of the next round if it forms now; `round` is the last one and `reason` why it ended."""
         members, ready = self._membership, self._membership.ready_count()
         least, join_timeout = self._settings.min_nodes, self._settings.timing.join
         if ready < least:
@@ -95,7 +91,7 @@ class Formation:
         is_complete = left <= 0 or members.is_complete(self.target, first=round == 0)
         if self._liveness.disconnected or not is_complete:
             return Hold(self._waiting_for_more(ready, left, reason))
-        return Form(members.candidates(self.target))
+        return members.candidates(self.target)
 
     def _time_for_more(self) -> float:
         """How long a sufficient number of nodes waits for more."""

@@ -2,8 +2,8 @@
 
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
 (`coordinator.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
-`eligibility.py`, `liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures
-(`failure_policy.py`), the recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the whole:
+`liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
+recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -30,12 +30,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import eligibility, failure_policy, job_end, job_types, ranks, recovery
-from ripstop.coordinator.eligibility import Member
-from ripstop.coordinator.formation import ChangeRound, Form, Formation, GiveUp, Hold, Keep
+from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery
+from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S, Liveness
-from ripstop.coordinator.membership import Membership
+from ripstop.coordinator.membership import Member, Membership, rejection_reason
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
@@ -128,7 +127,7 @@ class Job:
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
         times = [*self.liveness.deadlines(), *self.failure_policy.deadlines()]
-        if (release := self.membership.quarantine.next_release) is not None:
+        if (release := self.membership.quarantine.next_release()) is not None:
             times.append(release)
         match self.phase:
             case Phase.GATHERING:
@@ -222,7 +221,7 @@ class Job:
 
     def _on_join(self, node: str, join: messages.Join, now: float) -> list[JobCommand]:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))
-        if why_not := eligibility.rejection_reason(node, join, self.settings, staying):
+        if why_not := rejection_reason(node, join, self.settings, staying):
             self.events.append(events.NodeRejected(node, why_not))
             return [Send(node, messages.Rejected(why_not)), Disconnect(node)]
         self.events += self.membership.join(join, now)
@@ -448,12 +447,12 @@ class Job:
 
     def _form_or_hold(self, now: float) -> list[JobCommand]:
         match self.formation.next_step(self.round, self.phase_since, self.why, now):
-            case Form(candidates):
-                return self._form(candidates, now)
             case Hold(reason):
                 return self._hold(reason)
             case GiveUp(reason):
                 return job_end.close(self, Outcome.FAILED, reason, now)
+            case candidates:
+                return self._form(candidates, now)
 
     def _hold(self, why: str) -> list[JobCommand]:
         """Once: stop the nodes of the last round, and notify the waiting nodes."""

@@ -52,10 +52,10 @@ from ripstop.model.round import Address
 from ripstop.protocol import secret
 from ripstop.protocol.codec import decode
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
-from ripstop.transport.client import WebSocketLink
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
+from ripstop.transport.websocket_link import WebSocketLink
 
 log = logging.getLogger("ripstop.coordinator")
 
@@ -333,10 +333,7 @@ class EtcdLink:
         server = Server(
             candidacy.bound.listening,
             coordinator,
-            run_id=self._settings.run_id,
             token=self._token,
-            lease=self._settings.timing.lease,
-            nodes=self._settings.max_nodes,
             tls=self._server_tls,
             endpoint_host=candidacy.address.host,
         )

@@ -21,7 +21,7 @@ _running = 0
 _running_lock = threading.Lock()  # launches of one program may overlap, each in its own thread
 
 
-async def run_in_daemon_thread(function: Callable[[], T], timeout: float = CALL_TIMEOUT_S) -> T:
+async def run_in_daemon_thread(function: Callable[[], T], timeout: float | None = CALL_TIMEOUT_S) -> T:
     """Call a function in a thread.  TimeoutError: it blocks, or MAX_BLOCKED_THREADS others do."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, Exception | None]] = loop.create_future()

@@ -45,7 +45,7 @@ class UnauthenticatedConnections:
             self._has_room.set()
 
     def mark_pre_authenticated(self, connection: Connection) -> None:
-        """The first request of the connection has passed `preauth.py`, so it may become an agent's."""
+        """The first request of the connection has passed pre-authentication, so it may become an agent's."""
         self._pre_authenticated.add(connection)
 
     def use_pre_authentication(self, connection: Connection) -> bool:

@@ -4,7 +4,7 @@ This module accepts connections, does TLS, and passes an authenticated agent's m
 no decisions.  A connection is unauthenticated until it has proven the job's secret:
 
 1.  `connection_limits.py` limits the number of such connections and their time.
-2.  `preauth.py` and `agent_authentication.py` authenticate agents; `api_authorization.py` authorizes HTTP requests.
+2.  `agent_authentication.py` authenticates agents; `api_authorization.py` authorizes HTTP requests.
 3.  Nothing an unauthenticated peer sends affects the job.  `rejection_log.py` logs it once per address and kind.
 """
 
@@ -24,10 +24,9 @@ from ripstop.protocol.codec import MAX_FRAME_BYTES, decode
 from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, Heartbeat, Join, Rejected
 from ripstop.system.network import enable_keepalive
-from ripstop.transport.agent_authentication import AgentAuthentication
+from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthProtocol
 from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, abort, peer_host
-from ripstop.transport.preauth import PreAuthProtocol
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.tls import describe_tls_error, starts_tls
 from ripstop.transport.websocket import (
@@ -51,10 +50,7 @@ class Server:
         listening: socket.socket,
         coordinator: Coordinator,
         *,
-        run_id: str,
         token: str,
-        lease: float,
-        nodes: int = 1,
         tls: ssl.SSLContext | None = None,
         serves_agents: bool = True,
         endpoint_host: str = "",
@@ -64,12 +60,10 @@ class Server:
         self._tls = tls
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
-        self._unauthenticated = UnauthenticatedConnections(nodes, self._rejections)
-        self._authentication = AgentAuthentication(
-            run_id, token, lease, has_ended=coordinator.ended.done, rejections=self._rejections
-        )
+        self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
+        self._authentication = AgentAuthentication(coordinator, token, self._rejections)
         self._authorization = ApiAuthorization(
-            run_id,
+            coordinator.settings.run_id,
             token,
             tls=tls,
             endpoint_host=endpoint_host,

@@ -20,7 +20,7 @@ from ripstop.protocol.codec import MAX_FRAME_BYTES, fit
 from ripstop.protocol.messages import Message, Reply
 
 AGENT_PATH = "/agent"
-PREAUTH_HEADER = "Ripstop-Preauth"  # an agent's request carries its `Hello` here; see `preauth.py`
+PREAUTH_HEADER = "Ripstop-Preauth"  # an agent's request carries its `Hello` here; see `agent_authentication.py`
 HANDSHAKE_TIMEOUT_S = 5.0  # from the connection to the end of authentication
 FLUSH_TIMEOUT_S = 1.0  # for a peer to read the rest before its connection closes
 MAX_BACKLOG_BYTES = 4 * MAX_FRAME_BYTES  # queued for one peer

@@ -85,7 +85,7 @@ class WebSocketLink:
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
         self._outbox: Outbox | None = None  # while connected
-        self._local_host: str | None = None
+        self.local_host: str | None = None
         self._clock_offset: float | None = None  # this machine's monotonic clock minus the coordinator's time
         self._tls = tls
         self._aborted_handshakes = 0  # in a row
@@ -93,10 +93,6 @@ class WebSocketLink:
         self._disconnected_at = time.time()
         self._tries = 0
         self._last_error = "not tried yet"
-
-    @property
-    def local_host(self) -> str | None:
-        return self._local_host
 
     @property
     def skew(self) -> float | None:
@@ -142,7 +138,10 @@ class WebSocketLink:
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         redirects = aiohttp.TraceConfig()
         redirects.on_request_redirect.append(_reject_redirect)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+        # The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
+        # timeout looks the name up again soon.  With TLS, it includes the TLS handshake.
+        connect_timeout = HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects]) as http:
             while True:
                 began = self._loop.time()
@@ -150,7 +149,8 @@ class WebSocketLink:
                 try:
                     await self._connect_once(http)
                 except _FinalRejection as error:
-                    self._reject(str(error))
+                    self._last_error = str(error)
+                    self._notify(lambda listener: listener.on_rejected(self._last_error))
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
                     self._last_error = _describe(error)
@@ -160,19 +160,6 @@ class WebSocketLink:
                     delay = FIRST_RETRY_DELAY_S  # the last connection worked
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                 delay = min(2 * delay, max(self._lease / 3, FIRST_RETRY_DELAY_S))
-
-    def _reject(self, why: str) -> None:
-        self._last_error = why
-        self._notify(lambda listener: listener.on_rejected(why))
-
-    @property
-    def _connect_timeout(self) -> float:
-        """Seconds for a TCP connection, and with TLS for its handshake too.
-
-        The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
-        timeout looks the name up again soon.
-        """
-        return HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
 
     async def _connect_once(self, http: aiohttp.ClientSession) -> None:
         """One connection, from its start to its end."""
@@ -185,7 +172,7 @@ class WebSocketLink:
             enable_keepalive(connection)
             await self._handshake(ws)
             limit.reschedule(None)
-            self._local_host = connection.getsockname()[0]
+            self.local_host = connection.getsockname()[0]
             await self._exchange_messages(ws, connection, limit)
 
     async def _connect(self, http: aiohttp.ClientSession, url: URL) -> aiohttp.ClientWebSocketResponse:
