@@ -18,7 +18,7 @@ from ripstop.election.etcd_client import Denied, EtcdClient
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
-from ripstop.transport import agent_authentication, websocket_link
+from ripstop.transport import agent_authentication, websocket, websocket_link
 from ripstop.transport.websocket_link import WebSocketLink
 
 DEADLINE = 20.0
@@ -116,7 +116,7 @@ def unresponsive_address(host: str, port: int) -> Iterator[None]:
 def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_link, "HANDSHAKE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(websocket, "HANDSHAKE_TIMEOUT_S", 1000.0)
     look_up, looked_up = socket.getaddrinfo, list[str]()
 
     async def scenario() -> None:
@@ -283,7 +283,7 @@ def test_a_link_connects_to_a_host_name(harness: Any) -> None:
 
 
 def test_a_silent_server_times_out(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket_link, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(websocket, "HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -16,7 +16,7 @@ from ripstop.model.errors import RipstopError
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import fit
+from ripstop.protocol.codec import encode
 from ripstop.protocol.messages import Closed
 from ripstop.system.network import describe_network_error
 from ripstop.transport.endpoint import Bound, bind
@@ -114,7 +114,7 @@ class Leadership:
 
     async def publish_outcome(self, prefix: str, run_id: str, token: str, report: JobReport) -> None:
         """Replace the leader's key by the signed outcome of the job."""
-        text = fit(Closed(report))
+        text = encode(Closed(report))
         value = f"{secret.sign(token, run_id, text)}\n{text}"
         try:
             lease, _ = await self._client.grant(OUTCOME_TTL_S)

@@ -29,14 +29,7 @@ from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, abort, peer_host
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.tls import describe_tls_error, starts_tls
-from ripstop.transport.websocket import (
-    AGENT_PATH,
-    CLOSE_CODE_RETURNING,
-    FLUSH_TIMEOUT_S,
-    Outbox,
-    receive,
-    write_and_close,
-)
+from ripstop.transport.websocket import AGENT_PATH, CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, Outbox, receive
 
 ACCEPT_RETRY_S = 0.1  # after an error, such as no free descriptor
 TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -208,10 +201,10 @@ class Server:
         return _plain(400, why)
 
     async def _exchange_messages(self, ws: web.WebSocketResponse, node: str, transport: asyncio.BaseTransport) -> None:
-        outbox = Outbox(ws.send_str, partial(abort, transport))
+        outbox = Outbox(ws, partial(abort, transport))
         self._outboxes.add(outbox)
         session = self._coordinator.attach(node, send=outbox.put, close=outbox.finish)
-        writer = asyncio.create_task(write_and_close(ws, outbox), name=f"ripstop-to-{node}")
+        writer = asyncio.create_task(outbox.run(), name=f"ripstop-to-{node}")
         try:
             while (text := await receive(ws)) is not None:
                 message = decode(text, FROM_AGENT)
