@@ -47,8 +47,8 @@ class Session(Struct, frozen=True, eq=False):
 
     coordinator: "Coordinator"
     node: str
-    send: Callable[[FromCoordinator], None]
-    close: Callable[[], None]
+    send: Callable[[FromCoordinator], object]
+    close: Callable[[], object]
 
     def receive(self, message: FromAgent) -> None:
         self.coordinator.receive(self, message)
@@ -84,7 +84,7 @@ class Coordinator:
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
         self._arm()
 
-    def attach(self, node: str, send: Callable[[FromCoordinator], None], close: Callable[[], None]) -> Session:
+    def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Session:
         """A node has connected; see `Session`."""
         old = self._sessions.get(node)
         session = self._sessions[node] = Session(self, node, send, close)
@@ -94,7 +94,6 @@ class Coordinator:
         return session
 
     def receive(self, session: Session, message: FromAgent) -> None:
-        """See `Session.receive`."""
         if self._sessions.get(session.node) is not session:
             return
         match message:
@@ -106,7 +105,6 @@ class Coordinator:
                 self._feed(job_types.NodeMessage(session.node, message))
 
     def detach(self, session: Session, *, returning: bool) -> None:
-        """See `Session.detach`."""
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
             self._fail_queries(session.node)

@@ -41,23 +41,17 @@ class RoundState(Struct, frozen=True):
 
 
 class Diagnose(Struct, frozen=True):
-    """Ask these nodes where their workers are."""
-
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # to be asked where their workers are
 
 
 class Restart(Struct, frozen=True):
-    """Form the next round, after the delay."""
-
     cause: RoundEndCause
     reason: str
-    delay: float
+    delay: float  # before the next round
 
 
 class RestartWithout(Struct, frozen=True):
-    """Form the next round without these departing nodes, which explain the failure."""
-
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # which depart, and so explain the failure
 
 
 class FailJob(Struct, frozen=True):

@@ -12,7 +12,6 @@ from itertools import islice
 from msgspec import Struct
 
 from ripstop.coordinator.job_types import JobSettings
-from ripstop.coordinator.liveness import Liveness
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
 from ripstop.model.events import RoundEndCause
@@ -47,7 +46,7 @@ class Keep(Struct, frozen=True):
 class Formation:
     """The target size of a job, and the time limits of its next round."""
 
-    def __init__(self, settings: JobSettings, membership: Membership, liveness: Liveness, now: float) -> None:
+    def __init__(self, settings: JobSettings, membership: Membership, now: float) -> None:
         self.target = settings.max_nodes if settings.target is None else settings.target
         self.highest_round = 0  # the highest round number that any node reported
         self._is_scaled = False  # an operator set the target
@@ -55,7 +54,6 @@ class Formation:
         self._not_before = now  # the end of a restart's delay
         self._settings = settings
         self._membership = membership
-        self._liveness = liveness
 
     def scale(self, nodes: int) -> None:
         self.target, self._is_scaled = nodes, True
@@ -89,7 +87,7 @@ class Formation:
             return Hold(reason)
         left = self._quorum_since + self._time_for_more() - now
         is_complete = left <= 0 or members.is_complete(self.target, first=round == 0)
-        if self._liveness.disconnected or not is_complete:
+        if members.liveness.disconnected or not is_complete:
             return Hold(self._waiting_for_more(ready, left, reason))
         return members.candidates(self.target)
 

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
-from ripstop.coordinator.liveness import LATE_TICK_S, Liveness
+from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, is_early_failure
 from ripstop.model import events
@@ -76,11 +76,11 @@ class Job:
         self.round = 0  # the number of the live or last round
         self.progressed = False  # a worker of this round has reported a step or a checkpoint
         self.report: JobReport | None = None
-        self.liveness = Liveness(settings.timing.lease, settings.own)
-        self.membership = Membership(settings, self.liveness)
+        self.membership = Membership(settings)
+        self.liveness = self.membership.liveness
         self.members: Mapping[str, Member] = self.membership.members  # read only
         self.places: Mapping[str, Place] = self.membership.places
-        self.formation = Formation(settings, self.membership, self.liveness, now)
+        self.formation = Formation(settings, self.membership, now)
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
@@ -92,6 +92,7 @@ class Job:
         self.is_ended = False
         self._now = now  # the time of the last event: everything due by then is done
         self.events: list[events.Event] = []  # to record, of the current event
+        self.commands: list[JobCommand] = []  # the other commands of the current event
 
     @property
     def restarts(self) -> RestartBudget:
@@ -105,10 +106,9 @@ class Job:
         if due is not None and now - due >= LATE_TICK_S:
             self._extend_deadlines(now, late=now - due)
         self._now = now
-        out: list[JobCommand] = []
         match event:
             case job_types.NodeMessage(node, message):
-                out += self._on_message(node, bounded(message), now)
+                self._on_message(node, bounded(message), now)
             case job_types.NodeDisconnected(node):
                 self._on_disconnect(node, now)
             case job_types.Tick():
@@ -116,13 +116,17 @@ class Job:
             case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
             case command:
-                out += self._on_operator_command(command, now)
-        out += self._remove_expired(now)
-        out += self._advance(now)
+                self._on_operator_command(command, now)
+        self._remove_expired(now)
+        self._advance(now)
         if self.phase is Phase.RUNNING:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
-        recorded, self.events = self.events, []
-        return [*map(RecordEvent, recorded), *out] if recorded else out
+        out = [*map(RecordEvent, self.events), *self.commands]
+        self.events, self.commands = [], []
+        return out
+
+    def send(self, node: str, message: messages.FromCoordinator) -> None:
+        self.commands.append(Send(node, message))
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
@@ -178,13 +182,15 @@ class Job:
 
     # messages ---------------------------------------------------------------------------------------------------------
 
-    def _on_message(self, node: str, message: messages.FromAgent, now: float) -> list[JobCommand]:
+    def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:
         if self.phase is Phase.CLOSED:
-            return self._on_message_after_end(node, message, now)
+            self._on_message_after_end(node, message, now)
+            return
         if isinstance(message, messages.Join):
-            return self._on_join(node, message, now)
+            self._on_join(node, message, now)
+            return
         if node not in self.members:
-            return []  # lost, or never joined: the reply to its next Join brings it up to date
+            return  # lost, or never joined: the reply to its next Join brings it up to date
         self.liveness.renew(node, now)
         match message:
             case messages.Ready():
@@ -192,7 +198,7 @@ class Job:
             case messages.Problems(problems):
                 self.events += self.membership.set_problems(node, problems, now)
             case messages.Failed(round, failures):
-                return self._on_failed(node, round, failures, now)
+                self._on_failed(node, round, failures, now)
             case messages.Inspected(round, failures):
                 self.failure_policy.on_diagnosis(node, round, failures)
             case messages.Succeeded(round):
@@ -204,96 +210,94 @@ class Job:
                 self.awaiting_stop.discard(node)
             case messages.Left(why):
                 self._remove(node, f"left: {why}", now, lost=False)
-                return [Disconnect(node)]
-        return []
+                self.commands.append(Disconnect(node))
 
-    def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> list[JobCommand]:
+    def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:
         assert self.report is not None
         match message:
             case messages.Join(node=node):
                 self.membership.join_after_end(name, node, now)
-                return [Send(name, messages.Closed(self.report))]
+                self.send(name, messages.Closed(self.report))
             case messages.Left():
                 if name in self.members:
                     self.membership.remove(name, now)
-                return [Disconnect(name)]
-        return []
+                self.commands.append(Disconnect(name))
 
-    def _on_join(self, node: str, join: messages.Join, now: float) -> list[JobCommand]:
+    def _on_join(self, node: str, join: messages.Join, now: float) -> None:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))
         if why_not := rejection_reason(node, join, self.settings, staying):
             self.events.append(events.NodeRejected(node, why_not))
-            return [Send(node, messages.Rejected(why_not)), Disconnect(node)]
+            self.commands += [Send(node, messages.Rejected(why_not)), Disconnect(node)]
+            return
         self.events += self.membership.join(join, now)
         self.formation.highest_round = max(self.formation.highest_round, join.newest)
         if join.restarts > self.restarts.used:  # rule 8
             self.failure_policy.restarts = RestartBudget(self.settings.budget, join.restarts, now)
-        return self._synchronize(node, join, now)
+        self._synchronize(node, join, now)
 
-    def _synchronize(self, node: str, join: messages.Join, now: float) -> list[JobCommand]:
+    def _synchronize(self, node: str, join: messages.Join, now: float) -> None:
         """Bring a node that has (re)joined and the live round to the same state."""
         if join.closing and self.phase is not Phase.CLOSING:
-            return job_end.close(self, join.closing.outcome, join.closing.why, now)  # rule 8
+            job_end.close(self, join.closing.outcome, join.closing.why, now)  # rule 8
+            return
         if self.phase is Phase.CLOSING:
             assert self.report is not None
             self.awaiting_stop.add(node)
-            return [Send(node, messages.Closing(self.why, self.report.outcome))]
-        held, out = join.held, list[JobCommand]()
+            self.send(node, messages.Closing(self.why, self.report.outcome))
+            return
+        held = join.held
         if held is not None and held.round > self.round:
-            out += recovery.adopt(self, held, now)
+            recovery.adopt(self, held, now)
         if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
             self.membership.set_place(node, held, now)
         if held is None or held != self.places.get(node):
             if self.phase is Phase.RUNNING and node in self.places:
-                return out + self._assign_again(node, join, now)
-            if held is not None:
-                out.append(Send(node, messages.StandBy(self.round, f"round {held.round} is over")))
-            return out
+                self._assign_again(node, join, now)
+            elif held is not None:
+                self.send(node, messages.StandBy(self.round, f"round {held.round} is over"))
+            return
         if self.phase is Phase.GATHERING and self.is_held:
-            out.append(Send(node, messages.StandBy(self.round, self.why)))  # the connection may have lost the first one
+            self.send(node, messages.StandBy(self.round, self.why))  # the connection may have lost the first one
         match join.status:
             case messages.Status.FAILED:
-                out += self._on_failed(node, held.round, join.failures, now)
+                self._on_failed(node, held.round, join.failures, now)
             case messages.Status.SUCCEEDED:
                 self._on_succeeded(node, held.round)
-        return out
 
-    def _assign_again(self, node: str, join: messages.Join, now: float) -> list[JobCommand]:
+    def _assign_again(self, node: str, join: messages.Join, now: float) -> None:
         """A node of the live round did not receive its place, because a connection closed."""
         place = self.places[node]
         if join.newest < self.round and place.group_rank:
-            return [Send(node, messages.Assign(place, self.why))]
-        # the node lost its workers, or its new connection made rank 0's port stale (rule 7)
-        self.end_round(RoundEndCause.NODE_LOST, f"node {node} does not have round {self.round}", now)
-        return []
+            self.send(node, messages.Assign(place, self.why))
+        else:  # the node lost its workers, or its new connection made rank 0's port stale (rule 7)
+            self.end_round(RoundEndCause.NODE_LOST, f"node {node} does not have round {self.round}", now)
 
     def _on_succeeded(self, node: str, round: int) -> None:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
             self.succeeded.add(node)
 
-    def _on_operator_command(self, command: operator.OperatorCommand, now: float) -> list[JobCommand]:
+    def _on_operator_command(self, command: operator.OperatorCommand, now: float) -> None:
         """Apply the command if it is allowed now."""
         why_not = operator.rejection_reason(command, self.status(now))
         if isinstance(command, operator.ScaleJob):
             self.events.append(events.ScaleRequested(command.nodes, not why_not, why_not))
         if why_not:
-            return []
+            return
         match command:
             case operator.RestartRound(why):
                 self.end_round(RoundEndCause.OPERATOR, why, now)
             case operator.DrainNode(node, why):
-                return [Send(node, messages.Drain(why))]
+                self.send(node, messages.Drain(why))
             case operator.ScaleJob(nodes):
                 self.formation.scale(nodes)
             case operator.StopJob(why):
-                return job_end.close(self, Outcome.STOPPED, why, now)
-        return []
+                job_end.close(self, Outcome.STOPPED, why, now)
 
     # failures ---------------------------------------------------------------------------------------------------------
 
-    def _on_failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[JobCommand]:
+    def _on_failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> None:
         ruling = self.failure_policy.on_failure(node, round, failures, self._round_state(now), now)
-        return self._apply(ruling, now)
+        self._apply(ruling, now)
 
     def _round_state(self, now: float) -> failure_policy.RoundState:
         leaving = (n for n in self.liveness.leaving if n in self.places)
@@ -305,20 +309,19 @@ class Job:
             is_early=is_early_failure(now - self.phase_since, progressed=self.progressed),
         )
 
-    def _apply(self, ruling: failure_policy.Ruling, now: float) -> list[JobCommand]:
+    def _apply(self, ruling: failure_policy.Ruling, now: float) -> None:
         self.events += ruling.events
         if ruling.fault is not None and ruling.fault[0] in self.members:
             self.events += self.membership.record_fault(*ruling.fault, now)
         match ruling.action:
             case failure_policy.Diagnose(nodes):
-                return [Send(n, messages.Inspect(self.round)) for n in nodes]
+                self.commands += [Send(n, messages.Inspect(self.round)) for n in nodes]
             case failure_policy.Restart(cause, reason, delay):
                 self.end_round(cause, reason, now, delay)
             case failure_policy.RestartWithout(nodes):
                 self._end_round_without(nodes, now)
             case failure_policy.FailJob(reason):
-                return job_end.close(self, Outcome.FAILED, reason, now)
-        return []
+                job_end.close(self, Outcome.FAILED, reason, now)
 
     def _end_round_without(self, departing: Iterable[str], now: float) -> None:
         """A worker failed while these nodes were disconnected or leaving: nothing is charged (rule 5)."""
@@ -347,18 +350,16 @@ class Job:
         if self.failure_policy.is_failure_pending and node in self.places:
             self._end_round_without([node], now)
 
-    def _remove_expired(self, now: float) -> list[JobCommand]:
+    def _remove_expired(self, now: float) -> None:
         """Remove nodes whose lease or reconnect timeout expired, and release nodes from quarantine."""
-        out: list[JobCommand] = []
         if self.phase is Phase.CLOSED:
-            return out
+            return
         for node, last in self.liveness.expired(now):
             self._remove(node, f"lost: silent for {now - last:.1f} s", now)
-            out.append(Disconnect(node))
+            self.commands.append(Disconnect(node))
         for node, since in self.liveness.not_reconnected(now):
             self._remove(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
         self.events += self.membership.release(now)
-        return out
 
     def _extend_deadlines(self, now: float, late: float) -> None:
         """This coordinator was away and could receive nothing: all timeouts start again."""
@@ -404,75 +405,76 @@ class Job:
         self.formation.start_gathering(now + delay)
         self.failure_policy.reset()
 
-    def _advance(self, now: float) -> list[JobCommand]:
+    def _advance(self, now: float) -> None:
         """Do what the state now allows: resume, form, hold, resize, finish, end."""
         match self.phase:
             case Phase.RECOVERING:
-                return self._resume(now)
+                self._resume_or_end(now)
             case Phase.GATHERING:
-                return self._form_or_hold(now)
+                self._form_or_hold(now)
+            case Phase.RUNNING if self.places.keys() <= self.succeeded:
+                job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
+            case Phase.RUNNING if self.failure_policy.is_undecided:
+                ruling = self.failure_policy.review(self._round_state(now), now)
+                if ruling.action:
+                    self._apply(ruling, now)
+                    self._advance(now)
             case Phase.RUNNING:
-                if self.places.keys() <= self.succeeded:
-                    return job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
-                if self.failure_policy.is_undecided:
-                    return self._review_failure(now)
-                return self._resize(now)
+                self._resize(now)
             case Phase.CLOSING:
-                return job_end.finish(self, now)
+                job_end.finish(self, now)
             case Phase.CLOSED:
-                return job_end.end(self, now)
+                job_end.end(self, now)
 
-    def _resume(self, now: float) -> list[JobCommand]:
+    def _resume_or_end(self, now: float) -> None:
         if not recovery.resume_or_end(self, now):
-            return []
-        out: list[JobCommand] = []
+            return
         if self.phase is Phase.RUNNING and self.failure_policy.has_failure:
-            out += self._apply(self.failure_policy.decide(self._round_state(now), now), now)
-        return [*out, *self._advance(now)]
+            self._apply(self.failure_policy.decide(self._round_state(now), now), now)
+        self._advance(now)
 
-    def _review_failure(self, now: float) -> list[JobCommand]:
-        ruling = self.failure_policy.review(self._round_state(now), now)
-        return [*self._apply(ruling, now), *self._advance(now)] if ruling.action else []
-
-    def _resize(self, now: float) -> list[JobCommand]:
+    def _resize(self, now: float) -> None:
         match self.formation.resize(now, is_finishing=bool(self.succeeded)):
             case Keep(notice):
-                return self._notify_waiting(notice) if notice else []
+                if notice:
+                    self._notify(self.membership.take_nodes_to_notify(), notice)
             case ChangeRound(cause, reason, removed):
                 if removed and self.members[removed].problems:
                     self.failure_policy.mark_explained()
                     self.events += self.membership.record_fault(removed, self.membership.unfit_reason(removed), now)
                 self.end_round(cause, reason, now)
-                return self._form_or_hold(now)
+                self._form_or_hold(now)
 
-    def _form_or_hold(self, now: float) -> list[JobCommand]:
+    def _form_or_hold(self, now: float) -> None:
         match self.formation.next_step(self.round, self.phase_since, self.why, now):
             case Hold(reason):
-                return self._hold(reason)
+                self._hold(reason)
             case GiveUp(reason):
-                return job_end.close(self, Outcome.FAILED, reason, now)
+                job_end.close(self, Outcome.FAILED, reason, now)
             case candidates:
-                return self._form(candidates, now)
+                self._form(candidates, now)
 
-    def _hold(self, why: str) -> list[JobCommand]:
+    def _hold(self, why: str) -> None:
         """Once: stop the nodes of the last round, and notify the waiting nodes."""
-        out = self._notify_waiting(why)
+        self._notify(self.membership.take_nodes_to_notify(), why)
         if not self.is_held:
             self.is_held = True
-            out += [Send(n, messages.StandBy(self.round, why)) for n in self.places if n in self.members]
-        return out
+            self.stand_by(why)
 
-    def _notify_waiting(self, why: str) -> list[JobCommand]:
-        return self._notify(self.membership.take_nodes_to_notify(), why)
+    def stand_by(self, why: str) -> None:
+        """Stop the nodes of the last round."""
+        self.commands += [Send(n, messages.StandBy(self.round, why)) for n in self.places if n in self.members]
 
-    def _notify(self, nodes: Iterable[str], why: str) -> list[JobCommand]:
-        return [Send(n, messages.StandBy(self.round, self.membership.unfit_reason(n) or why)) for n in nodes]
+    def _notify(self, nodes: Iterable[str], why: str) -> None:
+        for node in nodes:
+            self.send(node, messages.StandBy(self.round, self.membership.unfit_reason(node) or why))
 
-    def _form(self, candidates: list[ranks.Candidate], now: float) -> list[JobCommand]:
+    def _form(self, candidates: list[ranks.Candidate], now: float) -> None:
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = nodes[0].id
         if not self.members[host].port:
-            return self._hold(f"waiting for node {host} to offer a port for the store ({self.why})")
+            self._hold(f"waiting for node {host} to offer a port for the store ({self.why})")
+            return
         self.round = self.formation.highest_round = max(self.round, self.formation.highest_round) + 1
         store = self.membership.take_port(host, self.round)
         places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used)
@@ -482,8 +484,8 @@ class Job:
         names, world = tuple(self.places), places[0].world_size
         self.events.append(events.RoundFormed(self.round, names, world, str(store), self.restarts.used, self.why))
         self.events += (events.RankRequestDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
-        out: list[JobCommand] = [Send(name, messages.Assign(place, self.why)) for name, place in self.places.items()]
+        self.commands += [Send(name, messages.Assign(place, self.why)) for name, place in self.places.items()]
         waiting = self.membership.take_nodes_to_notify()
         left_out = [n for n in before if n not in self.places and n not in waiting]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        return out + self._notify([*left_out, *waiting], why)
+        self._notify([*left_out, *waiting], why)

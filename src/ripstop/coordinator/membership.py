@@ -80,7 +80,7 @@ NO_DEGRADED_NODES = DegradedNodes({}, 0, False, [])
 class Membership:
     """The nodes of one job."""
 
-    def __init__(self, settings: JobSettings, liveness: Liveness) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.members: dict[str, Member] = {}  # in the order of joining
         self.places: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
         # Nodes of one kind, and since when; oldest first.
@@ -98,7 +98,7 @@ class Membership:
         self._min_nodes = settings.min_nodes
         self._cooldown = settings.quarantine.cooldown
         self.quarantine = Quarantine(settings.quarantine)
-        self._liveness = liveness
+        self.liveness = Liveness(settings.timing.lease, settings.own)
 
     # one node ---------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Membership:
         member.ready = join.ready is not None
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
         member.health_interval = join.health_interval
-        self._liveness.connect(name, now)
+        self.liveness.connect(name, now)
         return events + self.set_problems(name, join.problems, now)
 
     def join_after_end(self, name: str, node: Node, now: float) -> None:
@@ -149,18 +149,18 @@ class Membership:
         return events
 
     def disconnect(self, node: str, now: float) -> None:
-        self._liveness.disconnect(node, now)
+        self.liveness.disconnect(node, now)
         self._update(node, now)
 
     def mark_leaving(self, node: str, now: float) -> None:
-        self._liveness.leaving.add(node)
+        self.liveness.leaving.add(node)
         self._update(node, now)
 
     def remove(self, node: str, now: float) -> None:
         member = self.members.pop(node)
         if node in self.places and member.node.number is not None:
             self._vacated_ranks[member.node.number] = self.places[node].group_rank
-        self._liveness.remove(node)
+        self.liveness.remove(node)
         self._update(node, now)
 
     def record_fault(self, node: str, what: str, now: float) -> list[Event]:
@@ -224,9 +224,9 @@ class Membership:
 
     def _eligibility(self, node: str) -> Eligibility:
         member = self.members.get(node)
-        if member is None or node in self._liveness.leaving or (member.problems and node not in self.places):
+        if member is None or node in self.liveness.leaving or (member.problems and node not in self.places):
             return Eligibility.INELIGIBLE
-        if node in self._liveness.disconnected or not member.ready:
+        if node in self.liveness.disconnected or not member.ready:
             return Eligibility.NOT_READY
         return Eligibility.DEGRADED if member.problems or self.quarantine.reason(node) else Eligibility.ELIGIBLE
 

@@ -15,10 +15,8 @@ from ripstop.model.round import Node
 
 
 class FaultRecord(Struct):
-    """The faults of one node."""
-
     host: str
-    faults: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)  # of one node
     until: float | None = None  # the end of its quarantine
     why: str = ""
 
