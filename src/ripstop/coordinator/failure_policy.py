@@ -135,8 +135,6 @@ class FailurePolicy:
         """The cause of the last charged failure is known."""
         self._unexplained_round = 0
 
-    # what is known ----------------------------------------------------------------------------------------------------
-
     @property
     def has_failure(self) -> bool:
         """A node reported a failure of this round."""
@@ -222,8 +220,6 @@ class FailurePolicy:
         if failure and failure.hang:
             return truncate_reason(in_words(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
-
-    # time -------------------------------------------------------------------------------------------------------------
 
     def deadlines(self) -> Iterator[float]:
         if self._deferred_failure:

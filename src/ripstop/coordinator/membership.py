@@ -32,8 +32,6 @@ MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may tak
 
 
 class Member(Struct):
-    """A node of the job."""
-
     node: Node
     ready: bool = False
     port: int = 0  # offered for a store; 0: none
@@ -78,8 +76,6 @@ NO_DEGRADED_NODES = DegradedNodes({}, 0, False, [])
 
 
 class Membership:
-    """The nodes of one job."""
-
     def __init__(self, settings: JobSettings) -> None:
         self.members: dict[str, Member] = {}  # in the order of joining
         self.places: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
@@ -178,8 +174,6 @@ class Membership:
             self._update(node, now)
         return [NodeReleased(node) for node in released]
 
-    # the round --------------------------------------------------------------------------------------------------------
-
     def start_round(self, places: dict[str, Place], now: float) -> None:
         self.places.clear()
         self.places.update(places)
@@ -266,8 +260,6 @@ class Membership:
         needed = self.assess_degraded().needed
         hosts = (n for n, place in self.places.items() if not place.group_rank and (n in self.eligible or n in needed))
         return all(self.members[n].port for n in hosts)
-
-    # notices ----------------------------------------------------------------------------------------------------------
 
     def notify_all_again(self) -> None:
         """The reason for which nodes wait has changed."""

@@ -47,8 +47,6 @@ def is_early_failure(run_time: float, *, progressed: bool) -> bool:
 
 
 class RestartBudget:
-    """The restarts of one job."""
-
     def __init__(self, budget: Budget, used: int = 0, now: float = 0.0) -> None:
         self._backoff = budget.backoff
         self._limits = {  # charges, and the window in which they count

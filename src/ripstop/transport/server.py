@@ -20,6 +20,7 @@ from aiohttp import web
 from ripstop.api.http_api import MAX_BODY, Api
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.model.errors import ProtocolError
+from ripstop.protocol import secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode
 from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, Heartbeat, Join, Rejected
@@ -55,14 +56,8 @@ class Server:
         self._rejections = RejectionLog()
         self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
         self._authentication = AgentAuthentication(coordinator, token, self._rejections)
-        self._authorization = ApiAuthorization(
-            coordinator.settings.run_id,
-            token,
-            tls=tls,
-            endpoint_host=endpoint_host,
-            rejections=self._rejections,
-            on_authenticated=self._unauthenticated.remove,
-        )
+        api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
+        self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._outboxes: set[Outbox] = set()
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Task[None] | None = None
