@@ -18,9 +18,13 @@ class Resolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        try:
+            found = await run_in_daemon_thread(look_up, timeout=None)
+        except UnicodeError as error:  # not a valid name; aiohttp handles only an OSError
+            raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
         return [
             ResolveResult(hostname=host, host=_numeric(address), port=port, family=kind, proto=protocol, flags=0)
-            for kind, _, protocol, _, address in await run_in_daemon_thread(look_up, timeout=None)
+            for kind, _, protocol, _, address in found
         ]
 
     async def close(self) -> None:
