@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from ripstop.coordinator.service import Coordinator, Session
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator, Session
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing, Tls
 from ripstop.model.round import Address, Node
 from ripstop.protocol.messages import FromCoordinator, Join, Ready
-from ripstop.transport.client import WebSocketLink
 from ripstop.transport.endpoint import bind
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
+from ripstop.transport.websocket_link import WebSocketLink
 from tests.certificates import Authority
 
 DEADLINE = 20.0  # seconds for every wait: generous, test machines can be slow
@@ -105,8 +105,10 @@ class Harness:
         time.sleep(seconds)
 
     @staticmethod
-    def settings(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> JobSettings:
-        return JobSettings("job", least or nodes, nodes, Timing(lease=lease), Budget(restarts))
+    def settings(
+        nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0, run_id: str = "job"
+    ) -> JobSettings:
+        return JobSettings(run_id, least or nodes, nodes, Timing(lease=lease), Budget(restarts))
 
     @staticmethod
     def coordinator(nodes: int = 1, lease: float = 3.0, least: int = 0, restarts: int = 0) -> Tapped:
@@ -130,18 +132,10 @@ class Harness:
         name: str = "",
     ) -> AsyncIterator[tuple[Tapped, Address]]:
         """A coordinator on its own port."""
-        coordinator = Harness.coordinator(nodes, lease, least)
+        coordinator = Tapped(Harness.settings(nodes, lease, least, run_id=run_id))
         bound = bind(Address("127.0.0.1", port), required=True)
         assert bound is not None
-        server = Server(
-            bound.listening,
-            coordinator,
-            run_id=run_id,
-            token=token,
-            lease=lease,
-            tls=tls and server_context(tls),
-            endpoint_host=name,
-        )
+        server = Server(bound.listening, coordinator, token=token, tls=tls and server_context(tls), endpoint_host=name)
         address = bound.address
         await server.start()
         try:

@@ -23,8 +23,8 @@ from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probes
 from ripstop.api.job_socket import JobSocket
-from ripstop.coordinator.service import Coordinator
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
@@ -50,8 +50,7 @@ from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
-from ripstop.transport.in_process import InProcessLink
-from ripstop.transport.link import Link
+from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
 from ripstop.workers.spawner import Spawner, Starter
@@ -165,7 +164,7 @@ async def _host_coordinator(
 
 def _connect_to_coordinator(parts: AsyncExitStack, config: RunConfig, node: Node) -> _CoordinatorAccess:
     """The coordinator runs at the endpoint."""
-    from ripstop.transport.client import WebSocketLink  # aiohttp: only with a network
+    from ripstop.transport.websocket_link import WebSocketLink  # aiohttp: only with a network
 
     assert config.endpoint is not None
     _job_socket(parts, config, node.id).follow(str(config.endpoint))
@@ -332,10 +331,7 @@ async def _serve(
     server = Server(
         bound.listening,
         coordinator,
-        run_id=config.run_id,
         token=config.token,
-        lease=config.timing.lease,
-        nodes=config.max_nodes,
         tls=tls,
         serves_agents=isinstance(config, CoordinatorConfig) or config.backend is not Backend.LOCAL,
         endpoint_host=config.endpoint.host if config.endpoint else "",

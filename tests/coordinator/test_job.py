@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from ripstop.coordinator import membership
-from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
-from ripstop.coordinator.eligibility import MAX_HEALTH_CHECK_S
 from ripstop.coordinator.failure_policy import DIAGNOSIS_TIMEOUT_S, PEER_LOSS_TIMEOUT_S
 from ripstop.coordinator.formation import SETTLE_TIMEOUT_S
-from ripstop.coordinator.job import Job
-from ripstop.coordinator.job_io import (
+from ripstop.coordinator.job import TRANSITIONS, Job
+from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.job_types import (
     Disconnect,
     JobCommand,
     JobEnded,
     JobInput,
+    JobSettings,
     NodeDisconnected,
     NodeMessage,
     Progressed,
@@ -27,8 +27,7 @@ from ripstop.coordinator.job_io import (
     Tick,
 )
 from ripstop.coordinator.liveness import LATE_TICK_S, RECONNECT_TIMEOUT_S
-from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.membership import MAX_HEALTH_CHECK_S
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.events import (
     BudgetCharged,
@@ -49,7 +48,7 @@ from ripstop.model.failure import CollectiveProgress, Failure, Hang
 from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob, rejection_reason
 from ripstop.model.round import Address, Node, Outcome, Place, RankBy
 from ripstop.model.status import NodeState, Phase
-from ripstop.protocol.codec import MAX_FRAME_BYTES, fit
+from ripstop.protocol.codec import MAX_FRAME_BYTES, encode
 from ripstop.protocol.limits import bounded
 from ripstop.protocol.messages import (
     Assign,
@@ -1437,7 +1436,7 @@ def test_messages_to_agents_fit_into_a_frame_whatever_a_node_sends(message: From
     commands += on(job, StopJob("enough"), 11.0) + on(job, Tick(), 11.0 + TIMING.shutdown + FINAL_REPORT_TIMEOUT_S)
     sent = [command.message for command in commands if isinstance(command, Send)]
     assert sent
-    assert all(len(fit(message)) <= MAX_FRAME_BYTES for message in sent)
+    assert all(len(encode(message)) <= MAX_FRAME_BYTES for message in sent)
 
 
 def test_the_reason_for_a_quarantine_is_bounded() -> None:

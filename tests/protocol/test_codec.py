@@ -14,7 +14,7 @@ from ripstop.model.errors import ProtocolError
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.field_types import MAX_ITEMS
 from ripstop.model.round import Outcome
-from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode, fit
+from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
 from ripstop.protocol.messages import Closed, Failed, Heartbeat, Hello, Message, Ready, StandBy, Welcome
 
 ALL: tuple[type[Any], ...] = get_args(Message)
@@ -173,22 +173,17 @@ def failure(rank: int, size: int) -> Failure:
 
 def test_a_message_that_is_too_large_is_not_encoded() -> None:
     with pytest.raises(ProtocolError, match="at most"):
-        encode(Failed(1, (failure(0, MAX_FRAME_BYTES),)))
+        encode(StandBy(1, "x" * MAX_FRAME_BYTES))
 
 
-def test_fit_drops_the_last_failures_first() -> None:
+def test_the_last_failures_of_a_large_message_are_dropped_first() -> None:
     failures = tuple(failure(rank, MAX_FRAME_BYTES // 10) for rank in range(64))
     report = JobReport("job", Outcome.FAILED, "why", 1, 0, failures)
-    kept = decode(fit(Closed(report)), (Closed,)).report.failures
+    kept = decode(encode(Closed(report)), (Closed,)).report.failures
     assert 0 < len(kept) < 64
     assert kept == failures[: len(kept)]
 
 
-def test_fit_keeps_the_message_of_a_single_large_failure() -> None:
-    (kept,) = decode(fit(Failed(1, (failure(3, MAX_FRAME_BYTES),))), (Failed,)).failures
+def test_encoding_keeps_the_message_of_a_single_large_failure() -> None:
+    (kept,) = decode(encode(Failed(1, (failure(3, MAX_FRAME_BYTES),))), (Failed,)).failures
     assert (kept.rank, kept.message, kept.traceback) == (3, "m" * 100, "")
-
-
-def test_fit_does_not_change_a_message_that_fits() -> None:
-    message = Ready(29500, 0)
-    assert fit(message) == encode(message)

@@ -6,9 +6,9 @@ They read the state of the machines: a violation inside shows outside only much 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ripstop.coordinator import job_io
-from ripstop.coordinator.budget import Cause
+from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
+from ripstop.coordinator.restart_budget import Cause
 from ripstop.model.events import NodeGone, RoundEnded
 from ripstop.model.operator_commands import (
     DrainNode,
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 3.0  # in which workers that must stop have ended, with every d
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
 
-Check = Callable[[list[job_io.JobCommand]], None]  # of the state after an event, and the commands
+Check = Callable[[list[job_types.JobCommand]], None]  # of the state after an event, and the commands
 
 
 class Violation(AssertionError):
@@ -56,26 +56,26 @@ class Rules:
 
     # a step of the coordinator ----------------------------------------------------------------------------------------
 
-    def before(self, job: Job, event: job_io.JobInput) -> Check | None:
+    def before(self, job: Job, event: job_types.JobInput) -> Check | None:
         """Record the state before certain events; the result compares it with the state after."""
         self.previous_nodes = set(job.places)
         match event:
-            case job_io.NodeMessage(name, Join(held=held)) if held is not None:
+            case job_types.NodeMessage(name, Join(held=held)) if held is not None:
                 self.previous_nodes.add(name)  # perhaps in a round that this coordinator does not know
-            case job_io.NodeMessage(_, Problems()):
+            case job_types.NodeMessage(_, Problems()):
                 charged = job.restarts.used
                 return lambda _: require(job.restarts.used == charged, f"a health problem was charged: {event}")
             case DrainNode() | RestartRound() | ScaleJob() | StopJob():
                 return self._before_operator_command(job, event)
-            case job_io.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
+            case job_types.NodeMessage(_, Failed(round) | Succeeded(round)) if round != job.round:
                 used, done = job.restarts.used, set(job.succeeded)
 
-                def untouched(_: list[job_io.JobCommand]) -> None:
+                def untouched(_: list[job_types.JobCommand]) -> None:
                     require(job.restarts.used == used, f"a stale failure was charged: {event}")
                     require(job.succeeded <= done, f"a stale success was counted: {event}")
 
                 return untouched
-            case job_io.NodeMessage(name, Failed(round, failures)) if (
+            case job_types.NodeMessage(name, Failed(round, failures)) if (
                 job.phase is Phase.RUNNING
                 and name in job.places
                 and not (job.liveness.disconnected or job.liveness.leaving or job.failure_policy.is_failure_pending)
@@ -94,11 +94,11 @@ class Rules:
         used, round, phase, target = job.restarts.used, job.round, job.phase, job.formation.target
         allowed = not rejection_reason(command, job.status(self.world.now)) and self._is_on_time(job)
 
-        def check(commands: list[job_io.JobCommand]) -> None:
+        def check(commands: list[job_types.JobCommand]) -> None:
             require(job.restarts.used == used, f"an operator's command was charged: {command}")
             match command:
                 case DrainNode(node, why):
-                    done = job_io.Send(node, Drain(why)) in commands
+                    done = job_types.Send(node, Drain(why)) in commands
                 case RestartRound():
                     done = job.round > round or job.phase is not phase
                 case ScaleJob(nodes):
@@ -110,7 +110,7 @@ class Rules:
 
         return check
 
-    def after(self, job: Job, event: job_io.JobInput, commands: list[job_io.JobCommand]) -> None:
+    def after(self, job: Job, event: job_types.JobInput, commands: list[job_types.JobCommand]) -> None:
         """Check the decisions of one step."""
         here = (self.world.life, job.round)
         if not self.committed:
@@ -121,7 +121,7 @@ class Rules:
         if not commands:
             return
         self._check_places(
-            job, commands, again=isinstance(event, job_io.NodeMessage) and isinstance(event.message, Join)
+            job, commands, again=isinstance(event, job_types.NodeMessage) and isinstance(event.message, Join)
         )
         charges = self._charges(job)
         require(charges <= self.world.budget.max_restarts, f"{charges} restarts are charged, too many")
@@ -129,9 +129,9 @@ class Rules:
         require(hangs <= self.world.budget.max_infra_restarts, f"{hangs} hangs are charged, too many")
         for command in commands:
             match command:
-                case job_io.RecordEvent(NodeGone(name, why)) if why.startswith("lost: silent"):
+                case job_types.RecordEvent(NodeGone(name, why)) if why.startswith("lost: silent"):
                     self._check_loss(name)
-                case job_io.RecordEvent(RoundEnded(delay=delay)) if delay:
+                case job_types.RecordEvent(RoundEnded(delay=delay)) if delay:
                     require(not job.progressed, f"a round that made progress is followed by a delay of {delay:g} s")
 
     def _charges(self, job: Job) -> int:
@@ -157,13 +157,13 @@ class Rules:
         right = [(rank, len(table), table[0][2]) for rank in range(len(table))]
         require(table == right, f"nodes of different rounds are treated as one: {job.places}")
 
-    def _check_places(self, job: Job, commands: list[job_io.JobCommand], *, again: bool) -> None:
+    def _check_places(self, job: Job, commands: list[job_types.JobCommand], *, again: bool) -> None:
         last: dict[str, Place] = {}
         for command in commands:
             match command:
-                case job_io.Send(name, Assign(place)):
+                case job_types.Send(name, Assign(place)):
                     last[name] = place
-                case job_io.Send(name, StandBy()):
+                case job_types.Send(name, StandBy()):
                     last.pop(name, None)
         for name, place in last.items():
             require(job.places.get(name) == place, f"{name} receives a place that is not its own: {place}")

@@ -24,9 +24,9 @@ from typing import Any
 from ripstop.agent import machine as agent
 from ripstop.agent import machine_io as agent_io
 from ripstop.agent.health.assessment import HealthProblem
-from ripstop.coordinator import job_io
+from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.operator_commands import DrainNode, RestartRound, ScaleJob, StopJob
@@ -351,7 +351,7 @@ class World:
             return
         if not self.is_frozen():
             self.job_timer = None
-            self._feed_job(job_io.Tick())
+            self._feed_job(job_types.Tick())
 
     def _arm_job(self) -> None:
         assert self.job is not None
@@ -362,7 +362,7 @@ class World:
             if when is not None:
                 self.at(when, self._job_tick, self.life, when)
 
-    def _feed_job(self, event: job_io.JobInput) -> None:
+    def _feed_job(self, event: job_types.JobInput) -> None:
         job = self.job
         if job is None:
             return
@@ -370,7 +370,7 @@ class World:
             self.backlog.append((self._feed_job, (event,)))
             return
         compare = self.rules.before(job, event)
-        beat = isinstance(event, job_io.NodeMessage) and isinstance(event.message, Heartbeat)
+        beat = isinstance(event, job_types.NodeMessage) and isinstance(event.message, Heartbeat)
         if self.trace and not beat:
             self.note(f"job   ← {event}")
         commands = job.on(event, self.now)
@@ -381,28 +381,28 @@ class World:
             return
         if (
             self.partial_assign
-            and sum(isinstance(c, job_io.Send) and isinstance(c.message, Assign) for c in commands) > 1
+            and sum(isinstance(c, job_types.Send) and isinstance(c.message, Assign) for c in commands) > 1
         ):
             commands = self._send_half(commands)
         for command in commands:
             if self.trace:
                 self.note(f"job   → {command}")
             match command:
-                case job_io.Send(name, message):
+                case job_types.Send(name, message):
                     if connection := self.sessions.get(name):
                         self._send_down(connection, message)
-                case job_io.Disconnect(name):
+                case job_types.Disconnect(name):
                     if connection := self.sessions.pop(name, None):
                         self._send_close(connection)
-                case job_io.JobEnded():
+                case job_types.JobEnded():
                     self._end()
                     return
         self._arm_job()
 
-    def _send_half(self, commands: list[job_io.JobCommand]) -> list[job_io.JobCommand]:
+    def _send_half(self, commands: list[job_types.JobCommand]) -> list[job_types.JobCommand]:
         """Only some nodes receive their place before the coordinator dies, and one of them is cut off for a while."""
         self.partial_assign = False
-        sends = [c for c in commands if isinstance(c, job_io.Send)]
+        sends = [c for c in commands if isinstance(c, job_types.Send)]
         sent = sends[: self.random.randint(1, len(sends) - 1)]
         isolated = self.nodes[sent[0].node]
         self.at(self.now + 0.25, self._coordinator_down, 0.1 + self.random.random())
@@ -567,7 +567,7 @@ class World:
         connection = node.connection
         linked = connection and connection.life == self.life and self.sessions.get(node.id) is connection
         if linked and not self.is_frozen() and node.alive and node.group is group and group.state == "running":
-            self._feed_job(job_io.Progressed(node.id, group.place.round))
+            self._feed_job(job_types.Progressed(node.id, group.place.round))
 
     def _stop(self, node: SimNode, round: int, grace: float) -> None:
         group = node.group
@@ -664,7 +664,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_up, (connection, message)))
             return
-        self._feed_job(job_io.NodeMessage(name, message))
+        self._feed_job(job_types.NodeMessage(name, message))
 
     def _send_down(self, connection: Connection, message: FromCoordinator) -> None:
         node = connection.node
@@ -706,7 +706,7 @@ class World:
             self.backlog.append((self._arrive_disconnect, (connection,)))
             return
         del self.sessions[name]
-        self._feed_job(job_io.NodeDisconnected(name))
+        self._feed_job(job_types.NodeDisconnected(name))
 
     def _send_close(self, connection: Connection) -> None:
         node = connection.node
@@ -771,7 +771,7 @@ class World:
         if self.is_frozen():
             self.backlog.append((self._arrive_heartbeat, (connection,)))
             return
-        self._feed_job(job_io.NodeMessage(node.id, Heartbeat()))
+        self._feed_job(job_types.NodeMessage(node.id, Heartbeat()))
         if node.blocked_down <= self.now:
             connection.last_received = self.now
 

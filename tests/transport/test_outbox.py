@@ -1,11 +1,30 @@
 """The send queue of a peer that does not read."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
+
+from aiohttp import WSMessage
 
 from ripstop.protocol.codec import decode
 from ripstop.protocol.messages import FROM_AGENT, Events, Reply
 from ripstop.transport.websocket import MAX_BACKLOG_BYTES, MAX_REPLY_BACKLOG_BYTES, Outbox
+
+
+class Peer:
+    """A WebSocket whose other end reads at once."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    async def receive(self) -> WSMessage:
+        raise NotImplementedError
+
+    async def send_str(self, data: str) -> None:
+        self._write(data)
+
+    async def close(self) -> bool:
+        return True
 
 
 def backlog(messages: list[Any]) -> tuple[list[Any], bool]:
@@ -15,10 +34,7 @@ def backlog(messages: list[Any]) -> tuple[list[Any], bool]:
         written: list[Any] = []
         cut = asyncio.Event()
 
-        async def write(text: str) -> None:
-            written.append(decode(text, FROM_AGENT))
-
-        outbox = Outbox(write, cut.set)
+        outbox = Outbox(Peer(lambda text: written.append(decode(text, FROM_AGENT))), cut.set)
         for message in messages:
             outbox.put(message)
         outbox.finish()
@@ -44,11 +60,11 @@ def test_replies_are_queued_again_after_some_were_written() -> None:
         written: list[str] = []
         has_written = asyncio.Event()
 
-        async def write(text: str) -> None:
+        def write(text: str) -> None:
             written.append(text)
             has_written.set()
 
-        outbox = Outbox(write, lambda: None)
+        outbox = Outbox(Peer(write), lambda: None)
         running = asyncio.create_task(outbox.run())
         for number in range(8):
             outbox.put(Reply(number, body="x" * 200_000))

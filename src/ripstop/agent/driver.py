@@ -36,7 +36,7 @@ from ripstop.agent.machine_io import (
 )
 from ripstop.agent.query_handler import QueryHandler
 from ripstop.agent.round_runner import RoundRunner
-from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig

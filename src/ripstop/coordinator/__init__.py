@@ -1,4 +1,1 @@
-"""Decides for the whole job: membership, ranks, restarts and the end.
-
-`job.py` is the pure state machine; `service.py` drives it.
-"""
+"""Decides for the whole job: membership, ranks, restarts and the end.  `job` decides, `coordinator` executes."""

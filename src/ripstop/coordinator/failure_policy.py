@@ -1,10 +1,10 @@
 """Decides how to handle a failed round: restart, fail the job, wait, or diagnose a hang.  Pure.
 
 Rules: (1) failures are kept for one round, the live one or the last one, up to `MAX_FAILURES`; (2) every failure that
-ends a round is charged to a budget (`budget.py`); a failure that no budget covers fails the job; (3) a failure is free
-if a node of the round is disconnected or leaving, because that explains it; (4) a failure that looks like the result of
-a lost peer does not fail the job before the loss had `PEER_LOSS_TIMEOUT_S` seconds to show; a charge that a loss
-explains within a lease is refunded; (5) a hang is diagnosed on all nodes of the round, for `DIAGNOSIS_TIMEOUT_S`
+ends a round is charged to a budget (`restart_budget.py`); a failure that no budget covers fails the job; (3) a failure
+is free if a node of the round is disconnected or leaving, because that explains it; (4) a failure that looks like the
+result of a lost peer does not fail the job before the loss had `PEER_LOSS_TIMEOUT_S` seconds to show; a charge that a
+loss explains within a lease is refunded; (5) a hang is diagnosed on all nodes of the round, for `DIAGNOSIS_TIMEOUT_S`
 seconds at most, before it is charged; a worker that dies meanwhile is a failure as usual.
 
 `job.py` reports what happened and applies the ruling.
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ripstop.coordinator.budget import Cause, RestartBudget, RestartDecision, cause_of
+from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, cause_of
 from ripstop.diagnostics.failure_report import how, looks_like_victim, order, root_cause, trim
 from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
 from ripstop.model.config import Budget
@@ -40,46 +40,29 @@ class RoundState(Struct, frozen=True):
     is_early: bool  # a failure now may be part of a crash loop
 
 
-class Wait(Struct, frozen=True):
-    """Do nothing now."""
-
-
 class Diagnose(Struct, frozen=True):
-    """Ask these nodes where their workers are."""
-
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # to be asked where their workers are
 
 
 class Restart(Struct, frozen=True):
-    """Form the next round, after the delay."""
-
     cause: RoundEndCause
     reason: str
-    delay: float
+    delay: float  # before the next round
 
 
 class RestartWithout(Struct, frozen=True):
-    """Form the next round without these departing nodes, which explain the failure."""
-
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # which depart, and so explain the failure
 
 
 class FailJob(Struct, frozen=True):
     reason: str
 
 
-class NodeFault(Struct, frozen=True):
-    """The one node that caused a failure."""
-
-    node: str
-    what: str
-
-
 class Ruling(Struct, frozen=True):
     """What to do about a failure."""
 
-    action: Wait | Diagnose | Restart | RestartWithout | FailJob = Wait()
-    fault: NodeFault | None = None  # None: unknown, or more than one node
+    action: Diagnose | Restart | RestartWithout | FailJob | None = None  # None: do nothing now
+    fault: tuple[str, str] | None = None  # the one node that caused the failure, and how; None: unknown, or several
     events: tuple[Event, ...] = ()
 
 
@@ -113,10 +96,11 @@ class FailurePolicy:
         fault = None
         if round == self._unexplained_round and not all(looks_like_victim(f) for f in failures):
             self.mark_explained()
-            fault = NodeFault(node, how(failures[0]))  # other nodes reported its failure first
+            fault = (node, how(failures[0]))  # other nodes reported its failure first
         if round != self._round or node not in state.places:
             return Ruling(fault=fault)
-        self._add_reporter(node)
+        self._reporters.add(node)
+        self._awaited.discard(node)
         return self.decide(state, now) if state.is_running else Ruling(fault=fault)
 
     def on_diagnosis(self, node: str, round: int, failures: Iterable[Failure]) -> None:
@@ -126,10 +110,14 @@ class FailurePolicy:
             self._awaited.discard(node)
 
     def on_node_lost(self, node: str, now: float, *, in_round: bool) -> list[Event]:
+        """The loss may explain the last failure; its charge is then refunded."""
         self._awaited.discard(node)
-        if in_round and self._refund_if_explained(now):
-            return [BudgetRefunded(self._round, node)]
-        return []
+        if not in_round or self._refundable_at is None or now - self._refundable_at > self._lease:
+            return []
+        self.restarts.refund()
+        self._refundable_at = None
+        self.mark_explained()
+        return [BudgetRefunded(self._round, node)]
 
     def add_failures(self, failures: Iterable[Failure], round: int) -> None:
         if round != self._round:
@@ -146,21 +134,6 @@ class FailurePolicy:
     def mark_explained(self) -> None:
         """The cause of the last charged failure is known."""
         self._unexplained_round = 0
-
-    def _add_reporter(self, node: str) -> None:
-        self._reporters.add(node)
-        self._awaited.discard(node)
-
-    def _refund_if_explained(self, now: float) -> bool:
-        """Refund the last charge if the loss of a node explains it."""
-        if self._refundable_at is None or now - self._refundable_at > self._lease:
-            return False
-        self.restarts.refund()
-        self._refundable_at = None
-        self.mark_explained()
-        return True
-
-    # what is known ----------------------------------------------------------------------------------------------------
 
     @property
     def has_failure(self) -> bool:
@@ -215,7 +188,7 @@ class FailurePolicy:
         if decision.allowed:
             self._refundable_at, self._unexplained_round = (now, self._round) if are_victims else (None, 0)
             first = None if are_victims else root_cause(self._failures)
-            fault = NodeFault(_node_of(first.rank, state.places), self._description()) if first else None
+            fault = (_node_of(first.rank, state.places), self._description()) if first else None
             return Ruling(Restart(RoundEndCause.APPLICATION, reason, decision.delay), fault, (charged,))
         if are_victims:
             self._deferred_failure = (now + PEER_LOSS_TIMEOUT_S, decision.why)
@@ -233,7 +206,7 @@ class FailurePolicy:
         fault = None
         if len(odd) == 1:
             self.mark_explained()
-            fault = NodeFault(_node_of(odd[0], state.places), f"rank {odd[0]} hung")
+            fault = (_node_of(odd[0], state.places), f"rank {odd[0]} hung")
         return Ruling(Restart(RoundEndCause.INFRASTRUCTURE, reason, decision.delay), fault, events)
 
     def _charge(self, cause: Cause, state: RoundState, now: float) -> tuple[RestartDecision, str, BudgetCharged]:
@@ -247,8 +220,6 @@ class FailurePolicy:
         if failure and failure.hang:
             return truncate_reason(describe(hangs_among(self._failures, self._round)))
         return f"rank {failure.rank} on {failure.host} {how(failure)}" if failure else "a worker failed"
-
-    # time -------------------------------------------------------------------------------------------------------------
 
     def deadlines(self) -> Iterator[float]:
         if self._deferred_failure:

@@ -11,17 +11,12 @@ from itertools import islice
 
 from msgspec import Struct
 
-from ripstop.coordinator.liveness import Liveness
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
-from ripstop.coordinator.settings import JobSettings
 from ripstop.model.events import RoundEndCause
 
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
-
-
-class Form(Struct, frozen=True):
-    candidates: list[Candidate]
 
 
 class Hold(Struct, frozen=True):
@@ -51,7 +46,7 @@ class Keep(Struct, frozen=True):
 class Formation:
     """The target size of a job, and the time limits of its next round."""
 
-    def __init__(self, settings: JobSettings, membership: Membership, liveness: Liveness, now: float) -> None:
+    def __init__(self, settings: JobSettings, membership: Membership, now: float) -> None:
         self.target = settings.max_nodes if settings.target is None else settings.target
         self.highest_round = 0  # the highest round number that any node reported
         self._is_scaled = False  # an operator set the target
@@ -59,7 +54,6 @@ class Formation:
         self._not_before = now  # the end of a restart's delay
         self._settings = settings
         self._membership = membership
-        self._liveness = liveness
 
     def scale(self, nodes: int) -> None:
         self.target, self._is_scaled = nodes, True
@@ -73,8 +67,8 @@ class Formation:
         self._not_before = not_before
         self._quorum_since = None
 
-    def next_step(self, round: int, gathering_since: float, reason: str, now: float) -> Form | Hold | GiveUp:
-        """Whether the next round forms now; `round` is the last one and `reason` why it ended."""
+    def next_step(self, round: int, gathering_since: float, reason: str, now: float) -> list[Candidate] | Hold | GiveUp:
+        """The nodes of the next round if it forms now; `round` is the last one and `reason` why it ended."""
         members, ready = self._membership, self._membership.ready_count()
         least, join_timeout = self._settings.min_nodes, self._settings.timing.join
         if ready < least:
@@ -93,9 +87,9 @@ class Formation:
             return Hold(reason)
         left = self._quorum_since + self._time_for_more() - now
         is_complete = left <= 0 or members.is_complete(self.target, first=round == 0)
-        if self._liveness.disconnected or not is_complete:
+        if members.liveness.disconnected or not is_complete:
             return Hold(self._waiting_for_more(ready, left, reason))
-        return Form(members.candidates(self.target))
+        return members.candidates(self.target)
 
     def _time_for_more(self) -> float:
         """How long a sufficient number of nodes waits for more."""

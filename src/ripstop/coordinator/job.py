@@ -1,9 +1,9 @@
 """The coordinator's state machine: all decisions about a job.  Pure.
 
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
-(`service.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
-`eligibility.py`, `liveness.py`, `admission.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures
-(`failure_policy.py`), the recovery of a round (`recovery.py`), the phases (`phases.py`).  The rules of the whole:
+(`coordinator.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
+`liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
+recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -30,70 +30,41 @@
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import admission, closing, ranks, recovery
-from ripstop.coordinator.budget import RestartBudget, is_early_failure
-from ripstop.coordinator.eligibility import Member
-from ripstop.coordinator.failure_policy import (
-    Diagnose,
-    FailJob,
-    FailurePolicy,
-    Restart,
-    RestartWithout,
-    RoundState,
-    Ruling,
-    Wait,
-)
-from ripstop.coordinator.formation import ChangeRound, Form, Formation, GiveUp, Hold, Keep
-from ripstop.coordinator.job_io import (
-    Disconnect,
-    JobCommand,
-    JobInput,
-    NodeDisconnected,
-    NodeMessage,
-    Progressed,
-    RecordEvent,
-    Send,
-    Tick,
-)
-from ripstop.coordinator.job_status import job_status
-from ripstop.coordinator.liveness import LATE_TICK_S, Liveness
-from ripstop.coordinator.membership import Membership
-from ripstop.coordinator.phases import TRANSITIONS
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery
+from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
+from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
+from ripstop.coordinator.liveness import LATE_TICK_S
+from ripstop.coordinator.membership import Member, Membership, rejection_reason
+from ripstop.coordinator.restart_budget import Cause, RestartBudget, is_early_failure
 from ripstop.model import events
+from ripstop.model import operator_commands as operator
 from ripstop.model.events import RoundEndCause
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.operator_commands import (
-    DrainNode,
-    OperatorCommand,
-    RestartRound,
-    ScaleJob,
-    StopJob,
-    rejection_reason,
-)
-from ripstop.model.round import Outcome, Place
-from ripstop.model.status import JobStatus, Phase
+from ripstop.model.round import Node, Outcome, Place
+from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
+from ripstop.protocol import messages
 from ripstop.protocol.limits import bounded, truncate_reason
-from ripstop.protocol.messages import (
-    Assign,
-    Closed,
-    Closing,
-    Drain,
-    Failed,
-    FromAgent,
-    Inspect,
-    Inspected,
-    Join,
-    Leaving,
-    Left,
-    Problems,
-    Ready,
-    Rejected,
-    StandBy,
-    Status,
-    Stopped,
-    Succeeded,
-)
+
+TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a diagram of them
+    Phase.GATHERING: {
+        Phase.RUNNING: "enough nodes are ready",
+        Phase.RECOVERING: "a node reports a round to a new coordinator",
+        Phase.GATHERING: "a node reports a newer round",
+        Phase.CLOSING: "too few nodes for join_timeout, an operator stops the job, or a node reports its end",
+    },
+    Phase.RECOVERING: {
+        Phase.RUNNING: "all nodes of the round returned",
+        Phase.GATHERING: "some nodes did not return within a lease",
+        Phase.RECOVERING: "a node reports a newer round",
+        Phase.CLOSING: "an operator stops the job, or a node reports its end",
+    },
+    Phase.RUNNING: {
+        Phase.GATHERING: "a failure, a node that joins or leaves, a node with a newer round, or an operator's restart",
+        Phase.CLOSING: "all workers exited 0, the budget is spent, an operator's stop, or a node reports its end",
+    },
+    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, or every node's failures arrived, or the timeout expired"},
+    Phase.CLOSED: {},
+}
 
 
 class Job:
@@ -105,12 +76,12 @@ class Job:
         self.round = 0  # the number of the live or last round
         self.progressed = False  # a worker of this round has reported a step or a checkpoint
         self.report: JobReport | None = None
-        self.liveness = Liveness(settings.timing.lease, settings.own)
-        self.membership = Membership(settings, self.liveness)
+        self.membership = Membership(settings)
+        self.liveness = self.membership.liveness
         self.members: Mapping[str, Member] = self.membership.members  # read only
         self.places: Mapping[str, Place] = self.membership.places
-        self.formation = Formation(settings, self.membership, self.liveness, now)
-        self.failure_policy = FailurePolicy(settings.budget, settings.timing.lease)
+        self.formation = Formation(settings, self.membership, now)
+        self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
@@ -121,6 +92,7 @@ class Job:
         self.is_ended = False
         self._now = now  # the time of the last event: everything due by then is done
         self.events: list[events.Event] = []  # to record, of the current event
+        self.commands: list[JobCommand] = []  # the other commands of the current event
 
     @property
     def restarts(self) -> RestartBudget:
@@ -134,29 +106,32 @@ class Job:
         if due is not None and now - due >= LATE_TICK_S:
             self._extend_deadlines(now, late=now - due)
         self._now = now
-        out: list[JobCommand] = []
         match event:
-            case NodeMessage(node, message):
-                out += self._on_message(node, bounded(message), now)
-            case NodeDisconnected(node):
+            case job_types.NodeMessage(node, message):
+                self._on_message(node, bounded(message), now)
+            case job_types.NodeDisconnected(node):
                 self._on_disconnect(node, now)
-            case Tick():
+            case job_types.Tick():
                 pass
-            case Progressed(node, round):
+            case job_types.Progressed(node, round):
                 self.progressed |= round == self.round and node in self.places  # rule 2
             case command:
-                out += self._on_operator_command(command, now)
-        out += self._remove_expired(now)
-        out += self._advance(now)
+                self._on_operator_command(command, now)
+        self._remove_expired(now)
+        self._advance(now)
         if self.phase is Phase.RUNNING:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
-        recorded, self.events = self.events, []
-        return [*map(RecordEvent, recorded), *out] if recorded else out
+        out = [*map(RecordEvent, self.events), *self.commands]
+        self.events, self.commands = [], []
+        return out
+
+    def send(self, node: str, message: messages.FromCoordinator) -> None:
+        self.commands.append(Send(node, message))
 
     def deadline(self) -> float | None:
         """The time of the next `Tick`, if one is needed."""
         times = [*self.liveness.deadlines(), *self.failure_policy.deadlines()]
-        if (release := self.membership.quarantine.next_release) is not None:
+        if (release := self.membership.quarantine.next_release()) is not None:
             times.append(release)
         match self.phase:
             case Phase.GATHERING:
@@ -166,134 +141,167 @@ class Job:
             case Phase.RUNNING:
                 times += self.formation.resize_deadlines(self._now)
             case Phase.CLOSING:
-                times.append(closing.report_deadline(self))
+                times.append(job_end.report_deadline(self))
             case Phase.CLOSED:
-                times = [closing.end_deadline(self)]
+                times = [job_end.end_deadline(self)]
         return min((t for t in times if t > self._now), default=None)
 
     def status(self, now: float) -> JobStatus:
-        return job_status(self, now)
+        return JobStatus(
+            run_id=self.settings.run_id,
+            phase=self.phase,
+            why=self.why,
+            seconds=max(0.0, now - self.phase_since),
+            round=self.round,
+            world_size=sum(place.slots for place in self.places.values()) if self.phase is Phase.RUNNING else 0,
+            restarts=self.restarts.used,
+            max_restarts=self.settings.budget.max_restarts,
+            min_nodes=self.settings.min_nodes,
+            max_nodes=self.settings.max_nodes,
+            target=self.formation.target,
+            nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
+            last_failure=self.last_failure,
+            charged=self.restarts.spent(Cause.APPLICATION, now),
+        )
+
+    def _node_status(self, name: str, node: Node) -> NodeStatus:
+        place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
+        state = (
+            NodeState.ABSENT if name in self.liveness.disconnected
+            else NodeState.LEAVING if name in self.liveness.leaving
+            else NodeState.DONE if name in self.succeeded
+            else NodeState.RUNNING if place
+            else NodeState.UNHEALTHY if self.members[name].problems
+            else NodeState.QUARANTINED if name in self.membership.degraded
+            else NodeState.WARMING if name not in self.membership.eligible
+            else NodeState.SPARE if self.phase is Phase.RUNNING
+            else NodeState.READY
+        )  # fmt: skip
+        ranks = (place.group_rank, place.first_rank) if place else (-1, -1)
+        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks, self.membership.unfit_reason(name))
 
     # messages ---------------------------------------------------------------------------------------------------------
 
-    def _on_message(self, node: str, message: FromAgent, now: float) -> list[JobCommand]:
+    def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:
         if self.phase is Phase.CLOSED:
-            return self._on_message_after_end(node, message, now)
-        if isinstance(message, Join):
-            return self._on_join(node, message, now)
+            self._on_message_after_end(node, message, now)
+            return
+        if isinstance(message, messages.Join):
+            self._on_join(node, message, now)
+            return
         if node not in self.members:
-            return []  # lost, or never joined: the reply to its next Join brings it up to date
+            return  # lost, or never joined: the reply to its next Join brings it up to date
         self.liveness.renew(node, now)
         match message:
-            case Ready():
+            case messages.Ready():
                 self.membership.set_ready(node, message, now)
-            case Problems(problems):
+            case messages.Problems(problems):
                 self.events += self.membership.set_problems(node, problems, now)
-            case Failed(round, failures):
-                return self._on_failed(node, round, failures, now)
-            case Inspected(round, failures):
+            case messages.Failed(round, failures):
+                self._on_failed(node, round, failures, now)
+            case messages.Inspected(round, failures):
                 self.failure_policy.on_diagnosis(node, round, failures)
-            case Succeeded(round):
+            case messages.Succeeded(round):
                 self._on_succeeded(node, round)
-            case Leaving(why):
+            case messages.Leaving(why):
                 self._on_leaving(node, why, now)
-            case Stopped(failures):
+            case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
-            case Left(why):
+            case messages.Left(why):
                 self._remove(node, f"left: {why}", now, lost=False)
-                return [Disconnect(node)]
-        return []
+                self.commands.append(Disconnect(node))
 
-    def _on_message_after_end(self, name: str, message: FromAgent, now: float) -> list[JobCommand]:
+    def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:
         assert self.report is not None
         match message:
-            case Join(node=node):
+            case messages.Join(node=node):
                 self.membership.join_after_end(name, node, now)
-                return [Send(name, Closed(self.report))]
-            case Left():
+                self.send(name, messages.Closed(self.report))
+            case messages.Left():
                 if name in self.members:
                     self.membership.remove(name, now)
-                return [Disconnect(name)]
-        return []
+                self.commands.append(Disconnect(name))
 
-    def _on_join(self, node: str, join: Join, now: float) -> list[JobCommand]:
+    def _on_join(self, node: str, join: messages.Join, now: float) -> None:
         staying = (member.node for name, member in self.members.items() if not self.liveness.is_departing(name))
-        if why_not := admission.rejection_reason(node, join, self.settings, staying):
+        if why_not := rejection_reason(node, join, self.settings, staying):
             self.events.append(events.NodeRejected(node, why_not))
-            return [Send(node, Rejected(why_not)), Disconnect(node)]
+            self.commands += [Send(node, messages.Rejected(why_not)), Disconnect(node)]
+            return
         self.events += self.membership.join(join, now)
         self.formation.highest_round = max(self.formation.highest_round, join.newest)
         if join.restarts > self.restarts.used:  # rule 8
             self.failure_policy.restarts = RestartBudget(self.settings.budget, join.restarts, now)
-        return self._synchronize(node, join, now)
+        self._synchronize(node, join, now)
 
-    def _synchronize(self, node: str, join: Join, now: float) -> list[JobCommand]:
+    def _synchronize(self, node: str, join: messages.Join, now: float) -> None:
         """Bring a node that has (re)joined and the live round to the same state."""
         if join.closing and self.phase is not Phase.CLOSING:
-            return closing.close(self, join.closing.outcome, join.closing.why, now)  # rule 8
+            job_end.close(self, join.closing.outcome, join.closing.why, now)  # rule 8
+            return
         if self.phase is Phase.CLOSING:
             assert self.report is not None
             self.awaiting_stop.add(node)
-            return [Send(node, Closing(self.why, self.report.outcome))]
-        held, out = join.held, list[JobCommand]()
+            self.send(node, messages.Closing(self.why, self.report.outcome))
+            return
+        held = join.held
         if held is not None and held.round > self.round:
-            out += recovery.adopt(self, held, now)
+            recovery.adopt(self, held, now)
         if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
             self.membership.set_place(node, held, now)
         if held is None or held != self.places.get(node):
             if self.phase is Phase.RUNNING and node in self.places:
-                return out + self._assign_again(node, join, now)
-            return out if held is None else [*out, Send(node, StandBy(self.round, f"round {held.round} is over"))]
+                self._assign_again(node, join, now)
+            elif held is not None:
+                self.send(node, messages.StandBy(self.round, f"round {held.round} is over"))
+            return
         if self.phase is Phase.GATHERING and self.is_held:
-            out.append(Send(node, StandBy(self.round, self.why)))  # the connection may have lost the first one
+            self.send(node, messages.StandBy(self.round, self.why))  # the connection may have lost the first one
         match join.status:
-            case Status.FAILED:
-                out += self._on_failed(node, held.round, join.failures, now)
-            case Status.SUCCEEDED:
+            case messages.Status.FAILED:
+                self._on_failed(node, held.round, join.failures, now)
+            case messages.Status.SUCCEEDED:
                 self._on_succeeded(node, held.round)
-        return out
 
-    def _assign_again(self, node: str, join: Join, now: float) -> list[JobCommand]:
+    def _assign_again(self, node: str, join: messages.Join, now: float) -> None:
         """A node of the live round did not receive its place, because a connection closed."""
         place = self.places[node]
         if join.newest < self.round and place.group_rank:
-            return [Send(node, Assign(place, self.why))]
-        # the node lost its workers, or its new connection made rank 0's port stale (rule 7)
-        self.end_round(RoundEndCause.NODE_LOST, f"node {node} does not have round {self.round}", now)
-        return []
+            self.send(node, messages.Assign(place, self.why))
+        else:  # the node lost its workers, or its new connection made rank 0's port stale (rule 7)
+            self.end_round(RoundEndCause.NODE_LOST, f"node {node} does not have round {self.round}", now)
 
     def _on_succeeded(self, node: str, round: int) -> None:
         if round == self.round and node in self.places and self.phase in (Phase.RUNNING, Phase.RECOVERING):
             self.succeeded.add(node)
 
-    def _on_operator_command(self, command: OperatorCommand, now: float) -> list[JobCommand]:
+    def _on_operator_command(self, command: operator.OperatorCommand, now: float) -> None:
         """Apply the command if it is allowed now."""
-        why_not = rejection_reason(command, self.status(now))
-        if isinstance(command, ScaleJob):
+        why_not = operator.rejection_reason(command, self.status(now))
+        if isinstance(command, operator.ScaleJob):
             self.events.append(events.ScaleRequested(command.nodes, not why_not, why_not))
         if why_not:
-            return []
+            return
         match command:
-            case RestartRound(why):
+            case operator.RestartRound(why):
                 self.end_round(RoundEndCause.OPERATOR, why, now)
-            case DrainNode(node, why):
-                return [Send(node, Drain(why))]
-            case ScaleJob(nodes):
+            case operator.DrainNode(node, why):
+                self.send(node, messages.Drain(why))
+            case operator.ScaleJob(nodes):
                 self.formation.scale(nodes)
-            case StopJob(why):
-                return closing.close(self, Outcome.STOPPED, why, now)
-        return []
+            case operator.StopJob(why):
+                job_end.close(self, Outcome.STOPPED, why, now)
 
     # failures ---------------------------------------------------------------------------------------------------------
 
-    def _on_failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> list[JobCommand]:
+    def _on_failed(self, node: str, round: int, failures: tuple[Failure, ...], now: float) -> None:
         ruling = self.failure_policy.on_failure(node, round, failures, self._round_state(now), now)
-        return self._apply(ruling, now)
+        self._apply(ruling, now)
 
-    def _round_state(self, now: float) -> RoundState:
+    def _round_state(self, now: float) -> failure_policy.RoundState:
         leaving = (n for n in self.liveness.leaving if n in self.places)
-        return RoundState(
+        return failure_policy.RoundState(
             self.places,
             self.succeeded,
             departing=(*self.liveness.disconnected, *leaving),
@@ -301,20 +309,19 @@ class Job:
             is_early=is_early_failure(now - self.phase_since, progressed=self.progressed),
         )
 
-    def _apply(self, ruling: Ruling, now: float) -> list[JobCommand]:
+    def _apply(self, ruling: failure_policy.Ruling, now: float) -> None:
         self.events += ruling.events
-        if ruling.fault is not None and ruling.fault.node in self.members:
-            self.events += self.membership.record_fault(ruling.fault.node, ruling.fault.what, now)
+        if ruling.fault is not None and ruling.fault[0] in self.members:
+            self.events += self.membership.record_fault(*ruling.fault, now)
         match ruling.action:
-            case Diagnose(nodes):
-                return [Send(n, Inspect(self.round)) for n in nodes]
-            case Restart(cause, reason, delay):
+            case failure_policy.Diagnose(nodes):
+                self.commands += [Send(n, messages.Inspect(self.round)) for n in nodes]
+            case failure_policy.Restart(cause, reason, delay):
                 self.end_round(cause, reason, now, delay)
-            case RestartWithout(nodes):
+            case failure_policy.RestartWithout(nodes):
                 self._end_round_without(nodes, now)
-            case FailJob(reason):
-                return closing.close(self, Outcome.FAILED, reason, now)
-        return []
+            case failure_policy.FailJob(reason):
+                job_end.close(self, Outcome.FAILED, reason, now)
 
     def _end_round_without(self, departing: Iterable[str], now: float) -> None:
         """A worker failed while these nodes were disconnected or leaving: nothing is charged (rule 5)."""
@@ -343,18 +350,16 @@ class Job:
         if self.failure_policy.is_failure_pending and node in self.places:
             self._end_round_without([node], now)
 
-    def _remove_expired(self, now: float) -> list[JobCommand]:
+    def _remove_expired(self, now: float) -> None:
         """Remove nodes whose lease or reconnect timeout expired, and release nodes from quarantine."""
-        out: list[JobCommand] = []
         if self.phase is Phase.CLOSED:
-            return out
+            return
         for node, last in self.liveness.expired(now):
             self._remove(node, f"lost: silent for {now - last:.1f} s", now)
-            out.append(Disconnect(node))
+            self.commands.append(Disconnect(node))
         for node, since in self.liveness.not_reconnected(now):
             self._remove(node, f"lost: its connection closed {now - since:.1f} s ago and it did not return", now)
         self.events += self.membership.release(now)
-        return out
 
     def _extend_deadlines(self, now: float, late: float) -> None:
         """This coordinator was away and could receive nothing: all timeouts start again."""
@@ -400,78 +405,76 @@ class Job:
         self.formation.start_gathering(now + delay)
         self.failure_policy.reset()
 
-    def _advance(self, now: float) -> list[JobCommand]:
+    def _advance(self, now: float) -> None:
         """Do what the state now allows: resume, form, hold, resize, finish, end."""
         match self.phase:
             case Phase.RECOVERING:
-                return self._resume(now)
+                self._resume_or_end(now)
             case Phase.GATHERING:
-                return self._form_or_hold(now)
+                self._form_or_hold(now)
+            case Phase.RUNNING if self.places.keys() <= self.succeeded:
+                job_end.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
+            case Phase.RUNNING if self.failure_policy.is_undecided:
+                ruling = self.failure_policy.review(self._round_state(now), now)
+                if ruling.action:
+                    self._apply(ruling, now)
+                    self._advance(now)
             case Phase.RUNNING:
-                if self.places.keys() <= self.succeeded:
-                    return closing.close(self, Outcome.SUCCEEDED, "all workers exited 0", now)
-                if self.failure_policy.is_undecided:
-                    return self._review_failure(now)
-                return self._resize(now)
+                self._resize(now)
             case Phase.CLOSING:
-                return closing.finish(self, now)
+                job_end.finish(self, now)
             case Phase.CLOSED:
-                return closing.end(self, now)
+                job_end.end(self, now)
 
-    def _resume(self, now: float) -> list[JobCommand]:
+    def _resume_or_end(self, now: float) -> None:
         if not recovery.resume_or_end(self, now):
-            return []
-        out: list[JobCommand] = []
+            return
         if self.phase is Phase.RUNNING and self.failure_policy.has_failure:
-            out += self._apply(self.failure_policy.decide(self._round_state(now), now), now)
-        return [*out, *self._advance(now)]
+            self._apply(self.failure_policy.decide(self._round_state(now), now), now)
+        self._advance(now)
 
-    def _review_failure(self, now: float) -> list[JobCommand]:
-        ruling = self.failure_policy.review(self._round_state(now), now)
-        return [] if isinstance(ruling.action, Wait) else [*self._apply(ruling, now), *self._advance(now)]
-
-    def _resize(self, now: float) -> list[JobCommand]:
+    def _resize(self, now: float) -> None:
         match self.formation.resize(now, is_finishing=bool(self.succeeded)):
             case Keep(notice):
-                return self._notify_waiting(notice) if notice else []
+                if notice:
+                    self._notify(self.membership.take_nodes_to_notify(), notice)
             case ChangeRound(cause, reason, removed):
                 if removed and self.members[removed].problems:
                     self.failure_policy.mark_explained()
                     self.events += self.membership.record_fault(removed, self.membership.unfit_reason(removed), now)
                 self.end_round(cause, reason, now)
-                return self._form_or_hold(now)
+                self._form_or_hold(now)
 
-    def _form_or_hold(self, now: float) -> list[JobCommand]:
+    def _form_or_hold(self, now: float) -> None:
         match self.formation.next_step(self.round, self.phase_since, self.why, now):
-            case Form(candidates):
-                return self._form(candidates, now)
             case Hold(reason):
-                return self._hold(reason)
+                self._hold(reason)
             case GiveUp(reason):
-                return closing.close(self, Outcome.FAILED, reason, now)
+                job_end.close(self, Outcome.FAILED, reason, now)
+            case candidates:
+                self._form(candidates, now)
 
-    def _hold(self, why: str) -> list[JobCommand]:
+    def _hold(self, why: str) -> None:
         """Once: stop the nodes of the last round, and notify the waiting nodes."""
-        out = self._notify_waiting(why)
+        self._notify(self.membership.take_nodes_to_notify(), why)
         if not self.is_held:
             self.is_held = True
-            out += self._send_stand_by((n for n in self.places if n in self.members), why)
-        return out
+            self.stand_by(why)
 
-    def _notify_waiting(self, why: str) -> list[JobCommand]:
-        return [
-            Send(n, StandBy(self.round, self.membership.unfit_reason(n) or why))
-            for n in self.membership.take_nodes_to_notify()
-        ]
+    def stand_by(self, why: str) -> None:
+        """Stop the nodes of the last round."""
+        self.commands += [Send(n, messages.StandBy(self.round, why)) for n in self.places if n in self.members]
 
-    def _send_stand_by(self, nodes: Iterable[str], why: str) -> list[JobCommand]:
-        return [Send(n, StandBy(self.round, why)) for n in nodes]
+    def _notify(self, nodes: Iterable[str], why: str) -> None:
+        for node in nodes:
+            self.send(node, messages.StandBy(self.round, self.membership.unfit_reason(node) or why))
 
-    def _form(self, candidates: list[ranks.Candidate], now: float) -> list[JobCommand]:
+    def _form(self, candidates: list[ranks.Candidate], now: float) -> None:
         nodes = ranks.order(candidates, self.settings.rank_by)
         host = nodes[0].id
         if not self.members[host].port:
-            return self._hold(f"waiting for node {host} to offer a port for the store ({self.why})")
+            self._hold(f"waiting for node {host} to offer a port for the store ({self.why})")
+            return
         self.round = self.formation.highest_round = max(self.round, self.formation.highest_round) + 1
         store = self.membership.take_port(host, self.round)
         places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used)
@@ -481,8 +484,8 @@ class Job:
         names, world = tuple(self.places), places[0].world_size
         self.events.append(events.RoundFormed(self.round, names, world, str(store), self.restarts.used, self.why))
         self.events += (events.RankRequestDenied(self.round, *denial) for denial in ranks.denied(candidates, nodes))
-        out: list[JobCommand] = [Send(node_id, Assign(place, self.why)) for node_id, place in self.places.items()]
+        self.commands += [Send(name, messages.Assign(place, self.why)) for name, place in self.places.items()]
+        waiting = self.membership.take_nodes_to_notify()
+        left_out = [n for n in before if n not in self.places and n not in waiting]
         why = f"spare: all {len(nodes)} places of round {self.round} are taken"
-        left_out = [n for n in before if n not in self.places and not self.membership.is_to_be_notified(n)]
-        out += [Send(n, StandBy(self.round, self.membership.unfit_reason(n) or why)) for n in left_out]
-        return out + self._notify_waiting(why)
+        self._notify([*left_out, *waiting], why)

@@ -44,9 +44,6 @@ class Liveness:
         self._last_received.pop(node, None)
         self.disconnected.setdefault(node, now)
 
-    def mark_leaving(self, node: str) -> None:
-        self.leaving.add(node)
-
     def remove(self, node: str) -> None:
         self._last_received.pop(node, None)
         self.disconnected.pop(node, None)

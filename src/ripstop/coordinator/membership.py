@@ -1,38 +1,91 @@
-"""The nodes of a job and their eligibility for the next round (`eligibility.py`).  Pure.
+"""The nodes of a job: which may join, which the next round may contain, and which degraded nodes may stay.  Pure.
 
-Every change to a node or to the round's places is a method here.  Each method updates the sets below, so that no
-decision iterates over all nodes, and returns the events to record.  `job.py` decides what a change means for the round.
+Every change to a node or to the round's places is a method of `Membership`.  Each method updates the sets of nodes, so
+that no decision iterates over all nodes, and returns the events to record.  `job.py` decides what a change means for
+the round.
+
+Rules for rounds: (1) every node has exactly one `Eligibility`; (2) an unhealthy node, or one in quarantine
+(`quarantine.py`), is degraded: a round contains it only while the job has too few other nodes; (3) an unhealthy node
+loses its place when it is still unhealthy after every node has checked its health again, unless most nodes of the round
+are unhealthy (then the cause is probably external); a node in quarantine loses its place at once; (4) an unhealthy node
+outside the round gets no place before it is healthy.
 """
 
-from ripstop.coordinator.eligibility import (
-    NO_DEGRADED_NODES,
-    DegradedNodes,
-    Eligibility,
-    Member,
-    assess_degraded,
-    eligibility_of,
-)
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from operator import itemgetter
+
+from msgspec import Struct
+
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.liveness import Liveness
 from ripstop.coordinator.quarantine import Quarantine
 from ripstop.coordinator.ranks import Candidate
-from ripstop.coordinator.settings import JobSettings
+from ripstop.model.config import MAX_SLOTS
 from ripstop.model.events import Event, NodeHealthy, NodeJoined, NodeQuarantined, NodeReleased, NodeUnhealthy
 from ripstop.model.round import Address, Node, Place
+from ripstop.protocol.limits import MAX_NAME, invalid_name
 from ripstop.protocol.messages import Join, Ready
+
+MAX_HEALTH_CHECK_S = 30.0  # the longest time that a node's health check may take
+
+
+class Member(Struct):
+    node: Node
+    ready: bool = False
+    port: int = 0  # offered for a store; 0: none
+    served: int = 0  # the last round whose store used a port offered over this connection
+    problems: tuple[str, ...] = ()  # why the node is unhealthy
+    unhealthy_since: float = 0.0
+    health_interval: float = 0.0  # seconds between two health checks
+
+    def recheck_time(self) -> float:
+        """Seconds in which the node has started and finished a health check, whenever the last one was."""
+        return 2 * self.health_interval + min(self.health_interval, MAX_HEALTH_CHECK_S)
+
+
+class Eligibility(Enum):
+    """Whether the next round may contain a node."""
+
+    ELIGIBLE = auto()  # ready, connected, not leaving, not degraded
+    DEGRADED = auto()  # like ELIGIBLE, but unhealthy or in quarantine
+    NOT_READY = auto()  # still warming up, or disconnected
+    INELIGIBLE = auto()  # leaving, lost, or unhealthy outside the round
+
+
+class DegradedNodes(Struct, frozen=True):
+    """Which degraded nodes the job needs, and which it can replace."""
+
+    needed: dict[str, None]  # nodes that get a place in spite of their state, by rank
+    needed_in_round: int  # how many of them are in the round
+    is_common: bool  # most nodes of the round are unhealthy: the cause is probably external
+    removable: list[tuple[float, str]]  # the other nodes in the round, by the time from which they may be removed
+
+    def replaceable(self, now: float) -> str | None:
+        """A node that the round should lose now."""
+        return self.removable[0][1] if self.removable and now >= self.removable[0][0] else None
+
+    def next_after(self, now: float) -> list[float]:
+        """When the next node becomes replaceable, if there is one."""
+        later = bisect_right(self.removable, now, key=itemgetter(0))
+        return [when for when, _ in self.removable[later : later + 1]]
+
+
+NO_DEGRADED_NODES = DegradedNodes({}, 0, False, [])
 
 
 class Membership:
-    """The nodes of one job."""
-
-    def __init__(self, settings: JobSettings, liveness: Liveness) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.members: dict[str, Member] = {}  # in the order of joining
         self.places: dict[str, Place] = {}  # the nodes of the live round, or of the last one while gathering
-        self.eligible: set[str] = set()
-        self.waiting: dict[str, float] = {}  # eligible nodes outside the round, and since when; oldest first
-        self.not_ready_in_round: set[str] = set()
-        self.warming_up: set[str] = set()  # nodes outside the round that are not ready
-        self.degraded: dict[str, None] = {}
-        self._degraded_outside: set[str] = set()  # degraded nodes outside the round
+        # Nodes of one kind, and since when; oldest first.
+        self.eligible: dict[str, float] = {}
+        self.waiting: dict[str, float] = {}  # eligible nodes outside the round
+        self.not_ready_in_round: dict[str, float] = {}
+        self.warming_up: dict[str, float] = {}  # nodes outside the round that are not ready
+        self.degraded: dict[str, float] = {}
+        self._degraded_outside: dict[str, float] = {}  # degraded nodes outside the round
         self._to_notify: dict[str, None] = {}  # nodes outside the round that must learn why they wait
         self._assessment: DegradedNodes | None = None  # None: a change requires a new one
         self._retained: set[str] = set()  # degraded nodes in the round that were reported as retained
@@ -41,7 +94,7 @@ class Membership:
         self._min_nodes = settings.min_nodes
         self._cooldown = settings.quarantine.cooldown
         self.quarantine = Quarantine(settings.quarantine)
-        self._liveness = liveness
+        self.liveness = Liveness(settings.timing.lease, settings.own)
 
     # one node ---------------------------------------------------------------------------------------------------------
 
@@ -57,7 +110,7 @@ class Membership:
         member.ready = join.ready is not None
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
         member.health_interval = join.health_interval
-        self._liveness.connect(name, now)
+        self.liveness.connect(name, now)
         return events + self.set_problems(name, join.problems, now)
 
     def join_after_end(self, name: str, node: Node, now: float) -> None:
@@ -92,18 +145,18 @@ class Membership:
         return events
 
     def disconnect(self, node: str, now: float) -> None:
-        self._liveness.disconnect(node, now)
+        self.liveness.disconnect(node, now)
         self._update(node, now)
 
     def mark_leaving(self, node: str, now: float) -> None:
-        self._liveness.mark_leaving(node)
+        self.liveness.leaving.add(node)
         self._update(node, now)
 
     def remove(self, node: str, now: float) -> None:
         member = self.members.pop(node)
         if node in self.places and member.node.number is not None:
             self._vacated_ranks[member.node.number] = self.places[node].group_rank
-        self._liveness.remove(node)
+        self.liveness.remove(node)
         self._update(node, now)
 
     def record_fault(self, node: str, what: str, now: float) -> list[Event]:
@@ -120,8 +173,6 @@ class Membership:
         for node in released:
             self._update(node, now)
         return [NodeReleased(node) for node in released]
-
-    # the round --------------------------------------------------------------------------------------------------------
 
     def start_round(self, places: dict[str, Place], now: float) -> None:
         self.places.clear()
@@ -141,37 +192,37 @@ class Membership:
     # the sets ---------------------------------------------------------------------------------------------------------
 
     def _update(self, node: str, now: float) -> None:
-        in_round = node in self.places
-        eligibility = eligibility_of(
-            self.members.get(node),
-            in_round=in_round,
-            leaving=node in self._liveness.leaving,
-            disconnected=node in self._liveness.disconnected,
-            quarantined=bool(self.quarantine.reason(node)),
-        )
-        _put(self.eligible, node, eligibility is Eligibility.ELIGIBLE)
-        _put(self.not_ready_in_round, node, eligibility is Eligibility.NOT_READY and in_round)
-        _put(self.warming_up, node, eligibility is Eligibility.NOT_READY and not in_round)
-        if eligibility is Eligibility.DEGRADED:
-            self.degraded[node] = None
-        else:
-            self.degraded.pop(node, None)
+        in_round, eligibility = node in self.places, self._eligibility(node)
+        is_eligible, is_degraded = eligibility is Eligibility.ELIGIBLE, eligibility is Eligibility.DEGRADED
+        is_unready = eligibility is Eligibility.NOT_READY
+        waits = not in_round and (is_eligible or is_degraded)
+        if not waits:
+            self._to_notify.pop(node, None)
+        elif node not in (self.waiting if is_eligible else self._degraded_outside):
+            self._to_notify[node] = None
+        if not is_degraded:
             self._retained.discard(node)
-        self._update_outside(node, eligibility if not in_round else None, now)
+        for nodes, belongs in (
+            (self.eligible, is_eligible),
+            (self.waiting, is_eligible and not in_round),
+            (self.not_ready_in_round, is_unready and in_round),
+            (self.warming_up, is_unready and not in_round),
+            (self.degraded, is_degraded),
+            (self._degraded_outside, is_degraded and not in_round),
+        ):
+            if belongs:
+                nodes.setdefault(node, now)
+            else:
+                nodes.pop(node, None)
         self._assessment = None
 
-    def _update_outside(self, node: str, eligibility: Eligibility | None, now: float) -> None:
-        """A node that starts to wait outside the round must be notified."""
-        waits, degraded = eligibility is Eligibility.ELIGIBLE, eligibility is Eligibility.DEGRADED
-        if (waits and node not in self.waiting) or (degraded and node not in self._degraded_outside):
-            self._to_notify[node] = None
-        elif not waits and not degraded:
-            self._to_notify.pop(node, None)
-        if waits:
-            self.waiting.setdefault(node, now)
-        else:
-            self.waiting.pop(node, None)
-        _put(self._degraded_outside, node, degraded)
+    def _eligibility(self, node: str) -> Eligibility:
+        member = self.members.get(node)
+        if member is None or node in self.liveness.leaving or (member.problems and node not in self.places):
+            return Eligibility.INELIGIBLE
+        if node in self.liveness.disconnected or not member.ready:
+            return Eligibility.NOT_READY
+        return Eligibility.DEGRADED if member.problems or self.quarantine.reason(node) else Eligibility.ELIGIBLE
 
     # the next round ---------------------------------------------------------------------------------------------------
 
@@ -210,11 +261,6 @@ class Membership:
         hosts = (n for n, place in self.places.items() if not place.group_rank and (n in self.eligible or n in needed))
         return all(self.members[n].port for n in hosts)
 
-    # notices ----------------------------------------------------------------------------------------------------------
-
-    def is_to_be_notified(self, node: str) -> bool:
-        return node in self._to_notify
-
     def notify_all_again(self) -> None:
         """The reason for which nodes wait has changed."""
         self._to_notify = dict.fromkeys([*self.waiting, *self._degraded_outside])
@@ -229,12 +275,10 @@ class Membership:
     def assess_degraded(self) -> DegradedNodes:
         """Which degraded nodes the job needs; computed only after a change."""
         if self._assessment is None:
-            eligible, least = len(self.eligible), self._min_nodes
-            self._assessment = (
-                assess_degraded(self.degraded, eligible, least, self.members, self.places)
-                if self.degraded
-                else NO_DEGRADED_NODES
-            )
+            self._assessment = NO_DEGRADED_NODES
+            if self.degraded:
+                eligible, least = len(self.eligible), self._min_nodes
+                self._assessment = assess_degraded(self.degraded, eligible, least, self.members, self.places)
         return self._assessment
 
     def unfit_reason(self, node: str) -> str:
@@ -262,8 +306,53 @@ class Membership:
         return [(node, f"{why} (it is {self.unfit_reason(node)})") for node in found]
 
 
-def _put(nodes: set[str], node: str, inside: bool) -> None:
-    if inside:
-        nodes.add(node)
-    else:
-        nodes.discard(node)
+def assess_degraded(
+    degraded: Iterable[str], eligible: int, min_nodes: int, members: Mapping[str, Member], places: Mapping[str, Place]
+) -> DegradedNodes:
+    """Which degraded nodes a job with this many eligible nodes needs."""
+    inside = sorted((n for n in degraded if n in places), key=lambda n: places[n].group_rank)
+    outside = [n for n in degraded if n not in places]
+    unhealthy = sum(bool(members[n].problems) for n in inside)
+    is_common = unhealthy > 1 and 2 * unhealthy > len(places)
+    short = max(0, min_nodes - eligible)
+    if is_common:
+        short = max(short, len(inside))
+    needed = dict.fromkeys([*inside, *outside][:short])
+    recheck_time = max((member.recheck_time() for n in places if (member := members.get(n))), default=0.0)
+    removable = sorted(
+        (members[n].unhealthy_since + recheck_time if members[n].problems else 0.0, n)  # quarantine: at once
+        for n in inside
+        if n not in needed
+    )
+    return DegradedNodes(needed, min(short, len(inside)), is_common, removable)
+
+
+def rejection_reason(node: str, join: Join, settings: JobSettings, staying: Iterable[Node]) -> str:
+    """Why the node cannot join the nodes that stay in the job; empty when it can."""
+    low, high = settings.min_nodes, settings.max_nodes
+    if (low, high) != (join.min_nodes, join.max_nodes):
+        return (
+            f"--nnodes must be the same on every node: this job has {low}:{high}, "
+            f"node {node} has {join.min_nodes}:{join.max_nodes}; start it with --nnodes={low}:{high}"
+        )
+    if join.rank_by is not settings.rank_by:
+        return (
+            f"--rdzv-conf rank_by must be the same on every node: this job has {settings.rank_by}, "
+            f"node {node} has {join.rank_by}; start it with --rdzv-conf=rank_by={settings.rank_by}"
+        )
+    if join.node.id != node:
+        return f"a node must join under its own name: {node} joined as {join.node.id[:80]!r}; restart the agent"
+    if not 1 <= join.node.slots <= MAX_SLOTS:
+        return f"a node has 1 to {MAX_SLOTS} workers, node {node} has {join.node.slots}; change --nproc-per-node"
+    if what := invalid_name(join.node, join.held):
+        return f"a name is text of at most {MAX_NAME} characters, the {what} of node {node} is not; change it"
+    return _rank_rejection_reason(join.node, high, staying) if settings.fixed_ranks else ""
+
+
+def _rank_rejection_reason(node: Node, nodes: int, staying: Iterable[Node]) -> str:
+    """In a static job every node requests a different rank."""
+    rank = node.requested_rank
+    if rank is None or not 0 <= rank < nodes:
+        return f"a static job needs --node-rank from 0 to {nodes - 1} on every node, node {node.id} has {rank}"
+    taken = next((other.id for other in staying if other.requested_rank == rank and other.id != node.id), None)
+    return f"--node-rank={rank} is taken by node {taken}; use each rank once" if taken is not None else ""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ripstop.api.node_queries import ask_all
-from ripstop.coordinator.service import Coordinator
+from ripstop.coordinator.coordinator import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample

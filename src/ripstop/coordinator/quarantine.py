@@ -15,10 +15,8 @@ from ripstop.model.round import Node
 
 
 class FaultRecord(Struct):
-    """The faults of one node."""
-
     host: str
-    faults: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)  # of one node
     until: float | None = None  # the end of its quarantine
     why: str = ""
 
@@ -29,7 +27,6 @@ class Quarantine:
     def __init__(self, limits: config.QuarantineLimits) -> None:
         self._limits = limits
         self._records: dict[str, FaultRecord] = {}
-        self.next_release: float | None = None  # the time of the next release
 
     def record_fault(self, node: Node, what: str, now: float) -> str:
         """Record a fault; the result is the reason for a new quarantine, or empty."""
@@ -43,7 +40,6 @@ class Quarantine:
         if len(record.faults) < self._limits.failures:
             return ""
         record.until = now + self._limits.cooldown
-        self.next_release = record.until if self.next_release is None else min(self.next_release, record.until)
         times = "once" if len(record.faults) == 1 else f"{len(record.faults)} times"
         record.why = f"at fault {times} in {now - record.faults[0]:.0f} s, last: {what}"
         return record.why
@@ -53,30 +49,25 @@ class Quarantine:
         record = self._records.get(node)
         return record.why if record is not None and record.until is not None else ""
 
-    def inherit_record(self, node: Node, members: Iterable[Node], now: float) -> bool:
-        """Give a new node the record of the former node on its host (rule 3); whether there was one."""
+    def inherit_record(self, node: Node, members: Iterable[Node], now: float) -> None:
+        """Give a new node the record of the former node on its host (rule 3)."""
         self._drop_old_faults(now)
         if not self._records:
-            return False
+            return
         hosts = {other.id: other.host for other in members if other.id != node.id}
-        if node.host in hosts.values():
-            return False
         former = [name for name, record in self._records.items() if record.host == node.host and name not in hosts]
-        if not former or node.id in former:
-            return False
-        self._records[node.id] = self._records.pop(former[-1])
-        return True
+        if former and node.id not in former and node.host not in hosts.values():
+            self._records[node.id] = self._records.pop(former[-1])
+
+    def next_release(self) -> float | None:
+        """The time of the next release, if there is one."""
+        return min((record.until for record in self._records.values() if record.until is not None), default=None)
 
     def release(self, now: float) -> list[str]:
         """Release the nodes whose quarantine is over."""
-        if self.next_release is None or now < self.next_release:
-            return []
         over = [name for name, record in self._records.items() if record.until is not None and record.until <= now]
         for name in over:
             del self._records[name]
-        self.next_release = min(
-            (record.until for record in self._records.values() if record.until is not None), default=None
-        )
         return over
 
     def _drop_old_faults(self, now: float) -> None:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from ripstop.model.round import Address, Node, Place, RankBy
@@ -27,27 +28,20 @@ def order(candidates: Sequence[Candidate], by: RankBy = RankBy.JOIN) -> list[Nod
     if by is RankBy.SLOT and (numbered := _by_own_numbers([node for node, _ in candidates])):
         return numbered
     assigned: list[Node | None] = [None] * len(candidates)  # by rank
-    displaced: list[tuple[int, Node]] = []  # survivors whose rank no longer exists
-    new_nodes: list[Node] = []
-    for node, before in candidates:
-        if before is None:
-            new_nodes.append(node)
-        elif before < len(assigned) and assigned[before] is None:
-            assigned[before] = node
-        else:
-            displaced.append((before, node))
-    survivors = [node for _, node in sorted(displaced, key=lambda entry: entry[0])]
-    without_rank: list[Node] = []
-    for node in [*survivors, *sorted(new_nodes, key=_KEYS[by])]:
-        if (
-            node.requested_rank is not None
-            and 0 <= node.requested_rank < len(assigned)
-            and assigned[node.requested_rank] is None
-        ):
-            assigned[node.requested_rank] = node
-        else:
-            without_rank.append(node)
-    rest = iter(without_rank)
+
+    def assign(node: Node, rank: int | None) -> bool:
+        """Give the node this rank, if the rank exists and is free."""
+        if rank is None or not 0 <= rank < len(assigned) or assigned[rank] is not None:
+            return False
+        assigned[rank] = node
+        return True
+
+    survivors = [(before, node) for node, before in candidates if before is not None]
+    displaced = [(before, node) for before, node in survivors if not assign(node, before)]
+    displaced.sort(key=itemgetter(0))
+    new_nodes = sorted((node for node, before in candidates if before is None), key=_KEYS[by])
+    unranked = [*(node for _, node in displaced), *new_nodes]
+    rest = iter([node for node in unranked if not assign(node, node.requested_rank)])
     return [node if node is not None else next(rest) for node in assigned]
 
 

@@ -7,21 +7,18 @@ by node number (`RankBy.SLOT`) does not wait for a missing node if a new node wi
 
 from typing import TYPE_CHECKING
 
-from ripstop.coordinator.job_io import JobCommand, Send
 from ripstop.coordinator.liveness import RECONNECT_TIMEOUT_S
 from ripstop.model.events import RoundEndCause, RoundFound, RoundResumed
 from ripstop.model.round import Place, RankBy
 from ripstop.model.status import Phase
-from ripstop.protocol.messages import StandBy
 
 if TYPE_CHECKING:
     from ripstop.coordinator.job import Job
 
 
-def adopt(job: "Job", held: Place, now: float) -> list[JobCommand]:
+def adopt(job: "Job", held: Place, now: float) -> None:
     """A node has a newer round than this coordinator."""
-    why = f"round {held.round} is newer"
-    out: list[JobCommand] = [Send(n, StandBy(job.round, why)) for n in job.places if n in job.members]
+    job.stand_by(f"round {held.round} is newer")
     is_recovery = not job.round or job.phase is Phase.RECOVERING
     job.round, job.recovered_place = held.round, held
     if is_recovery:
@@ -32,7 +29,6 @@ def adopt(job: "Job", held: Place, now: float) -> list[JobCommand]:
         job.events.append(RoundFound(held.round, held.group_size))
     else:
         job.end_round(RoundEndCause.COORDINATOR, f"another coordinator formed round {held.round}", now)
-    return out
 
 
 def is_recovered(job: "Job", held: Place) -> bool:

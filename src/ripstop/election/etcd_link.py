@@ -14,9 +14,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 
-from ripstop.coordinator.closing import FINAL_REPORT_TIMEOUT_S
-from ripstop.coordinator.service import Coordinator
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.election import election
 from ripstop.election.etcd_client import Denied, EtcdClient, KeyValue, Unavailable, prefix_range
 from ripstop.election.leadership import OUTCOME_TTL_S, Candidacy, Leadership, become_candidate, boot_time, revoke
@@ -26,12 +26,12 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address
 from ripstop.protocol import secret
-from ripstop.protocol.codec import decode, fit
+from ripstop.protocol.codec import decode, encode
 from ripstop.protocol.messages import Closed, FromAgent, FromCoordinator
-from ripstop.transport.client import WebSocketLink
 from ripstop.transport.link import Listener
 from ripstop.transport.server import Server
 from ripstop.transport.tls import client_context, server_context
+from ripstop.transport.websocket_link import WebSocketLink
 
 log = logging.getLogger("ripstop.coordinator")
 
@@ -308,10 +308,7 @@ class EtcdLink:
         server = Server(
             candidacy.bound.listening,
             coordinator,
-            run_id=self._run_id,
             token=self._token,
-            lease=self._settings.timing.lease,
-            nodes=self._settings.max_nodes,
             tls=self._server_tls,
             endpoint_host=candidacy.address.host,
         )
@@ -338,7 +335,7 @@ class EtcdLink:
             if not self.failed.done():
                 self.failed.set_exception(defect)
         elif self._leadership is not None:
-            text = fit(Closed(ended.result()))
+            text = encode(Closed(ended.result()))
             signed = f"{secret.sign(self._token, self._run_id, text)}\n{text}"
             publish = self._leadership.publish_outcome(self._leader_key, self._outcome_key, signed)
             self._publishing = self._start_task(publish)

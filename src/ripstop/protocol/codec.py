@@ -31,16 +31,10 @@ class VersionMismatch(ProtocolError):
 
 
 def encode(message: Message) -> str:
-    """Encode one frame.  A message that is too large raises `ProtocolError`; see `fit`."""
-    text = _encode(message)
-    if len(text) > MAX_FRAME_BYTES:
-        name = type(message).__name__
-        raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this {name} has {len(text)}")
-    return text
+    """Encode one frame.  Evidence is dropped until it fits; the root cause comes first, and is dropped last.
 
-
-def fit(message: Message) -> str:
-    """Encode one frame, and drop evidence until it fits.  The root cause comes first, and is dropped last."""
+    Any other message that is too large raises `ProtocolError`.
+    """
     text = _encode(message)
     while len(text) > MAX_FRAME_BYTES:
         match message:
@@ -49,7 +43,8 @@ def fit(message: Message) -> str:
             case Closed(report) if report.failures:
                 message = Closed(replace(report, failures=_fewer(report.failures)))
             case _:
-                return encode(message)
+                name = type(message).__name__
+                raise ProtocolError(f"a message has at most {MAX_FRAME_BYTES} bytes, this {name} has {len(text)}")
         text = _encode(message)
     return text
 

@@ -36,7 +36,7 @@ S = TypeVar("S", bound=Struct)
 
 
 def bounded(message: FromAgent) -> FromAgent:
-    """Truncate a message.  `codec.fit` bounds all failures of a message together."""
+    """Truncate a message.  `codec.encode` bounds all failures of a message together."""
     match message:
         case Join(node=node, held=held, health_interval=interval):  # `invalid_name` checks the names in these
             interval = min(max(0.0, interval), MAX_HEALTH_INTERVAL_S)

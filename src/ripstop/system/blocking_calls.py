@@ -49,7 +49,7 @@ def _settle_with_error(future: asyncio.Future[T], error: Exception) -> None:
         future.set_exception(error)
 
 
-async def run_in_daemon_thread(function: Callable[[], T], timeout: float = CALL_TIMEOUT_S) -> T:
+async def run_in_daemon_thread(function: Callable[[], T], timeout: float | None = CALL_TIMEOUT_S) -> T:
     """Call a function in a thread.  TimeoutError: it blocks, or MAX_BLOCKED_THREADS others do."""
 
     def call() -> T:

@@ -1,4 +1,1 @@
-"""Connections between agents and the coordinator.
-
-WebSocket server and client, authentication, TLS, the in-process link.
-"""
+"""Connections between agents and the coordinator: WebSocket, authentication, TLS, and the link in one process."""

@@ -7,11 +7,9 @@
     rebinding) requests that name, so only a name of this coordinator or an IP address is served.
 """
 
-import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable
 from ipaddress import ip_address
 
 from aiohttp import web
@@ -19,32 +17,26 @@ from aiohttp import web
 from ripstop.api.job_interface import RequestRefused
 from ripstop.protocol import secret
 from ripstop.system.blocking_calls import ExclusiveCall
-from ripstop.transport.connection_limits import peer_host
-from ripstop.transport.rejection_log import RejectionLog
+from ripstop.transport.connection_limits import UnauthenticatedConnections, peer_host
 
 FULL_NAME_TIMEOUT_S = 2.0
 
 
 class ApiAuthorization:
-    """Checks requests; `on_authenticated` gets the connection of every request that is allowed by rule 1 or 2."""
+    """Checks requests.  The connection of a request that rule 1 or 2 allows is no longer unauthenticated.
+
+    `api_token` is empty for a job without a secret.
+    """
 
     def __init__(
-        self,
-        run_id: str,
-        token: str,
-        *,
-        tls: ssl.SSLContext | None,
-        endpoint_host: str,
-        rejections: RejectionLog,
-        on_authenticated: Callable[[asyncio.BaseTransport], None],
+        self, api_token: str, tls: ssl.SSLContext | None, endpoint: str, unauthenticated: UnauthenticatedConnections
     ) -> None:
-        self._api_token = secret.api_token(token, run_id) if token else ""
+        self._api_token = api_token
         self._tls = tls
-        self._names = (endpoint_host.lower(), socket.gethostname().lower(), "localhost")
+        self._names = (endpoint.lower(), socket.gethostname().lower(), "localhost")
         self._full_name = ""  # until it is found
         self._full_name_lookup = ExclusiveCall(self._find_full_name, None)
-        self._rejections = rejections
-        self._on_authenticated = on_authenticated
+        self._unauthenticated = unauthenticated
 
     def operator(self, request: web.Request) -> str:
         """The address of an operator; raises `RequestRefused` for anyone else."""
@@ -60,18 +52,17 @@ class ApiAuthorization:
                 "a job without a secret cannot be operated over the network; start it with RIPSTOP_TOKEN, "
                 "or run the command as its user on its coordinator's machine",
             )
-        self._on_authenticated(transport)
+        self._unauthenticated.remove(transport)
         return host
 
     def _check_token(self, request: web.Request, host: str) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise RequestRefused(
-                401,
-                "this job requires its API token; send Authorization: Bearer and the output of `ripstop token`",
+                401, "this job requires its API token; send Authorization: Bearer and the output of `ripstop token`"
             )
         if not secret.proofs_match(token.strip(), self._api_token):
-            self._rejections.log(host, "a wrong token for the API", kind="token")
+            self._unauthenticated.rejections.log(host, "a wrong token for the API", kind="token")
             raise RequestRefused(
                 401, "the token is not this job's; set the job's RIPSTOP_TOKEN, and give the job's id with --job"
             )

@@ -28,7 +28,7 @@ class UnauthenticatedConnections:
 
     def __init__(self, nodes: int, rejections: RejectionLog) -> None:
         self._limit = _limit(nodes)
-        self._rejections = rejections
+        self.rejections = rejections
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
         self._pre_authenticated: set[Connection] = set()
         self._has_room = asyncio.Event()
@@ -45,7 +45,7 @@ class UnauthenticatedConnections:
             self._has_room.set()
 
     def mark_pre_authenticated(self, connection: Connection) -> None:
-        """The first request of the connection has passed `preauth.py`, so it may become an agent's."""
+        """The first request of the connection has passed pre-authentication, so it may become an agent's."""
         self._pre_authenticated.add(connection)
 
     def use_pre_authentication(self, connection: Connection) -> bool:
@@ -71,15 +71,13 @@ class UnauthenticatedConnections:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._has_room.wait(), wait_s)
                 continue
-            self._rejections.log(
-                peer_host(oldest), f"more than {self._limit} unauthenticated connections", kind="limit"
-            )
+            self.rejections.log(peer_host(oldest), f"more than {self._limit} unauthenticated connections", kind="limit")
             self._close(oldest)
 
     def _on_timeout(self, connection: Connection) -> None:
         if not _is_closing(connection):
             why = f"no proof of the job's secret in {HANDSHAKE_TIMEOUT_S:g} s"
-            self._rejections.log(peer_host(connection), why, kind="timeout")
+            self.rejections.log(peer_host(connection), why, kind="timeout")
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:

@@ -4,48 +4,31 @@ A lookup cannot be interrupted, and may take as long as the system's resolver al
 delay the end of the process.  Here it runs in a daemon thread: the caller may give up, and a late result is dropped.
 """
 
-import asyncio
-import contextlib
 import socket
-import threading
+from functools import partial
 from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
+
+from ripstop.system.blocking_calls import run_in_daemon_thread
 
 
 class Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[list[Any]] = loop.create_future()
-
-        def look_up() -> None:
-            found: list[Any] | OSError
-            try:
-                found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-            except OSError as error:
-                found = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_complete, result, found)
-
-        threading.Thread(target=look_up, name="ripstop-resolve", daemon=True).start()
+        look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        try:
+            found = await run_in_daemon_thread(look_up, timeout=None)
+        except UnicodeError as error:  # not a valid name; aiohttp handles only an OSError
+            raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
         return [
             ResolveResult(hostname=host, host=_numeric(address), port=port, family=kind, proto=protocol, flags=0)
-            for kind, _, protocol, _, address in await result
+            for kind, _, protocol, _, address in found
         ]
 
     async def close(self) -> None:
         pass
-
-
-def _complete(result: asyncio.Future[list[Any]], found: list[Any] | OSError) -> None:
-    if result.done():
-        return  # the caller gave up
-    if isinstance(found, OSError):
-        result.set_exception(found)
-    else:
-        result.set_result(found)
 
 
 def _numeric(address: tuple[Any, ...]) -> str:

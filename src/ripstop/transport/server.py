@@ -4,7 +4,7 @@ This module accepts connections, does TLS, and passes an authenticated agent's m
 no decisions.  A connection is unauthenticated until it has proven the job's secret:
 
 1.  `connection_limits.py` limits the number of such connections and their time.
-2.  `preauth.py` and `agent_authentication.py` authenticate agents; `api_authorization.py` authorizes HTTP requests.
+2.  `agent_authentication.py` authenticates agents; `api_authorization.py` authorizes HTTP requests.
 3.  Nothing an unauthenticated peer sends affects the job.  `rejection_log.py` logs it once per address and kind.
 """
 
@@ -18,26 +18,19 @@ from functools import partial
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
-from ripstop.coordinator.service import Coordinator
+from ripstop.coordinator.coordinator import Coordinator
 from ripstop.model.errors import ProtocolError
+from ripstop.protocol import secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode
 from ripstop.protocol.limits import MAX_NAME
 from ripstop.protocol.messages import FROM_AGENT, Heartbeat, Join, Rejected
 from ripstop.system.network import enable_keepalive
-from ripstop.transport.agent_authentication import AgentAuthentication
+from ripstop.transport.agent_authentication import AgentAuthentication, PreAuthProtocol
 from ripstop.transport.api_authorization import ApiAuthorization
 from ripstop.transport.connection_limits import UnauthenticatedConnections, abort, peer_host
-from ripstop.transport.preauth import PreAuthProtocol
 from ripstop.transport.rejection_log import RejectionLog
 from ripstop.transport.tls import describe_tls_error, starts_tls
-from ripstop.transport.websocket import (
-    AGENT_PATH,
-    CLOSE_CODE_RETURNING,
-    FLUSH_TIMEOUT_S,
-    Outbox,
-    receive,
-    write_and_close,
-)
+from ripstop.transport.websocket import AGENT_PATH, CLOSE_CODE_RETURNING, FLUSH_TIMEOUT_S, Outbox, receive
 
 ACCEPT_RETRY_S = 0.1  # after an error, such as no free descriptor
 TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -51,10 +44,7 @@ class Server:
         listening: socket.socket,
         coordinator: Coordinator,
         *,
-        run_id: str,
         token: str,
-        lease: float,
-        nodes: int = 1,
         tls: ssl.SSLContext | None = None,
         serves_agents: bool = True,
         endpoint_host: str = "",
@@ -64,18 +54,10 @@ class Server:
         self._tls = tls
         self._serves_agents = serves_agents
         self._rejections = RejectionLog()
-        self._unauthenticated = UnauthenticatedConnections(nodes, self._rejections)
-        self._authentication = AgentAuthentication(
-            run_id, token, lease, has_ended=coordinator.ended.done, rejections=self._rejections
-        )
-        self._authorization = ApiAuthorization(
-            run_id,
-            token,
-            tls=tls,
-            endpoint_host=endpoint_host,
-            rejections=self._rejections,
-            on_authenticated=self._unauthenticated.remove,
-        )
+        self._unauthenticated = UnauthenticatedConnections(coordinator.settings.max_nodes, self._rejections)
+        self._authentication = AgentAuthentication(coordinator, token, self._rejections)
+        api_token = secret.api_token(token, coordinator.settings.run_id) if token else ""
+        self._authorization = ApiAuthorization(api_token, tls, endpoint_host, self._unauthenticated)
         self._outboxes: set[Outbox] = set()
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -214,10 +196,10 @@ class Server:
         return _plain(400, why)
 
     async def _exchange_messages(self, ws: web.WebSocketResponse, node: str, transport: asyncio.BaseTransport) -> None:
-        outbox = Outbox(ws.send_str, partial(abort, transport))
+        outbox = Outbox(ws, partial(abort, transport))
         self._outboxes.add(outbox)
         session = self._coordinator.attach(node, send=outbox.put, close=outbox.finish)
-        writer = asyncio.create_task(write_and_close(ws, outbox), name=f"ripstop-to-{node}")
+        writer = asyncio.create_task(outbox.run(), name=f"ripstop-to-{node}")
         try:
             while (text := await receive(ws)) is not None:
                 message = decode(text, FROM_AGENT)

@@ -10,17 +10,17 @@ Rules:
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from aiohttp import ClientError, WSMessage, WSMsgType
 
 from ripstop.model.errors import ProtocolError
-from ripstop.protocol.codec import MAX_FRAME_BYTES, fit
+from ripstop.protocol.codec import MAX_FRAME_BYTES, encode
 from ripstop.protocol.messages import Message, Reply
 
 AGENT_PATH = "/agent"
-PREAUTH_HEADER = "Ripstop-Preauth"  # an agent's request carries its `Hello` here; see `preauth.py`
+PREAUTH_HEADER = "Ripstop-Preauth"  # an agent's request carries its `Hello` here; see `agent_authentication.py`
 HANDSHAKE_TIMEOUT_S = 5.0  # from the connection to the end of authentication
 FLUSH_TIMEOUT_S = 1.0  # for a peer to read the rest before its connection closes
 MAX_BACKLOG_BYTES = 4 * MAX_FRAME_BYTES  # queued for one peer
@@ -32,6 +32,8 @@ class WebSocket(Protocol):
     """aiohttp's client or server side."""
 
     async def receive(self) -> WSMessage: ...
+
+    async def send_str(self, data: str) -> None: ...
 
     async def close(self) -> bool: ...
 
@@ -53,8 +55,8 @@ async def receive(ws: WebSocket) -> str | None:
 class Outbox:
     """The messages queued for one peer, in order and bounded."""
 
-    def __init__(self, write: Callable[[str], Awaitable[None]], abort: Callable[[], None]) -> None:
-        self._write = write
+    def __init__(self, ws: WebSocket, abort: Callable[[], None]) -> None:
+        self._ws = ws
         self._abort = abort
         self._queue: deque[tuple[str, bool]] = deque()  # text, and whether it is a reply
         self._bytes = 0
@@ -66,10 +68,10 @@ class Outbox:
         """Queue a message; ignored after `finish`."""
         if self._deadline is not None:
             return
-        text = fit(message)
+        text = encode(message)
         if is_reply := isinstance(message, Reply):
             if self._reply_bytes + len(text) > MAX_REPLY_BACKLOG_BYTES:
-                text = fit(Reply(message.number, error="too many replies of this node are queued; ask again later"))
+                text = encode(Reply(message.number, error="too many replies of this node are queued; ask again later"))
             self._reply_bytes += len(text)
         self._bytes += len(text)
         if self._bytes > MAX_BACKLOG_BYTES:
@@ -85,26 +87,19 @@ class Outbox:
             self._wake.set()
 
     async def run(self) -> None:
-        """Write until finished, or until the connection is lost."""
+        """Write until finished, or until the connection is lost; then close it."""
         try:
-            while True:
+            while self._deadline is None or self._queue:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
                     text, is_reply = self._queue.popleft()
-                    await self._write(text)
+                    await self._ws.send_str(text)
                     self._bytes -= len(text)
                     self._reply_bytes -= len(text) if is_reply else 0
-                if self._deadline is not None:
-                    return
         except (ConnectionError, ClientError):
-            return  # the reading side gets the same error and handles it
+            pass  # the reading side gets the same error and handles it
         finally:
             if self._deadline is not None:
                 self._deadline.cancel()
-
-
-async def write_and_close(ws: WebSocket, outbox: Outbox) -> None:
-    """Write the messages of an outbox until it is finished; then close the connection."""
-    await outbox.run()
-    await ws.close()
+        await self._ws.close()

@@ -33,7 +33,7 @@ from msgspec import Struct
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
-from ripstop.coordinator.budget import RestartBudget, is_early_failure
+from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.diagnostics.failure_report import how, order, root_cause, trim
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobReport

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ripstop.coordinator.job_io import JobCommand, JobEnded, Send
+from ripstop.coordinator.job_types import JobEnded
 from ripstop.model.events import JobClosed, JobClosing
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Outcome
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
 FINAL_REPORT_TIMEOUT_S = 5.0  # how long nodes have to receive the report and leave
 
 
-def close(job: "Job", outcome: Outcome, why: str, now: float) -> list[JobCommand]:
+def close(job: "Job", outcome: Outcome, why: str, now: float) -> None:
     if job.phase in (Phase.CLOSING, Phase.CLOSED):
-        return []
+        return
     job.why = why = truncate_reason(why)
     job.failure_policy.reset()
     job.report = JobReport(job.settings.run_id, outcome, why, job.round, job.restarts.used)
     job.enter(Phase.CLOSING, now)
-    if outcome is Outcome.SUCCEEDED:
-        return finish(job, now)
-    job.awaiting_stop = set(job.members)
-    job.events.append(JobClosing(outcome, why))
-    out: list[JobCommand] = [Send(n, Closing(why, outcome)) for n in job.members]
-    return out + finish(job, now)
+    if outcome is not Outcome.SUCCEEDED:
+        job.awaiting_stop = set(job.members)
+        job.events.append(JobClosing(outcome, why))
+        for node in job.members:
+            job.send(node, Closing(why, outcome))
+    finish(job, now)
 
 
-def finish(job: "Job", now: float) -> list[JobCommand]:
+def finish(job: "Job", now: float) -> None:
     """Send the report once the failures of all nodes have arrived, or their time is over."""
     assert job.report is not None
     if job.awaiting_stop and now < report_deadline(job):
-        return []
+        return
     failures = () if job.report.outcome is Outcome.SUCCEEDED else job.failure_policy.failures()
     job.report = report = replace(job.report, rounds=job.round, restarts=job.restarts.used, failures=failures)
     job.enter(Phase.CLOSED, now)
     job.events.append(JobClosed(report.outcome, report.why, report.rounds, report.restarts))
-    out: list[JobCommand] = [Send(n, Closed(report)) for n in job.members]
-    return out + end(job, now)
+    for node in job.members:
+        job.send(node, Closed(report))
+    end(job, now)
 
 
-def end(job: "Job", now: float) -> list[JobCommand]:
+def end(job: "Job", now: float) -> None:
     """End the coordinator's work once all nodes have left, or their time is over."""
     assert job.report is not None
-    if job.is_ended or (job.members and now < end_deadline(job)):
-        return []
-    job.is_ended = True
-    return [JobEnded(job.report)]
+    if not job.is_ended and (not job.members or now >= end_deadline(job)):
+        job.is_ended = True
+        job.commands.append(JobEnded(job.report))
 
 
 def report_deadline(job: "Job") -> float:

@@ -18,8 +18,8 @@ from ripstop.election.etcd_client import Denied, EtcdClient
 from ripstop.model.config import Etcd
 from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
-from ripstop.transport import agent_authentication, client
-from ripstop.transport.client import WebSocketLink
+from ripstop.transport import agent_authentication, websocket, websocket_link
+from ripstop.transport.websocket_link import WebSocketLink
 
 DEADLINE = 20.0
 
@@ -45,7 +45,9 @@ def test_a_link_measures_the_clock_skew_to_the_coordinator(harness: Any, monkeyp
             await agent.until(lambda a: a.count("linked") == 1)
             assert abs(link.skew - 100.0) < DEADLINE
             right = time.time
-            monkeypatch.setattr(client.time, "time", lambda: right() + 1000.0)  # the clock is set while connected
+            monkeypatch.setattr(
+                websocket_link.time, "time", lambda: right() + 1000.0
+            )  # the clock is set while connected
             assert abs(link.skew - 1100.0) < DEADLINE
             monkeypatch.undo()
 
@@ -114,7 +116,7 @@ def unresponsive_address(host: str, port: int) -> Iterator[None]:
 def test_a_name_is_looked_up_again_while_its_old_address_does_not_answer(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HANDSHAKE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(websocket, "HANDSHAKE_TIMEOUT_S", 1000.0)
     look_up, looked_up = socket.getaddrinfo, list[str]()
 
     async def scenario() -> None:
@@ -281,7 +283,7 @@ def test_a_link_connects_to_a_host_name(harness: Any) -> None:
 
 
 def test_a_silent_server_times_out(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(websocket, "HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -334,16 +336,16 @@ def test_a_node_that_was_connected_retries_when_an_impostor_rejects_it(harness: 
 COORDINATOR = """
 import asyncio, sys
 from ripstop.model.config import Timing
-from ripstop.coordinator.service import Coordinator
+from ripstop.coordinator.coordinator import Coordinator
 from ripstop.transport.endpoint import bind
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.job_types import JobSettings
 from ripstop.transport.server import Server
 from ripstop.model.round import Address
 
 async def main():
     coordinator = Coordinator(JobSettings("job", 1, 1, Timing(lease=0.6)))
     bound = bind(Address("127.0.0.1", 0), required=True)
-    server = Server(bound.listening, coordinator, run_id="job", token="s3cret", lease=0.6)
+    server = Server(bound.listening, coordinator, token="s3cret")
     await server.start()
     print(bound.address.port, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

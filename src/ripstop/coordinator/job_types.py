@@ -1,11 +1,29 @@
-"""The input events and the output commands of the job's state machine (`job.py`).  Pure data."""
+"""The types of the job's state machine (`job.py`): its settings, input events and output commands.  Pure data."""
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from ripstop.model.config import Budget, QuarantineLimits, Timing
 from ripstop.model.events import Event
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
+from ripstop.model.round import RankBy
 from ripstop.protocol.messages import FromAgent, FromCoordinator
+
+
+class JobSettings(Struct, frozen=True):
+    """The settings of a job that its coordinator needs."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timing: Timing = field(default_factory=Timing)
+    budget: Budget = field(default_factory=Budget)
+    fixed_ranks: bool = False
+    own: str = ""  # the node in the coordinator's process; it needs no lease
+    rank_by: RankBy = RankBy.JOIN
+    quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    target: int | None = None  # nodes that the job uses until an operator scales it; None: as many as possible
+
 
 # events ---------------------------------------------------------------------------------------------------------------
 
@@ -18,8 +36,6 @@ class NodeMessage(Struct, frozen=True):
 
 
 class NodeDisconnected(Struct, frozen=True):
-    """A node's connection closed."""
-
     node: str
 
 

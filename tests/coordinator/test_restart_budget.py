@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop.coordinator.budget import EARLY_FAILURE_S, Cause, RestartBudget, cause_of, is_early_failure
+from ripstop.coordinator.restart_budget import EARLY_FAILURE_S, Cause, RestartBudget, cause_of, is_early_failure
 from ripstop.model.config import Budget
 from ripstop.model.failure import Failure, Hang
 

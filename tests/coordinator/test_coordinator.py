@@ -24,7 +24,7 @@ from ripstop.protocol.messages import (
     Rejected,
     Succeeded,
 )
-from ripstop.transport.in_process import InProcessLink
+from ripstop.transport.link import InProcessLink
 
 
 class Peer:
@@ -294,7 +294,7 @@ def test_an_operator_can_stop_the_job(harness: Any) -> None:
 
 
 def test_a_coordinator_within_one_process_needs_no_network_library() -> None:
-    code = "import sys, ripstop.transport.in_process; print(sorted({'aiohttp', 'torch'} & sys.modules.keys()))"
+    code = "import sys, ripstop.transport.link; print(sorted({'aiohttp', 'torch'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

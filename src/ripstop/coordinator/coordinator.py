@@ -12,23 +12,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
-from ripstop.coordinator.job_io import (
-    Disconnect,
-    JobEnded,
-    JobInput,
-    NodeDisconnected,
-    NodeMessage,
-    Progressed,
-    RecordEvent,
-    Send,
-    Tick,
-)
-from ripstop.coordinator.settings import JobSettings
+from ripstop.coordinator.job_types import JobInput, JobSettings
 from ripstop.model import events
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.events import Sink, log_line
@@ -49,29 +41,20 @@ QUERY_TIMEOUT_S = 10.0  # for an agent's reply
 log = logging.getLogger("ripstop.coordinator")
 
 
-class Session:
-    """One connection of one node."""
+class Session(Struct, frozen=True, eq=False):
+    """A connection of a node.  `send` and `close` must not call back at once; `close` sends what is queued first."""
 
-    __slots__ = ("_coordinator", "close", "node", "send")
-
-    def __init__(
-        self,
-        coordinator: "Coordinator",
-        node: str,
-        send: Callable[[FromCoordinator], None],
-        close: Callable[[], None],
-    ) -> None:
-        self.node = node
-        self.send = send
-        self.close = close
-        self._coordinator = coordinator
+    coordinator: "Coordinator"
+    node: str
+    send: Callable[[FromCoordinator], object]
+    close: Callable[[], object]
 
     def receive(self, message: FromAgent) -> None:
-        self._coordinator.receive(self, message)
+        self.coordinator.receive(self, message)
 
     def detach(self, *, returning: bool = False) -> None:
         """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
-        self._coordinator.detach(self, returning=returning)
+        self.coordinator.detach(self, returning=returning)
 
 
 class Coordinator:
@@ -82,11 +65,9 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        settings: JobSettings,
-        may_decide: Callable[[], bool] = lambda: True,
-        sinks: Iterable[Sink] = (),
+        self, settings: JobSettings, may_decide: Callable[[], bool] = lambda: True, sinks: Iterable[Sink] = ()
     ) -> None:
+        self.settings = settings
         self._loop = asyncio.get_running_loop()
         self._last_event_time = self._loop.time()  # by the job's clock
         self._job = Job(settings, self._last_event_time)
@@ -94,7 +75,6 @@ class Coordinator:
         self._sessions: dict[str, Session] = {}
         self._queries: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by number: the node, and its reply
         self._last_query = 0
-        self._metrics_collector: MetricsCollector | None = None
         self.totals = Totals()
         self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of connected nodes: the round, pids by local rank
         self.journal = Journal([self.totals.on, self._store_pids, *sinks])
@@ -103,8 +83,8 @@ class Coordinator:
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
         self._arm()
 
-    def attach(self, node: str, send: Callable[[FromCoordinator], None], close: Callable[[], None]) -> Session:
-        """A node has connected.  `send` and `close` must not call back at once; `close` first sends what is queued."""
+    def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Session:
+        """A node has connected; see `Session`."""
         old = self._sessions.get(node)
         session = self._sessions[node] = Session(self, node, send, close)
         if old is not None:
@@ -113,7 +93,6 @@ class Coordinator:
         return session
 
     def receive(self, session: Session, message: FromAgent) -> None:
-        """See `Session.receive`."""
         if self._sessions.get(session.node) is not session:
             return
         match message:
@@ -122,15 +101,14 @@ class Coordinator:
             case Reply():
                 self._on_reply(session.node, message)
             case _:
-                self._feed(NodeMessage(session.node, message))
+                self._feed(job_types.NodeMessage(session.node, message))
 
     def detach(self, session: Session, *, returning: bool) -> None:
-        """See `Session.detach`."""
         if self._sessions.get(session.node) is session:
             del self._sessions[session.node]
             self._fail_queries(session.node)
             if not returning:
-                self._feed(NodeDisconnected(session.node))
+                self._feed(job_types.NodeDisconnected(session.node))
 
     # operators --------------------------------------------------------------------------------------------------------
 
@@ -180,11 +158,11 @@ class Coordinator:
 
     async def metrics(self) -> bytes:
         """The metrics page, in Prometheus' text format."""
-        return await self._collector().page()
+        return await self._collector.page()
 
     async def goodput(self) -> float | None:
         """The share of the job's time spent in steps that were kept; None before the first reported step."""
-        return await self._collector().goodput() if self.totals.goodput.has_steps else None
+        return await self._collector.goodput() if self.totals.goodput.has_steps else None
 
     def apply_command(self, command: OperatorCommand) -> None:
         """Apply an operator's command if it is allowed now (`model/operator_commands.py`)."""
@@ -199,12 +177,11 @@ class Coordinator:
             session.close()
         self._sessions.clear()
 
+    @cached_property
     def _collector(self) -> "MetricsCollector":
-        if self._metrics_collector is None:
-            from ripstop.coordinator.metrics_collector import MetricsCollector  # only when it is needed
+        from ripstop.coordinator.metrics_collector import MetricsCollector  # only when it is needed
 
-            self._metrics_collector = MetricsCollector(self)
-        return self._metrics_collector
+        return MetricsCollector(self)
 
     def _feed(self, event: JobInput) -> None:
         """An exception in the machine ends the coordinator: no agent may wait for one that decides nothing."""
@@ -221,25 +198,22 @@ class Coordinator:
         commands = self._job.on(event, self._now())
         for command in commands:
             match command:
-                case Send(node, message):
+                case job_types.Send(node, message):
                     if session := self._sessions.get(node):
                         self._send(session, message)
-                case Disconnect(node):
+                case job_types.Disconnect(node):
                     if session := self._sessions.pop(node, None):
                         self._fail_queries(node)
                         session.close()
-                case RecordEvent(recorded):
+                case job_types.RecordEvent(recorded):
                     self.record(recorded)
-                case JobEnded(report):
+                case job_types.JobEnded(report):
                     if not self.ended.done():
                         self.ended.set_result(report)
         # A heartbeat only moves the deadline further away.  The timer then fires early and is set again, once a lease
         # instead of once a heartbeat.
-        if (
-            commands
-            or self._timer is None
-            or not (isinstance(event, NodeMessage) and isinstance(event.message, Heartbeat))
-        ):
+        is_heartbeat = isinstance(event, job_types.NodeMessage) and isinstance(event.message, Heartbeat)
+        if commands or self._timer is None or not is_heartbeat:
             self._arm()
 
     def _send(self, session: Session, message: FromCoordinator) -> None:
@@ -262,7 +236,7 @@ class Coordinator:
         match event:
             case events.FirstStep(round=round) | events.CheckpointSaved(round=round):
                 if round == self._job.round and not self._job.progressed:
-                    self._feed(Progressed(node, round))
+                    self._feed(job_types.Progressed(node, round))
 
     def _on_reply(self, node: str, reply: Reply) -> None:
         asked, waiting = self._queries.get(reply.number, (None, None))
@@ -300,7 +274,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._disarm()
-        self._feed(Tick())
+        self._feed(job_types.Tick())
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -28,38 +28,20 @@ from yarl import URL
 
 from ripstop.model.errors import ProtocolError
 from ripstop.model.round import Address
-from ripstop.protocol import secret
+from ripstop.protocol import messages, secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, VersionMismatch, decode, encode
-from ripstop.protocol.messages import (
-    FROM_COORDINATOR,
-    Challenge,
-    FromAgent,
-    FromCoordinator,
-    Heartbeat,
-    Hello,
-    Rejected,
-    Welcome,
-)
+from ripstop.protocol.messages import FROM_COORDINATOR, FromAgent, FromCoordinator, Heartbeat, Hello, Rejected
 from ripstop.system.network import describe_network_error, enable_keepalive
+from ripstop.transport import websocket
 from ripstop.transport.link import Listener
 from ripstop.transport.resolver import Resolver
 from ripstop.transport.tls import describe_tls_error
-from ripstop.transport.websocket import (
-    AGENT_PATH,
-    CLOSE_CODE_RETURNING,
-    FLUSH_TIMEOUT_S,
-    HANDSHAKE_TIMEOUT_S,
-    PREAUTH_HEADER,
-    Outbox,
-    receive,
-    write_and_close,
-)
 
 FIRST_RETRY_DELAY_S = 0.05  # doubled up to a third of the lease
 MIN_CONNECT_TIMEOUT_S = 0.5
 MAX_ABORTED_HANDSHAKES = 4  # in a row; over TLS, they then count as a rejection
 
-Expected = TypeVar("Expected", Challenge, Welcome)
+Expected = TypeVar("Expected", messages.Challenge, messages.Welcome)
 
 
 class _FinalRejection(Exception):
@@ -74,14 +56,7 @@ class WebSocketLink:
     """A `Link` over the network; create it inside a running event loop."""
 
     def __init__(
-        self,
-        endpoint: Address,
-        *,
-        run_id: str,
-        node: str,
-        token: str,
-        lease: float,
-        tls: ssl.SSLContext | None = None,
+        self, endpoint: Address, *, run_id: str, node: str, token: str, lease: float, tls: ssl.SSLContext | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
@@ -91,8 +66,8 @@ class WebSocketLink:
         self._lease = lease  # after the first handshake, the coordinator's
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
-        self._outbox: Outbox | None = None  # while connected
-        self._local_host: str | None = None
+        self._outbox: websocket.Outbox | None = None  # while connected
+        self.local_host: str | None = None
         self._clock_offset: float | None = None  # this machine's monotonic clock minus the coordinator's time
         self._tls = tls
         self._aborted_handshakes = 0  # in a row
@@ -100,10 +75,6 @@ class WebSocketLink:
         self._disconnected_at = time.time()
         self._tries = 0
         self._last_error = "not tried yet"
-
-    @property
-    def local_host(self) -> str | None:
-        return self._local_host
 
     @property
     def skew(self) -> float | None:
@@ -133,7 +104,7 @@ class WebSocketLink:
             return
         if self._outbox is not None:
             self._outbox.finish()
-            await asyncio.wait([self._task], timeout=2 * FLUSH_TIMEOUT_S)
+            await asyncio.wait([self._task], timeout=2 * websocket.FLUSH_TIMEOUT_S)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -149,7 +120,10 @@ class WebSocketLink:
         connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, force_close=True)
         redirects = aiohttp.TraceConfig()
         redirects.on_request_redirect.append(_reject_redirect)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+        # The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
+        # timeout looks the name up again soon.  With TLS, it includes the TLS handshake.
+        connect_timeout = websocket.HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects]) as http:
             while True:
                 began = self._loop.time()
@@ -157,54 +131,42 @@ class WebSocketLink:
                 try:
                     await self._connect_once(http)
                 except _FinalRejection as error:
-                    self._reject(str(error))
+                    self._last_error = str(error)
+                    self._notify(lambda listener: listener.on_rejected(self._last_error))
                     return
                 except (aiohttp.ClientError, OSError, ProtocolError, _Retry) as error:
                     self._last_error = _describe(error)
                 if self._listener is None:
                     return
-                if self._loop.time() - began > HANDSHAKE_TIMEOUT_S + self._lease:
+                if self._loop.time() - began > websocket.HANDSHAKE_TIMEOUT_S + self._lease:
                     delay = FIRST_RETRY_DELAY_S  # the last connection worked
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                 delay = min(2 * delay, max(self._lease / 3, FIRST_RETRY_DELAY_S))
 
-    def _reject(self, why: str) -> None:
-        self._last_error = why
-        self._notify(lambda listener: listener.on_rejected(why))
-
-    @property
-    def _connect_timeout(self) -> float:
-        """Seconds for a TCP connection, and with TLS for its handshake too.
-
-        The address of a lost machine or pod does not answer, while the name may already have a new address.  A short
-        timeout looks the name up again soon.
-        """
-        return HANDSHAKE_TIMEOUT_S if self._tls else max(self._lease / 3, MIN_CONNECT_TIMEOUT_S)
-
     async def _connect_once(self, http: aiohttp.ClientSession) -> None:
         """One connection, from its start to its end."""
         scheme = "wss" if self._tls else "ws"
-        url = URL.build(scheme=scheme, host=self._endpoint.host, port=self._endpoint.port, path=AGENT_PATH)
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as limit, contextlib.AsyncExitStack() as stack:
+        url = URL.build(scheme=scheme, host=self._endpoint.host, port=self._endpoint.port, path=websocket.AGENT_PATH)
+        async with asyncio.timeout(websocket.HANDSHAKE_TIMEOUT_S) as limit, contextlib.AsyncExitStack() as stack:
             ws = await self._connect(http, url)
             stack.push_async_callback(ws.close)
             connection = ws.get_extra_info("socket")
             enable_keepalive(connection)
             await self._handshake(ws)
             limit.reschedule(None)
-            self._local_host = connection.getsockname()[0]
+            self.local_host = connection.getsockname()[0]
             await self._exchange_messages(ws, connection, limit)
 
     async def _connect(self, http: aiohttp.ClientSession, url: URL) -> aiohttp.ClientWebSocketResponse:
         """A WebSocket to a server with a valid certificate.  TLS errors are rejections: they do not go away."""
-        timeout = aiohttp.ClientWSTimeout(ws_close=FLUSH_TIMEOUT_S)
+        timeout = aiohttp.ClientWSTimeout(ws_close=websocket.FLUSH_TIMEOUT_S)
         try:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
                 max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
-                headers={PREAUTH_HEADER: encode(self._hello(challenge=""))},
+                headers={websocket.PREAUTH_HEADER: encode(self._hello(challenge=""))},
             )
         except aiohttp.ClientConnectorCertificateError as error:
             raise self._rejection(describe_tls_error(error.certificate_error), "is not trusted") from error
@@ -228,11 +190,11 @@ class WebSocketLink:
 
     async def _handshake(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
-            challenge = await self._expect(ws, Challenge)
+            challenge = await self._expect(ws, messages.Challenge)
             hello = self._hello(challenge.nonce)
             sent_at = time.monotonic()
             await ws.send_str(encode(hello))
-            welcome = await self._expect(ws, Welcome)
+            welcome = await self._expect(ws, messages.Welcome)
             received_at = time.monotonic()
         except VersionMismatch as error:
             raise self._rejection(str(error)) from error
@@ -250,7 +212,7 @@ class WebSocketLink:
 
     async def _expect(self, ws: aiohttp.ClientWebSocketResponse, kind: type[Expected]) -> Expected:
         """The next message of the handshake."""
-        text = await receive(ws)
+        text = await websocket.receive(ws)
         if text is None:
             raise _Retry("the connection was closed during the handshake")
         kinds: tuple[type[Expected | Rejected], ...] = (kind, Rejected)
@@ -270,18 +232,16 @@ class WebSocketLink:
     async def _exchange_messages(
         self, ws: aiohttp.ClientWebSocketResponse, connection: socket.socket, limit: asyncio.Timeout
     ) -> None:
-        self._outbox = Outbox(ws.send_str, partial(_shut_down, connection))
-        writer = asyncio.create_task(write_and_close(ws, self._outbox), name="ripstop-to-coordinator")
+        self._outbox = websocket.Outbox(ws, partial(_shut_down, connection))
+        writer = asyncio.create_task(self._outbox.run(), name="ripstop-to-coordinator")
         heartbeats = _Heartbeats(
-            self._lease,
-            send=partial(self.send, Heartbeat()),
-            on_expired=lambda: limit.reschedule(self._loop.time()),
+            self._lease, send=partial(self.send, Heartbeat()), on_expired=lambda: limit.reschedule(self._loop.time())
         )
         self._was_connected = True
         self._notify(lambda listener: listener.on_connected())
         why = "the coordinator closed the connection"
         try:
-            while (text := await receive(ws)) is not None:
+            while (text := await websocket.receive(ws)) is not None:
                 heartbeats.on_received()
                 self._on_message(decode(text, FROM_COORDINATOR))
         except asyncio.CancelledError:
@@ -289,8 +249,8 @@ class WebSocketLink:
                 raise
             why = f"the coordinator sent nothing for {self._lease:g} s"
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                    await ws.close(code=CLOSE_CODE_RETURNING)
+                async with asyncio.timeout(websocket.FLUSH_TIMEOUT_S):
+                    await ws.close(code=websocket.CLOSE_CODE_RETURNING)
         except (OSError, ProtocolError) as error:
             why = _describe(error)
         finally:
@@ -367,7 +327,7 @@ def _describe(error: BaseException) -> str:
         case aiohttp.ConnectionTimeoutError():
             return "the address does not answer"
         case _:
-            return describe_network_error(error, HANDSHAKE_TIMEOUT_S)
+            return describe_network_error(error, websocket.HANDSHAKE_TIMEOUT_S)
 
 
 def _not_a_coordinator(status: int) -> str:

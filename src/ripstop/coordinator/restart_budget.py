@@ -47,10 +47,12 @@ def is_early_failure(run_time: float, *, progressed: bool) -> bool:
 
 
 class RestartBudget:
-    """The restarts of one job."""
-
     def __init__(self, budget: Budget, used: int = 0, now: float = 0.0) -> None:
-        self._budget = budget
+        self._backoff = budget.backoff
+        self._limits = {  # charges, and the window in which they count
+            Cause.APPLICATION: (budget.max_restarts, budget.window),
+            Cause.INFRASTRUCTURE: (budget.max_infra_restarts, budget.infra_window),
+        }
         # Restarts that another coordinator granted: their time and cause are unknown, so they are charged as
         # application failures at this time.
         self._charges = {Cause.APPLICATION: [now] * min(used, budget.max_restarts), Cause.INFRASTRUCTURE: []}
@@ -59,7 +61,7 @@ class RestartBudget:
 
     def charge(self, now: float, cause: Cause = Cause.APPLICATION, *, early: bool) -> RestartDecision:
         """Charge a failed round, if the budget allows a restart."""
-        limit, window = self.limit(cause), self._window(cause)
+        limit, window = self._limits[cause]
         if window:
             self._charges[cause] = [at for at in self._charges[cause] if at > now - window]
         spent = self.spent(cause, now)
@@ -82,16 +84,13 @@ class RestartBudget:
 
     def spent(self, cause: Cause, now: float) -> int:
         """How many charges count now."""
-        window = self._window(cause)
+        _, window = self._limits[cause]
         return sum(not window or at > now - window for at in self._charges[cause])
 
     def limit(self, cause: Cause) -> int:
-        return self._budget.max_restarts if cause is Cause.APPLICATION else self._budget.max_infra_restarts
-
-    def _window(self, cause: Cause) -> float:
-        return self._budget.window if cause is Cause.APPLICATION else self._budget.infra_window
+        return self._limits[cause][0]
 
     def _delay(self) -> float:
-        if self._early_failures <= IMMEDIATE_RESTARTS or not self._budget.backoff:
+        if self._early_failures <= IMMEDIATE_RESTARTS:
             return 0.0
-        return min(2.0 ** min(self._early_failures - IMMEDIATE_RESTARTS - 1, 16), self._budget.backoff)
+        return min(2.0 ** min(self._early_failures - IMMEDIATE_RESTARTS - 1, 16), self._backoff)
