@@ -1,4 +1,4 @@
-"""From a `LaunchConfig` to the engine's `RunConfig`.
+"""From a `LaunchConfig` to the engine's `RunConfig`, and to its source of log files.
 
 The settings become the flags of `ripstop run` and go through the same parser, so every setting has one meaning.
 """
@@ -11,22 +11,22 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure
 from ripstop.cli.options.rendezvous import BACKENDS
-from ripstop.compat.launcher.custom_logs import is_custom
-from ripstop.compat.launcher.function_spawner import METHODS
-from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S, HandlerLink
+from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
+from ripstop.compat.launcher.spawners import METHODS
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
-from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler, rendezvous_handler_registry
-from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
-from ripstop.model.errors import UsageError
+from ripstop.compat.rendezvous import rendezvous_handler_registry
+from ripstop.logs.plugin import PluginLogs
+from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, StartMethod
+from ripstop.model.errors import StartError, UsageError
 from ripstop.model.parsers import duration
-from ripstop.transport.link import Link
+from ripstop.model.round import Place
 
 log = logging.getLogger("ripstop.compat")
 
@@ -115,22 +115,6 @@ def _is_handler(backend: str) -> bool:
     return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
 
 
-def link_to_handler(run: RunConfig, config: LaunchConfig) -> Link | None:
-    """A link to the rendezvous handler, if the configuration names one."""
-    if run.handler is None:
-        return None
-    parameters = RendezvousParameters(
-        config.rdzv_backend,
-        config.rdzv_endpoint,
-        run.run_id,
-        config.min_nodes,
-        config.max_nodes,
-        config.local_addr,
-        **config.rdzv_configs,  # of any type, so not passed as flags
-    )
-    return HandlerLink(partial(get_rendezvous_handler, parameters), run)
-
-
 # flags of `ripstop run` -----------------------------------------------------------------------------------------------
 
 
@@ -209,3 +193,38 @@ def _entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
         case [sys.executable, "-u", path, *rest] if not path.startswith("-"):
             return Script(path, tuple(rest))
     return Executable((entrypoint, *texts))
+
+
+# log files ------------------------------------------------------------------------------------------------------------
+
+
+def is_custom(specs: Any) -> bool:
+    """Whether it has its own `reify`.  `DefaultLogsSpecs`, ripstop's and torch's, are only settings."""
+    return type(specs).__name__ != "DefaultLogsSpecs"  # a subclass is custom
+
+
+class CustomLogs:
+    """The program's own `LogsSpecs` as the source of log files: calls `reify` in this process for every round."""
+
+    def __init__(self, specs: Any, logs: Logs, role: str) -> None:
+        self._specs = specs
+        self._logs = logs
+        self._role = role
+
+    async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> PluginLogs:
+        variables = {rank: dict(env) for rank, env in envs.items()}
+        try:
+            dest = self._specs.reify(variables)
+        except Exception as error:
+            name = type(self._specs).__name__
+            raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; mend it") from error
+        reply: dict[str, Any] = {
+            name: {str(rank): path for rank, path in getattr(dest, name).items()}
+            for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
+        }
+        reply |= {"filtered_stdout": dest.filtered_stdout, "filtered_stderr": dest.filtered_stderr}
+        reply["envs"] = {str(rank): {key: str(value) for key, value in env.items()} for rank, env in variables.items()}
+        return PluginLogs(job, self._logs, place, self._role, reply)
+
+    def close(self) -> None:
+        """There is nothing to free."""

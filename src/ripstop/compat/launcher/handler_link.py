@@ -12,8 +12,10 @@ its `Join`, and node 0 writes an `Assign` for each.  Rules:
 4.  Healthy workers continue when the handler cannot be reached; a new round needs it.
 5.  Leaving is not closing: the link shuts the handler down when the job ended here, not when a signal ended this agent.
 6.  A closed link holds no handler and no store, and none of their exceptions is in a reference cycle: they must not
-live
-    until the garbage collector runs, perhaps in a forked child.
+    live until the garbage collector runs, perhaps in a forked child.
+
+`main` runs `ripstop run --rdzv-backend=NAME` with such a handler.  Only this layer may import torch and handlers of
+other packages, so `ripstop run`, which is in a lower layer, replaces itself with `main`, which calls it again.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ import asyncio
 import logging
 import queue
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from ripstop import cli, launch
+from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
@@ -369,45 +375,52 @@ class _Thread:
     """Runs calls one at a time in a daemon thread: a handler may block for a long time."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-handler", daemon=True)
 
     async def run(self, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[T] = loop.create_future()
-        waiting = [reply]  # empty when nobody waits any more
-
-        def set_reply(value: T | None, error: BaseException | None) -> None:
-            if not waiting or waiting[0].done():
-                return
-            if error is not None:
-                waiting[0].set_exception(error)
-            else:
-                waiting[0].set_result(value)  # type: ignore[arg-type]  # the call returned it
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = call()
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(set_reply, value, error)
-            del error  # its traceback refers to this frame: rule 6
-
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put(run)
+        reply: Future[T] = Future()
+        self._calls.put((call, reply))
         try:
-            return await reply
+            return await asyncio.wrap_future(reply)
         finally:
-            waiting.clear()
             del reply  # its exception's traceback refers to this frame: rule 6
 
     def close(self) -> None:
         self._calls.put(None)
 
     def _main(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # do not hold it while waiting for the next one
+        while (item := self._calls.get()) is not None:
+            call, reply = item
+            if reply.set_running_or_notify_cancel():  # False if nobody waits any more
+                try:
+                    reply.set_result(call())
+                except Exception as error:
+                    reply.set_exception(error)
+            del item, call, reply  # do not hold them while waiting for the next one
+
+
+# a job with a handler -------------------------------------------------------------------------------------------------
+
+
+def link_to_handler(config: RunConfig, conf: Mapping[str, Any]) -> HandlerLink:
+    """A link to the handler that the configuration names; `conf` are the handler's settings."""
+    named = config.handler
+    assert named is not None, "the configuration names a handler"
+    nodes = config.min_nodes, config.max_nodes
+    parameters = RendezvousParameters(
+        named.name, named.endpoint, config.run_id, *nodes, config.local_addr, **{"timeout": HANDLER_TIMEOUT_S, **conf}
+    )
+    return HandlerLink(partial(get_rendezvous_handler, parameters), config)
+
+
+def main() -> int:
+    """`ripstop run` with a handler."""
+    return cli.main(["run", *sys.argv[1:]], with_handler=_run)
+
+
+def _run(config: RunConfig) -> int:
+    assert config.handler is not None, "the configuration names a handler"
+    return launch.run(config, link_to_handler(config, dict(config.handler.conf)))

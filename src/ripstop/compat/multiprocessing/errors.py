@@ -175,9 +175,7 @@ class ChildFailedError(Exception):
         width = min(_MAX_RULE_WIDTH, max(len(line) for line in lines))
         others = [block for rank, block in blocks.items() if rank != first] or ["  <NO_OTHER_FAILURES>"]
         edge, rule = boarder_delim * width, section_delim * width
-        return "\n".join(
-            ("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge),
-        )
+        return "\n".join(("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge))
 
 
 def _facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:

@@ -61,11 +61,7 @@ class SubprocessHandler:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the signal (SIGTERM) to the worker's process group; does not wait."""
-        signum = death_sig or signal.SIGTERM
-        with suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, signum)
-            if signum != signal.SIGKILL:
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
+        signal_group(self.proc.pid, death_sig or signal.SIGTERM)
 
     def _close_files(self) -> None:
         for file in (self._stdout, self._stderr):
@@ -84,6 +80,16 @@ def get_subprocess_handler(
 ) -> SubprocessHandler:
     """Start a worker; `SubprocessContext` calls this for each."""
     return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
+
+
+def signal_group(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a worker's process group; to the worker alone if it does not lead its group yet."""
+    for each in (signum, signal.SIGCONT):  # a stopped process handles no signal until it continues
+        try:
+            os.killpg(pid, each)
+        except (ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError):
+                os.kill(pid, each)
 
 
 def _log(path: str | None) -> IO[bytes] | None:

@@ -15,53 +15,36 @@ from threading import Event, Thread
 from typing import TextIO
 
 from ripstop.logs.console import Prefixer
-from ripstop.system.inotify import InotifyWatch
+from ripstop.logs.growing_file import GrowingFile, GrowthWatch
 
 __all__ = ["TailLog", "tail_logfile"]
 
-_READ_BYTES = 1 << 18
 _PAUSE_MS = 5  # between two reads, so that many short writes are copied in large blocks
 
 log = logging.getLogger(__name__)
 
 
-def _every_line(_: str) -> bool:
-    return True
-
-
 class _Tail:
-    """One log file and how far it has been copied."""
+    """One log file, opened when it exists, and how its lines are changed on the way to the stream."""
 
-    def __init__(self, header: str, path: str, line_filter: Callable[[str], bool]) -> None:
+    def __init__(self, header: str, path: str, line_filter: Callable[[str], bool] | None) -> None:
+        self.file: GrowingFile | None = None
         self._path = path
-        self._fd: int | None = None
         self._header = header
         self._filter = line_filter
-        self._position = 0
-        self._lines = Prefixer(os.fsencode(header) if line_filter is _every_line else b"")
+        self._lines = Prefixer(b"" if line_filter else os.fsencode(header))
 
-    def open(self, watch: InotifyWatch | None = None) -> bool:
-        """Open the file if it exists by now; whether `watch` reports its next change."""
-        if self._fd is None:
+    def open(self) -> GrowingFile | None:
+        if self.file is None:
             with suppress(FileNotFoundError):
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if self._fd is None or watch is None:
-            return False
-        try:
-            watch.arm(self._fd)
-        except OSError:
-            return False
-        return True
+                self.file = GrowingFile(self._path)
+        return self.file
 
     def copy(self, target: TextIO) -> None:
         """Copy up to the file's present size: a file may grow for ever."""
-        if self._fd is None:
-            return
-        size = os.fstat(self._fd).st_size
-        if size < self._position:
-            self._position = 0  # the file was truncated: its content is new
-        while self._position < size and (data := os.pread(self._fd, _READ_BYTES, self._position)):
-            self._position += len(data)
+        unread = self.file.unread() if self.file else 0
+        while self.file and unread > 0 and (data := self.file.read()):
+            unread -= len(data)
             self._write(self._lines.feed(data), target)
 
     def finish(self, target: TextIO) -> None:
@@ -71,13 +54,12 @@ class _Tail:
         self._write(self._lines.end(), target)
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self.file is not None:
+            self.file.close()
 
     def _write(self, lines: bytes, target: TextIO) -> None:
         text = lines.decode("utf-8", "replace")
-        if self._filter is not _every_line:
+        if self._filter is not None:
             complete = (line + "\n" for line in text.split("\n")[:-1])
             text = "".join(self._header + line for line in complete if self._filter(line))
         if text:
@@ -94,7 +76,7 @@ def tail_logfile(
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
     """Copy one file every `interval_sec` until `finished` is set, and then to its end."""
-    tail = _Tail(header, file, log_line_filter or _every_line)
+    tail = _Tail(header, file, log_line_filter)
     try:
         while not finished.is_set():
             tail.open()
@@ -118,7 +100,7 @@ class TailLog:
         dst: TextIO,
         log_line_prefixes: dict[int, str] | None = None,
         interval_sec: float = 0.1,
-        log_line_filter: Callable[[str], bool] = _every_line,
+        log_line_filter: Callable[[str], bool] | None = None,
     ) -> None:
         prefixes = log_line_prefixes or {}
         self._name = name
@@ -128,55 +110,50 @@ class TailLog:
             _Tail(prefixes.get(rank, f"[{name}{rank}]:"), path, log_line_filter) for rank, path in log_files.items()
         ]
         self._thread: Thread | None = None
-        self._stop_fd: int | None = None  # a pipe that wakes the thread
+        self._stop_fd = -1  # readable when the thread is to end
         self._stopped = False
 
     def start(self) -> "TailLog":
         if self._tails and self._dst and self._thread is None:
-            stop, self._stop_fd = os.pipe()
-            self._thread = Thread(target=self._run, args=(stop,), name=f"TailLog_{self._name}", daemon=True)
+            self._stop_fd = os.eventfd(0)
+            self._thread = Thread(target=self._run, name=f"TailLog_{self._name}", daemon=True)
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        if self._thread is not None and self._stop_fd is not None:
-            with suppress(BrokenPipeError):  # the thread has ended already
-                os.write(self._stop_fd, b"\n")  # closing is not enough: a forked child may have a copy
-            os.close(self._stop_fd)
-            self._stop_fd = None
+        if self._thread is not None and not self._stopped:
+            os.eventfd_write(self._stop_fd, 1)
             self._thread.join()
+            os.close(self._stop_fd)
         self._stopped = True
 
     def stopped(self) -> bool:
         return self._stopped
 
-    def _run(self, stop: int) -> None:
-        watch = None
-        with suppress(OSError):  # the kernel has no inotify, or none left for this user
-            watch = InotifyWatch()
+    def _run(self) -> None:
+        watch = GrowthWatch()
         try:
-            self._follow(stop, watch)
+            self._follow(watch)
         except Exception as error:
             log.error("the output of %s is not copied any more, its log files are complete: %s", self._name, error)
         finally:
             for tail in self._tails:
                 tail.close()
-            if watch is not None:
-                watch.close()
-            os.close(stop)
+            watch.close()
 
-    def _follow(self, stop: int, watch: InotifyWatch | None) -> None:
+    def _follow(self, watch: GrowthWatch) -> None:
         changes, stopped = select.poll(), select.poll()
-        for poll in (changes, stopped):
-            poll.register(stop, select.POLLIN)
-        if watch is not None:
-            changes.register(watch, select.POLLIN)
+        changes.register(self._stop_fd, select.POLLIN)
+        stopped.register(self._stop_fd, select.POLLIN)
+        if (notifications := watch.fileno()) is not None:
+            changes.register(notifications, select.POLLIN)
         while not stopped.poll(_PAUSE_MS):
-            if watch is not None:
-                watch.changed()  # an event that was received
-            watched = [tail.open(watch) for tail in self._tails]
+            watch.grown()  # all files are read, so it does not matter which
+            files = [tail.open() for tail in self._tails]
+            for file in filter(None, files):
+                watch.arm(file.fd)
             for tail in self._tails:
                 tail.copy(self._dst)
-            changes.poll(None if all(watched) else self._interval * 1000)
+            changes.poll(None if all(files) and not watch.needs_polling else self._interval * 1000)
         for tail in self._tails:
             tail.finish(self._dst)
