@@ -41,10 +41,6 @@ class HealthCheckServer:
         self.ready_callback: Callable[[], bool] = _always_ready
 
     @property
-    def alive_callback(self) -> Callable[[], float]:
-        return self._alive_callback
-
-    @property
     def port(self) -> int:
         return int(self._server.server_address[1]) if self._server else self._port
 

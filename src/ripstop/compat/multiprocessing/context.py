@@ -185,8 +185,22 @@ def _handle_signals() -> None:
 class SupervisedContext(PContext):
     """Workers that are processes of this machine, whatever starts them."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: Any = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        filters = duplicate_stdout_filters, duplicate_stderr_filters
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
+        self._numa_options = numa_options
+        self._processes: dict[int, Any] = {}  # by local rank
         self._exit_fds: dict[int, int] = {}  # of running workers, by local rank: readable when the worker has exited
         self._failures: dict[int, ProcessFailure] = {}
         self._result: RunProcsResult | None = None
@@ -286,29 +300,16 @@ def _has_failed(pid: int) -> bool:
 class SubprocessContext(SupervisedContext):
     """Processes that run a command."""
 
-    def __init__(
-        self,
-        name: str,
-        entrypoint: str,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        logs_specs: LogsSpecs,
-        log_line_prefixes: dict[int, str] | None = None,
-        numa_options: Any = None,
-        duplicate_stdout_filters: list[str] | None = None,
-        duplicate_stderr_filters: list[str] | None = None,
-    ) -> None:
-        filters = duplicate_stdout_filters, duplicate_stderr_filters
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
-        self._numa_options = numa_options
-        self.subprocess_handlers: dict[int, SubprocessHandler] = {}
+    @property
+    def subprocess_handlers(self) -> dict[int, SubprocessHandler]:
+        return self._processes
 
     def pids(self) -> dict[int, int]:
         return {rank: handler.proc.pid for rank, handler in self.subprocess_handlers.items()}
 
     def _start_worker(self, rank: int) -> int:
         files = self.stdouts[rank], self.stderrs[rank]
-        handler = self.subprocess_handlers[rank] = get_subprocess_handler(
+        handler = self._processes[rank] = get_subprocess_handler(
             str(self.entrypoint), self.args[rank], self.envs[rank], *files, rank, self._numa_options
         )
         return os.pidfd_open(handler.proc.pid)

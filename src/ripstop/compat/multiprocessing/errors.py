@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ripstop.diagnostics.evidence import parse_error_file, signal_name
+from ripstop.logs.directory import rename_existing
 from ripstop.workers import error_file as recording
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -40,19 +41,15 @@ log = logging.getLogger(__name__)
 def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
     """An error file's content, always with a `message`, and when it was written; None if there is no file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            data = file.read(_MAX_ERROR_FILE_BYTES)
     except OSError as error:
         if not Path(path).is_file():
             return None
         return {"message": f"error file {path} cannot be read: {error.strerror}"}, time.time()
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        try:
-            data = file.read(_MAX_ERROR_FILE_BYTES)
-        except OSError as error:
-            return {"message": f"error file {path} cannot be read: {error.strerror}"}, status.st_mtime
     return _content(data, status.st_size), status.st_mtime
 
 
@@ -215,7 +212,7 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file; without one, log it."""
         if path := self._get_error_file_path():
-            self._write(path, recording.describe(e))
+            recording.write(path, recording.describe(e))
         else:
             log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 
@@ -238,26 +235,17 @@ class ErrorHandler:
             self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
         if path := self._get_error_file_path():
             self._keep_existing(path)
-            self._write(path, content)
+            recording.write(path, content)
             log.info("copied the child's error file %s to %s", rootcause_error_file, path)
         else:
             log.error("%s is not copied, because this process has no error file: %s", rootcause_error_file, content)
 
-    def _write(self, path: str, content: dict[str, Any]) -> None:
-        recording.write(path, content)
-
     def _keep_existing(self, path: str) -> None:
-        if not Path(path).is_file():
-            return
-        number = 1
-        while Path(kept := f"{path}.{number}").exists():
-            number += 1
         try:
-            Path(path).rename(kept)
+            if kept := rename_existing(Path(path)):
+                log.warning("error file %s exists; it is kept as %s", path, kept)
         except OSError as error:
             log.warning("error file %s exists and is overwritten: %s", path, error.strerror)
-        else:
-            log.warning("error file %s exists; it is kept as %s", path, kept)
 
 
 def get_error_handler() -> ErrorHandler:

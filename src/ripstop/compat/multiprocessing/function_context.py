@@ -48,9 +48,7 @@ class MultiprocessContext(SupervisedContext):
         self.start_method = start_method
         self._context = _context(start_method)
         filters = duplicate_stdout_filters, duplicate_stderr_filters
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
-        self._numa_options = numa_options
-        self._processes: dict[int, Any] = {}
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, numa_options, *filters)
         self._connections: dict[int, Connection] = {}  # readable when the worker has returned; written to release it
         self._unreturned: dict[int, Connection] = {}
         self._results: Path | None = None  # a temporary directory, from start to close

@@ -12,11 +12,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
 from pathlib import Path
 from typing import Any
+
+from ripstop.logs.directory import rename_existing
 
 CONSOLE = ""  # instead of a log file's name
 
@@ -156,11 +158,7 @@ class DefaultLogsSpecs(LogsSpecs):
                 raise _unusable_error(self.root_log_dir, error) from error
             log.info("workers' logs: %s", self._run_log_dir)
         attempt = Path(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-        number = 1
-        while (kept := attempt.with_name(f"{attempt.name}.{number}")).exists():
-            number += 1
-        with suppress(FileNotFoundError):
-            attempt.rename(kept)
+        rename_existing(attempt)
         _make_directory(attempt)
         return attempt
 
