@@ -15,8 +15,8 @@ from ripstop.compat import install
 
 USAGE = """\
 usage: python -m ripstop.compat PROGRAM [ARGS]     a script, or a Python program on PATH, such as accelerate
-       python -m ripstop.compat -m MODULE [ARGS] python -m ripstop.compat --environment      print the variables that
-       set this for all Python processes of a shell:
+       python -m ripstop.compat -m MODULE [ARGS]
+       python -m ripstop.compat --environment      print variables that set this for all Python processes of a shell:
                                                    eval "$(python -m ripstop.compat --environment)"
 """
 SITE = Path(__file__).with_name("site")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from ripstop.model.config import Binding, Entrypoint, Executable, Function, Module, Script, StartMethod
+from ripstop.model.config import Binding, Entrypoint, Executable, Module, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.workers.processes import Children, cannot_start
 from ripstop.workers.zygote import channel
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote")
 _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
-_CALL_FUNCTION = os.path.join(_ZYGOTE_DIRECTORY, "call_function.py")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -330,8 +329,6 @@ def command_line(entry: Entrypoint) -> list[str]:
             return [sys.executable, "-u", path, *args]
         case Module(name=name, args=args):
             return [sys.executable, "-u", "-m", name, *args]
-        case Function():
-            return [sys.executable, "-u", _CALL_FUNCTION, *_args(entry)]
         case Executable(argv=argv):
             return list(argv)
 
@@ -343,8 +340,6 @@ def _entry_key(entry: Entrypoint) -> tuple[str, str]:
             return "script", path
         case Module(name=name):
             return "module", name
-        case Function():
-            return "function", ""
         case Executable():
             return "command", ""
 
@@ -353,8 +348,6 @@ def _args(entry: Entrypoint) -> list[str]:
     match entry:
         case Script(args=args) | Module(args=args):
             return list(args)
-        case Function(call=call, result=result):
-            return [os.fspath(call), os.fspath(result)]
         case Executable():
             return []
 

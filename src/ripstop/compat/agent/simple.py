@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,8 @@ from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import SignalException
 from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
 from ripstop.compat.utils.store import barrier
+from ripstop.coordinator import ranks
+from ripstop.model.round import Address, Node
 
 log = logging.getLogger("ripstop.compat")
 
@@ -202,8 +203,9 @@ class SimpleElasticAgent(ElasticAgent):
         store.set(f"{_ROLE_INFO}{group_rank}", json.dumps(mine).encode())
         if group_rank == 0:
             infos = store.multi_get([f"{_ROLE_INFO}{rank}" for rank in range(group_world_size)])
-            ranks = _first_ranks([json.loads(info) for info in infos])
-            store.multi_set([f"{_ASSIGNED_RANKS}{rank}" for rank in range(len(ranks))], [json.dumps(r) for r in ranks])
+            firsts = _first_ranks([json.loads(info) for info in infos])
+            keys = [f"{_ASSIGNED_RANKS}{rank}" for rank in range(group_world_size)]
+            store.multi_set(keys, [json.dumps(first) for first in firsts])
         return _workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
 
     def _exit_barrier(self) -> None:
@@ -316,18 +318,9 @@ def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
     """For each node: its first rank and the world size, and the same within its role."""
-    of_role: Counter[str] = Counter()
-    for info in infos:
-        of_role[info["role"]] += info["local_world_size"]
-    total = of_role.total()
-    ranks = []
-    first, first_in_role = 0, Counter[str]()
-    for info in infos:
-        role, size = info["role"], info["local_world_size"]
-        ranks.append((first, total, first_in_role[role], of_role[role]))
-        first += size
-        first_in_role[role] += size
-    return ranks
+    nodes = [Node(str(info["rank"]), "", info["local_world_size"], info["role"]) for info in infos]
+    places = ranks.places(nodes, round=0, store=Address("", 0), restarts=0)
+    return [(place.first_rank, place.world_size, place.role_first_rank, place.role_size) for place in places]
 
 
 def _workers(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from ripstop.compat.multiprocessing.function_worker import Inherited, Task, stand_alone, start_process, work
 from ripstop.compat.multiprocessing.numa_binding import Bind
 from ripstop.compat.utils import macros
-from ripstop.model.config import Entrypoint, Executable, Function, Module, RunConfig, Script, StartMethod
+from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
@@ -98,7 +98,7 @@ class FunctionSpawner:
         check_pickles(function, args)
         # The store needs torch.  Workers that import torch take as long as this does; a fork has it already.
         preload = ("torch",) if "torch" in sys.modules else ()
-        self._stores = Spawner(children, Function(results, results), environ, StartMethod.ZYGOTE, preload)
+        self._stores = Spawner(children, Executable(()), environ, StartMethod.ZYGOTE, preload)
 
     async def wait_ready(self) -> PreloadResult:
         return PreloadResult(StartMethod.EXEC, (), f"a function, started by multiprocessing's {self._method}", 0.0)

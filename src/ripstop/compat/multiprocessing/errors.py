@@ -8,12 +8,15 @@ error file is renamed, not overwritten.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -54,8 +57,6 @@ def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
 
 
 def _content(data: bytes, size: int) -> dict[str, Any]:
-    import json
-
     if not data:
         return {"message": ""}
     try:
@@ -119,8 +120,6 @@ class ProcessFailure:
 
     def timestamp_isoformat(self) -> str:
         """The time as YYYY-MM-DD_HH:MM:SS, in this machine's time zone."""
-        from datetime import datetime
-
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
@@ -159,8 +158,6 @@ class ChildFailedError(Exception):
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """The report: one block for each failure, the first failure last."""
-        import socket
-
         host = socket.getfqdn()  # once: the lookup may be slow
         first, _ = self.get_first_failure()
         title = f"{self.name} FAILED"
