@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,23 +140,9 @@ class Spawner:
         """
         for _ in range(2):
             await self.wait_ready()
-            if (pids := await self._spawn_uninterrupted(specs)) is not None:
+            if (pids := await uninterrupted(self.children, self._spawn(specs))) is not None:
                 return pids
         raise StartError(f"no worker can be started: the zygote {self._last_death} twice; see the kernel's log.")
-
-    async def _spawn_uninterrupted(self, specs: Sequence[ProcessSpec]) -> list[int] | None:
-        import asyncio
-
-        task = asyncio.ensure_future(self._spawn(specs))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):  # a second cancellation does not make it faster
-                    await asyncio.wait([task])
-            if not task.cancelled() and task.exception() is None:
-                self.children.kill(task.result() or [])
-            raise
 
     def close(self) -> None:
         """End the zygote.  Workers live on, but if the agent is killed, their subprocesses are not ended any more."""
@@ -320,6 +306,22 @@ class Spawner:
                 return b""
             data += part
         return data
+
+
+async def uninterrupted(children: Children, start: Awaitable[list[int] | None]) -> list[int] | None:
+    """Wait for the pids of a start that cannot be interrupted; a cancelled call kills the processes, then raises."""
+    import asyncio
+
+    task = asyncio.ensure_future(start)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # a second cancellation does not make it faster
+                await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            children.kill(task.result() or [])
+        raise
 
 
 def command_line(entry: Entrypoint) -> list[str]:

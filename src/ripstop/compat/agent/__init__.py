@@ -6,19 +6,16 @@
 override the documented hooks; `elastic_launch` and `ripstop run` use ripstop's engine.
 """
 
+from ripstop.cli.options.timers import ENABLE as TORCHELASTIC_ENABLE_FILE_TIMER
 from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from ripstop.compat.agent.health_check import (
     TORCHELASTIC_HEALTH_CHECK_PORT,
     HealthCheckServer,
     create_healthcheck_server,
 )
-from ripstop.compat.agent.local import (
-    TORCHELASTIC_ENABLE_FILE_TIMER,
-    TORCHELASTIC_TIMER_FILE,
-    TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT,
-    LocalElasticAgent,
-)
+from ripstop.compat.agent.local import TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, LocalElasticAgent
 from ripstop.compat.agent.simple import ElasticAgent, SimpleElasticAgent, _get_fq_hostname
+from ripstop.workers.environment import TIMER_FILE as TORCHELASTIC_TIMER_FILE
 
 __all__ = [
     "DEFAULT_ROLE",

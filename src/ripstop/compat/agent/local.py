@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ripstop.cli.options.timers import ENABLE as TORCHELASTIC_ENABLE_FILE_TIMER
+from ripstop.cli.options.timers import ENABLE
 from ripstop.compat import events
 from ripstop.compat.agent import health_check
 from ripstop.compat.agent.group import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -27,7 +27,7 @@ from ripstop.compat.metrics import prof
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, start_processes
 from ripstop.compat.timer.file_timer import FileTimerRequest, FileTimerServer
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
-from ripstop.workers.environment import TIMER_FILE as TORCHELASTIC_TIMER_FILE
+from ripstop.workers.environment import TIMER_FILE
 
 log = logging.getLogger("ripstop.compat")
 
@@ -88,8 +88,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _start_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Start the timer server if a variable enables it, and tell the workers its path."""
-        path = os.environ.get(TORCHELASTIC_TIMER_FILE)
-        if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1":
+        path = os.environ.get(TIMER_FILE)
+        if os.environ.get(ENABLE) == "1":
             path = path or str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
             run_id = self._worker_group.spec.rdzv_handler.get_run_id()
             self._worker_watchdog = FileTimerServer(
@@ -98,7 +98,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._worker_watchdog.start()
         if path:
             for env in envs.values():
-                env[TORCHELASTIC_TIMER_FILE] = path
+                env[TIMER_FILE] = path
 
     def _environment(self, worker_group: WorkerGroup, worker: Worker) -> dict[str, str]:
         spec = worker_group.spec

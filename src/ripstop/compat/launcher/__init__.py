@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat import metrics
 from ripstop.compat.agent import health_check
@@ -88,8 +87,7 @@ def launch_agent(
     name = _name(entrypoint, args)
     server = health_check_server or health_check.from_environment()
     try:
-        environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
-        end, values = run_engine(run, config, entrypoint, args, name, environ, server)
+        end, values = run_engine(run, config, entrypoint, args, name, server)
     finally:
         if server is not None:
             server.stop()

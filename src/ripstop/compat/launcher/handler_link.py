@@ -90,13 +90,12 @@ class NextRound(Struct, frozen=True):
 
 
 class Checked(Struct, frozen=True):
-    """Result of a check: nodes that wait, and whether all nodes are done once this one is; or the error."""
+    """Result of a check of a round, which was `done` here or not: how it ends, and why the check failed."""
 
     round: int
     done: bool
-    waiting: int = 0
-    all_done: bool = False
-    error: str | None = None
+    end: NextRound | JobReport | None
+    error: str = ""
 
 
 class HandlerLink:
@@ -250,15 +249,14 @@ class HandlerLink:
                         done, began = True, loop.time()
                         check.cancel()  # a call that runs continues, and its result is ignored
                         check = loop.create_task(self._check(current, 0, done=True, report_done=True))
-                    case Checked() as result if (result.round, result.done) == (current.place.round, done):
-                        if (end := self._end_after(result)) is not None:
+                    case Checked(round, was_done, end, error) if (round, was_done) == (current.place.round, done):
+                        if end is not None:
                             return end
-                        if result.error is not None and not failing:
-                            log.warning("the rendezvous handler cannot be reached, workers continue: %s", result.error)
-                        failing = result.error is not None
-                        check = loop.create_task(
-                            self._check(current, RETRY_INTERVAL_S if failing else POLL_INTERVAL_S, done=done)
-                        )  # rule 4
+                        if error and not failing:
+                            log.warning("the rendezvous handler cannot be reached, workers continue: %s", error)
+                        failing = bool(error)
+                        pause = RETRY_INTERVAL_S if failing else POLL_INTERVAL_S
+                        check = loop.create_task(self._check(current, pause, done=done))  # rule 4
                     case None:
                         why = "all workers of this node exited 0; those of other nodes did not in time"
                         return self._report(Outcome.SUCCEEDED, why)
@@ -268,24 +266,20 @@ class HandlerLink:
     async def _check(self, current: Rendezvous, pause: float, *, done: bool = False, report_done: bool = False) -> None:
         """Query the handler after a pause; the result goes to the inbox, as the agent's messages do."""
         await asyncio.sleep(pause)
+        end: NextRound | JobReport | None = None
+        problem = ""
         try:
             if report_done:
                 await self._calls.run(lambda: _report_done(current))
-            waiting = await self._calls.run(self._handler.num_nodes_waiting)
-            all_done = done and await self._calls.run(lambda: current.store.check([_ALL_DONE]))
-            result = Checked(current.place.round, done, waiting, all_done)
+            if await self._calls.run(self._handler.num_nodes_waiting) > 0:
+                end = NextRound("another node waits")
+            elif done and await self._calls.run(lambda: current.store.check([_ALL_DONE])):
+                end = self._report(Outcome.SUCCEEDED, "all workers exited 0")
         except Exception as error:
-            result = Checked(current.place.round, done, error=str(error) or type(error).__name__)  # rule 6
-        self._inbox.put_nowait(result)
-
-    def _end_after(self, result: Checked) -> NextRound | JobReport | None:
-        if result.waiting > 0:
-            return NextRound("another node waits")
-        if result.all_done:
-            return self._report(Outcome.SUCCEEDED, "all workers exited 0")
-        if result.done and result.error is not None:  # the node that held the rendezvous has exited
-            return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
-        return None
+            problem = str(error) or type(error).__name__  # rule 6
+            if done:  # the node that held the rendezvous has exited
+                end = self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
+        self._inbox.put_nowait(Checked(current.place.round, done, end, problem))
 
     async def _next_message(self, timeout: float | None) -> FromAgent | Checked | None:
         try:

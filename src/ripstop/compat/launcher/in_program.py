@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -44,12 +45,12 @@ def run_engine(
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
     name: str,
-    environ: dict[str, str],
     server: HealthCheckServer | None,
 ) -> tuple[ExitAgent, dict[int, Any]]:
     """How this node's part of the job ended, and the workers' return values by global rank."""
     handled = *(signal.Signals[each] for each in run.signals), signal.SIGINT, signal.SIGCHLD  # by the engine or asyncio
     inherited = Inherited(handled, open_descriptors())
+    environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
     children = Children(in_program=True)
     spawner: FunctionSpawner | CommandSpawner
@@ -79,7 +80,11 @@ def run_engine(
             part = partial(
                 launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
             )
-            end = _run_in_thread(part) if _is_in_event_loop() else _run_here(part, handled)
+            if _is_in_event_loop():
+                end = _run_in_thread(part)
+            else:
+                with _signals_restored(handled):
+                    end = asyncio.run(part())
         succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
         values = spawner.returned() if succeeded else {}
         directory.tidy(succeeded=succeeded)
@@ -127,12 +132,6 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _run_here(part: Callable[[], Any], handled: Sequence[signal.Signals]) -> ExitAgent:
-    with _signals_restored(handled):
-        end: ExitAgent = asyncio.run(part())
-        return end
 
 
 def _run_in_thread(part: Callable[[], Any]) -> ExitAgent:

@@ -15,7 +15,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import context, get_context, process, reduction
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, uninterrupted
 from ripstop.workers.zygote.store_process import serve
 
 METHODS = ("spawn", "fork", "forkserver")
@@ -109,16 +108,8 @@ class FunctionSpawner:
         if self._method == "fork":
             return self._start(specs)
         # In a thread, because sending a large argument waits until the new interpreter runs.
-        task = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            if task.exception() is None:
-                self.children.kill(task.result())
-            raise
+        start = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
+        return await uninterrupted(self.children, start) or []
 
     def close(self) -> None:
         if self._stores is not None:

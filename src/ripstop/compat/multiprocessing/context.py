@@ -106,7 +106,7 @@ class PContext(abc.ABC):
             (logs.tee_stderrs, sys.stderr, self.filtered_stderr, duplicate_stderr_filters),
         ):
             self._tail_logs.append(tail(files, console))
-            if filtered is not None:
+            if filtered is not None and words:
                 self._tail_logs.append(tail(files, filtered, log_line_filter=partial(_has_any, words)))
 
     def start(self) -> None:
