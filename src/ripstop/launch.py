@@ -33,7 +33,6 @@ from ripstop.model.config import (
     CoordinatorConfig,
     Entrypoint,
     Executable,
-    Function,
     Logs,
     Module,
     QuarantineLimits,
@@ -399,8 +398,6 @@ def _program_name(entry: Entrypoint) -> str:
             return name
         case Executable(argv):
             return argv[0]
-        case Function():
-            return "function"
 
 
 # output to the user ---------------------------------------------------------------------------------------------------

@@ -527,18 +527,19 @@ def parent(tmp_path: Path, package: str, body: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("package", ["torch.distributed.elastic.multiprocessing", "ripstop.compat.multiprocessing"])
 def test_a_signal_to_the_parent_is_an_exception_there(package: str, tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
+    ready, waits = tmp_path / "ready", tmp_path / "waits"
     script = f"echo $$ > {ready}.part; mv {ready}.part {ready}; exec sleep 600"
     body = f"""
         context = start_processes("x", "/bin/sh", {{0: ("-c", {script!r})}}, {{0: {{}}}}, specs)
         try:
+            open({str(waits)!r}, "w").close()
             context.wait(period=0.1)
         except SignalException as signal:
             print(signal.sigval.name)
             context.close(signal.sigval)
         """
     process = parent(tmp_path, package, body)
-    eventually(ready.exists, "the worker")
+    eventually(lambda: ready.exists() and waits.exists(), "the worker, and the parent that waits for it")
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=DEADLINE)[0] == "SIGTERM\n"
     assert not is_alive(int(ready.read_text()))

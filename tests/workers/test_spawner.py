@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
-import pickle
 import signal
 import sys
 
 import pytest
 
-from ripstop.model.config import Executable, Function, Module, Script, StartMethod
+from ripstop.model.config import Executable, Module, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.workers.processes import Children, ProcessExit
 from ripstop.workers.spawner import ProcessSpec, Spawner
@@ -55,30 +54,6 @@ def test_a_command_that_cannot_run_exits_like_in_a_shell(stage, name, code):
     assert outcome.exits[0].exitcode == code
     assert outcome.err[0].startswith(f"ripstop: cannot execute '{name}': ")
     assert outcome.err[0].count("\n") == 1
-
-
-@pytest.mark.parametrize("start", list(StartMethod))
-def test_a_function_is_called_and_its_result_kept(stage, start):
-    call, result = stage.directory / "call", stage.directory / "result"
-    call.write_bytes(pickle.dumps((divmod, (17, 5))))
-    outcome = stage.run(Function(call, result), start=start)
-    assert outcome.exits[0].exitcode == 0, outcome.err
-    assert pickle.loads(result.read_bytes()) == (3, 2)
-
-
-def test_a_functions_traceback_shows_only_the_function(stage):
-    stage.script("def fail(n):\n    raise ValueError(n)\n", "mine.py")
-    call, result = stage.directory / "call", stage.directory / "result"
-    call.write_bytes(b"(cmine\nfail\n(I7\ntt.")
-    error = stage.directory / "error.json"
-    env = {"PYTHONPATH": str(stage.directory), "TORCHELASTIC_ERROR_FILE": str(error)}
-    outcome = stage.run(Function(call, result), env=env)
-    file = stage.directory / "mine.py"
-    trace = f'Traceback (most recent call last):\n  File "{file}", line 2, in fail\n    raise ValueError(n)\n'
-    assert outcome.err == [f"{trace}ValueError: 7\n"]
-    assert outcome.exits[0].exitcode == 1
-    assert json.loads(error.read_text())["message"]["message"] == "ValueError: 7"
-    assert not result.exists()
 
 
 def test_processes_with_other_arguments_or_another_script_share_a_zygote(stage):

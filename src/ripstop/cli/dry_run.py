@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from ripstop.logs.directory import file_name
-from ripstop.model.config import Backend, Binding, Executable, Function, Module, RunConfig, Script
+from ripstop.model.config import Backend, Binding, Executable, Module, RunConfig, Script
 from ripstop.model.round import Address, Place
 from ripstop.system.numa import format_ranges
 from ripstop.workers.environment import worker_environment
@@ -59,7 +59,7 @@ def _value(value: object) -> str:
     match value:
         case None:
             return "-"
-        case Script() | Module() | Function() | Executable():
+        case Script() | Module() | Executable():
             return join(command_line(value))
         case Binding(cpus, memory):
             return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")

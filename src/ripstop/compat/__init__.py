@@ -76,20 +76,28 @@ MODULES = {
 }
 
 
-class _Loader:
-    """Loads ripstop's module under torch's name."""
+class _Finder:
+    """Finds and loads ripstop's modules under torch's names; first in `sys.meta_path` while installed."""
 
-    def __init__(self, ours: str) -> None:
-        self._ours = ours
-        self._spec: ModuleSpec | None = None
+    def __init__(self) -> None:
+        self.replaced: dict[str, ModuleType] = {}  # the torch modules that were imported before
+        self._specs: dict[str, ModuleSpec | None] = {}  # of our modules, which the import system replaces
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        loader: Any = self
+        return ModuleSpec(fullname, loader, origin=f"{__path__[0]}/{MODULES[fullname]}.py")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(self._ours)
-        self._spec = module.__spec__
+        module = import_module(_ours(spec.name))
+        self._specs[module.__name__] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has replaced it
+        module.__spec__ = self._specs[module.__name__]
         if not hasattr(module, "__path__"):
             module.__path__ = []  # a package in torch; its submodules are in MODULES
 
@@ -97,27 +105,15 @@ class _Loader:
         """For `python -m torch.distributed.run`."""
         from importlib.util import find_spec
 
-        spec = find_spec(self._ours)
-        assert spec is not None and spec.loader is not None, f"{self._ours} exists"
+        spec = find_spec(_ours(fullname))
+        assert spec is not None and spec.loader is not None, f"{fullname} is in MODULES"
         loader: Any = spec.loader
-        code: CodeType | None = loader.get_code(self._ours)
+        code: CodeType | None = loader.get_code(spec.name)
         return code
 
 
-class _Finder:
-    """First in `sys.meta_path` while installed; `replaced` holds the torch modules that were imported before."""
-
-    def __init__(self) -> None:
-        self.replaced: dict[str, ModuleType] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in MODULES:
-            return None
-        ours = MODULES[fullname]
-        loader: Any = _Loader(f"{__name__}.{ours}")
-        return ModuleSpec(fullname, loader, origin=f"{__path__[0]}/{ours}.py")
+def _ours(name: str) -> str:
+    return f"{__name__}.{MODULES[name]}"
 
 
 def install() -> None:
@@ -143,12 +139,10 @@ def uninstall() -> None:
         sys.meta_path.remove(finder)
         for name in MODULES:
             sys.modules.pop(name, None)
-            parent, _, child = name.rpartition(".")
-            holder = sys.modules.get(parent)
-            original = finder.replaced.get(name)
-            if original is not None:
+            if (original := finder.replaced.get(name)) is not None:
                 sys.modules[name] = original
-            if holder is None:
+            parent, _, child = name.rpartition(".")
+            if (holder := sys.modules.get(parent)) is None:
                 continue
             if original is not None:
                 setattr(holder, child, original)

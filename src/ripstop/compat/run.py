@@ -41,6 +41,11 @@ log = logging.getLogger("ripstop.compat")
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 ANY_LOCAL_PORT = "localhost:0"
+SAME_NAMES = (
+    "role", "rdzv_backend", "max_restarts", "monitor_interval", "start_method", "local_addr", "event_log_handler",
+    "signals_to_handle", "duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank",
+    "shutdown_timeout",
+)  # fmt: skip  # of options and fields of LaunchConfig
 
 
 class _FromEnvironment(argparse.Action):
@@ -56,20 +61,20 @@ class _FromEnvironment(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _SwitchFromEnvironment(argparse.Action):
+class _SwitchFromEnvironment(_FromEnvironment):
     """A switch that the variable `PET_` + its name turns on with 1."""
 
     def __init__(self, dest: str, **kwargs: Any) -> None:
+        super().__init__(dest, const=True, nargs=0, **kwargs)
         try:
-            default = boolean(name := f"PET_{dest.upper()}", os.environ.get(name) or "0")
+            self.default = boolean(f"PET_{dest.upper()}", self.default or "0")
         except UsageError as error:
             raise ValueError(str(error)) from None
-        super().__init__(dest=dest, const=True, nargs=0, default=default, **kwargs)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        setattr(namespace, self.dest, self.const)
+        setattr(namespace, self.dest, True)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -94,13 +99,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     switch("--standalone", help="a job of this node alone")
     option("--max-restarts", type=int, default=0, help="maximum number of restarts after failures")
     option("--monitor-interval", type=float, default=0.1, help="no effect: ripstop does not poll")
-    option(
-        "--start-method",
-        type=str,
-        default="spawn",
-        choices=["spawn", "fork", "forkserver"],
-        help="how functions are started",
-    )
+    methods = ["spawn", "fork", "forkserver"]
+    option("--start-method", type=str, default="spawn", choices=methods, help="how functions are started")
     option("--event-log-handler", type=str, default="null", help="name of an event handler")
     option("--role", type=str, default="default", help="the workers' role")
     switch("-m", "--module", help="the script is a module")
@@ -117,14 +117,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     option("--master-port", type=int, default=None, help=f"port on node 0, for static ({MASTER_PORT})")
     option("--local-addr", type=str, default=None, help="this node's address for the others")
     option("--logs-specs", action="store", type=str, default=None, help="entry point in the group torchrun.logs_specs")
-    option(
-        "--numa-binding",
-        action="store",
-        type=str,
-        choices=[mode.value for mode in AffinityMode],
-        default=None,
-        help="bind each worker to processors near its GPU",
-    )
+    modes = [mode.value for mode in AffinityMode]
+    near = "bind each worker to processors near its GPU"
+    option("--numa-binding", action="store", type=str, choices=modes, default=None, help=near)
     option("--signals-to-handle", type=str, default=SIGNALS, help="signals that stop the job")
     option("--shutdown-timeout", type=int, default=None, help="seconds from SIGTERM to SIGKILL (30)")
     switch("--virtual-local-rank", help="each worker sees only its GPU, and LOCAL_RANK is 0 for all")
@@ -196,22 +191,11 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
         nproc_per_node=determine_local_world_size(args.nproc_per_node),
         logs_specs=_logs_specs(args),
         run_id=args.rdzv_id,
-        role=args.role,
         rdzv_endpoint=get_rdzv_endpoint(args),
-        rdzv_backend=args.rdzv_backend,
         rdzv_configs=_rdzv_configs(args),
-        max_restarts=args.max_restarts,
-        monitor_interval=args.monitor_interval,
-        start_method=args.start_method,
         log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        local_addr=args.local_addr,
-        event_log_handler=args.event_log_handler,
         numa_options=NumaOptions(AffinityMode(args.numa_binding)) if args.numa_binding else None,
-        signals_to_handle=args.signals_to_handle,
-        duplicate_stdout_filters=args.duplicate_stdout_filters,
-        duplicate_stderr_filters=args.duplicate_stderr_filters,
-        virtual_local_rank=args.virtual_local_rank,
-        shutdown_timeout=args.shutdown_timeout,
+        **{name: getattr(args, name) for name in SAME_NAMES},
     )
     command, arguments = _command(args)
     if not get_use_env(args):

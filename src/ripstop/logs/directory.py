@@ -296,11 +296,11 @@ def _unusable(directory: Path, why: str | None) -> str:
     return f"workers' logs need a directory: {directory} cannot be used ({why}); name another with --log-dir."
 
 
-def rename_existing(path: Path) -> None:
-    """Rename the file to `NAME.1`, or the next free number, if it exists."""
+def rename_existing(path: Path) -> Path | None:
+    """Rename the file to `NAME.1`, or the next free number, if it exists; return its new name."""
     if not os.path.lexists(path):
-        return
+        return None
     number = 1
     while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
         number += 1
-    path.rename(free)
+    return path.rename(free)

@@ -51,14 +51,7 @@ class Executable(Struct, frozen=True):
     argv: tuple[str, ...]
 
 
-class Function(Struct, frozen=True):
-    """A pickled `(callable, args)` in the file `call`; the pickled return value goes to the file `result`."""
-
-    call: Path
-    result: Path
-
-
-Entrypoint = Script | Module | Executable | Function
+Entrypoint = Script | Module | Executable
 
 
 class StartMethod(Enum):

@@ -16,13 +16,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from ripstop.model.config import Binding, Entrypoint, Executable, Function, Module, Script, StartMethod
+from ripstop.model.config import Binding, Entrypoint, Executable, Module, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.workers.processes import Children, cannot_start
 from ripstop.workers.zygote import channel
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote")
 _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
-_CALL_FUNCTION = os.path.join(_ZYGOTE_DIRECTORY, "call_function.py")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -141,23 +140,9 @@ class Spawner:
         """
         for _ in range(2):
             await self.wait_ready()
-            if (pids := await self._spawn_uninterrupted(specs)) is not None:
+            if (pids := await uninterrupted(self.children, self._spawn(specs))) is not None:
                 return pids
         raise StartError(f"no worker can be started: the zygote {self._last_death} twice; see the kernel's log.")
-
-    async def _spawn_uninterrupted(self, specs: Sequence[ProcessSpec]) -> list[int] | None:
-        import asyncio
-
-        task = asyncio.ensure_future(self._spawn(specs))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):  # a second cancellation does not make it faster
-                    await asyncio.wait([task])
-            if not task.cancelled() and task.exception() is None:
-                self.children.kill(task.result() or [])
-            raise
 
     def close(self) -> None:
         """End the zygote.  Workers live on, but if the agent is killed, their subprocesses are not ended any more."""
@@ -323,6 +308,22 @@ class Spawner:
         return data
 
 
+async def uninterrupted(children: Children, start: Awaitable[list[int] | None]) -> list[int] | None:
+    """Wait for the pids of a start that cannot be interrupted; a cancelled call kills the processes, then raises."""
+    import asyncio
+
+    task = asyncio.ensure_future(start)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # a second cancellation does not make it faster
+                await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            children.kill(task.result() or [])
+        raise
+
+
 def command_line(entry: Entrypoint) -> list[str]:
     """The command that executes this entrypoint."""
     match entry:
@@ -330,8 +331,6 @@ def command_line(entry: Entrypoint) -> list[str]:
             return [sys.executable, "-u", path, *args]
         case Module(name=name, args=args):
             return [sys.executable, "-u", "-m", name, *args]
-        case Function():
-            return [sys.executable, "-u", _CALL_FUNCTION, *_args(entry)]
         case Executable(argv=argv):
             return list(argv)
 
@@ -343,8 +342,6 @@ def _entry_key(entry: Entrypoint) -> tuple[str, str]:
             return "script", path
         case Module(name=name):
             return "module", name
-        case Function():
-            return "function", ""
         case Executable():
             return "command", ""
 
@@ -353,8 +350,6 @@ def _args(entry: Entrypoint) -> list[str]:
     match entry:
         case Script(args=args) | Module(args=args):
             return list(args)
-        case Function(call=call, result=result):
-            return [os.fspath(call), os.fspath(result)]
         case Executable():
             return []
 

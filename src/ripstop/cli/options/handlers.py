@@ -1,6 +1,6 @@
 """`--rdzv-backend=NAME` of another package: a rendezvous handler from an entry point `torchrun.handlers`.
 
-`compat/launcher/handler_run.py` runs such a job, since this layer must not import torch or the handler.
+`compat/launcher/handler_link.py` runs such a job, since this layer must not import torch or the handler.
 """
 
 import os
@@ -15,7 +15,7 @@ from ripstop.model.parsers import key_values
 
 ENTRY_POINT_GROUP = "torchrun.handlers"
 PROGRAM = (
-    "import sys; sys.path.append({root!r}); from ripstop.compat.launcher.handler_run import main; sys.exit(main())"
+    "import sys; sys.path.append({root!r}); from ripstop.compat.launcher.handler_link import main; sys.exit(main())"
 )
 
 

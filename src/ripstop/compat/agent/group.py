@@ -53,25 +53,16 @@ class WorkerSpec:
         return str(getattr(self.entrypoint, "__qualname__", self.entrypoint))
 
 
+@dataclass(slots=True, repr=False, eq=False)
 class Worker:
     """One worker; the agent that starts it sets `id`, a local agent to the pid."""
 
-    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
-
-    def __init__(
-        self,
-        local_rank: int,
-        global_rank: int = -1,
-        role_rank: int = -1,
-        world_size: int = -1,
-        role_world_size: int = -1,
-    ) -> None:
-        self.id: Any = None
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.role_rank = role_rank
-        self.world_size = world_size
-        self.role_world_size = role_world_size
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = field(default=None, init=False)
 
     def __repr__(self) -> str:
         names = ("local_rank", "global_rank", "role_rank", "world_size", "role_world_size")
@@ -97,10 +88,6 @@ class WorkerState(str, Enum):  # noqa: UP042 - torch's is a str and an Enum, and
 
 class WorkerGroup:
     """The workers of a spec on this node; ranks and store are None before the first rendezvous."""
-
-    __slots__ = (
-        "group_rank", "group_world_size", "master_addr", "master_port", "spec", "state", "store", "workers",
-    )  # fmt: skip
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec

@@ -41,10 +41,6 @@ class HealthCheckServer:
         self.ready_callback: Callable[[], bool] = _always_ready
 
     @property
-    def alive_callback(self) -> Callable[[], float]:
-        return self._alive_callback
-
-    @property
     def port(self) -> int:
         return int(self._server.server_address[1]) if self._server else self._port
 
@@ -119,9 +115,7 @@ def _request_handler() -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: int) -> HealthCheckServer:
-    """A server that is not started yet."""
-    return HealthCheckServer(alive_callback, port, timeout)
+create_healthcheck_server = HealthCheckServer  # not started yet
 
 
 def from_environment(alive_callback: Callable[[], float] = time.time) -> HealthCheckServer | None:

@@ -1,6 +1,7 @@
 """`torch.distributed.elastic.agent.server.local_elastic_agent`: an agent whose workers are processes of this machine.
 
-Rule: a worker's exit wakes the agent at once; `monitor_interval` is only the interval of checks for waiting nodes.
+A worker's exit wakes the agent at once; `monitor_interval` is only the interval of checks for waiting nodes.  The agent
+has its own timer server; `ripstop run` and `elastic_launch` use the engine's timers (`diagnostics/timer_pipe.py`).
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ import json
 import logging
 import os
 import signal
+import tempfile
 import time
+import uuid
+from pathlib import Path
 from string import Template
 from typing import Any
 
+from ripstop.cli.options.timers import ENABLE
 from ripstop.compat import events
-from ripstop.compat.agent import health_check, watchdog
+from ripstop.compat.agent import health_check
 from ripstop.compat.agent.group import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.agent.simple import SimpleElasticAgent
 from ripstop.compat.metrics import prof
 from ripstop.compat.multiprocessing import LogsSpecs, PContext, start_processes
-from ripstop.compat.timer import FileTimerRequest
+from ripstop.compat.timer import FileTimerRequest, FileTimerServer
 from ripstop.compat.utils import is_uninterruptible_state, macros, read_proc_state
+from ripstop.workers.environment import TIMER_FILE
 
 log = logging.getLogger("ripstop.compat")
 
 TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+WATCHDOG_INTERVAL_S = 0.1  # torch's
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -45,12 +52,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         self._start_method = start_method
         self._pcontext: PContext | None = None
-        self._rdzv_handler = spec.rdzv_handler
         self._log_line_prefix_template = log_line_prefix_template
         self._logs_specs = logs_specs
         self._health_check_server = health_check_server
         self._uninterruptible_state_timeout = _uninterruptible_timeout(uninterruptible_state_timeout)
-        self._worker_watchdog: Any = None
+        self._worker_watchdog: FileTimerServer | None = None
         self._uninterruptible_since: dict[int, float] = {}  # by pid
 
     # start and stop ---------------------------------------------------------------------------------------------------
@@ -60,9 +66,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec = worker_group.spec
         assert spec.entrypoint is not None, "WorkerSpec checks it"
         envs = {worker.local_rank: self._environment(worker_group, worker) for worker in worker_group.workers}
-        self._worker_watchdog, variables = watchdog.start(spec.rdzv_handler.get_run_id(), self._log_watchdog_event)
-        for env in envs.values():
-            env.update(variables)
+        self._start_watchdog(envs)
         if self._health_check_server is None:
             self._health_check_server = health_check.from_environment(self._get_alive_time)
         if self._health_check_server is not None:
@@ -81,6 +85,20 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
         return self._pcontext.pids()
+
+    def _start_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        """Start the timer server if a variable enables it, and tell the workers its path."""
+        path = os.environ.get(TIMER_FILE)
+        if os.environ.get(ENABLE) == "1":
+            path = path or str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
+            run_id = self._worker_group.spec.rdzv_handler.get_run_id()
+            self._worker_watchdog = FileTimerServer(
+                path, run_id, max_interval=WATCHDOG_INTERVAL_S, daemon=True, log_event=self._log_watchdog_event
+            )
+            self._worker_watchdog.start()
+        if path:
+            for env in envs.values():
+                env[TIMER_FILE] = path
 
     def _environment(self, worker_group: WorkerGroup, worker: Worker) -> dict[str, str]:
         spec = worker_group.spec
@@ -205,19 +223,17 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _log_watchdog_event(self, name: str, request: FileTimerRequest | None) -> None:
         """Called in the timer server's thread."""
         log.info("timers: %s %s", name, request or "")
-        if not self._has_event_handler():
-            return
         details = {"watchdog_event": name}
         if request is not None:
-            details |= {
-                "worker_pid": str(request.worker_pid),
-                "scope_id": request.scope_id,
-                "expiration_time": str(request.expiration_time),
-                "signal": str(request.signal),
-            }
-        event = self._construct_event("RUNNING", events.EventSource.AGENT)
-        del event.metadata["duration_ms"]
-        event.name, event.metadata["metadata"] = name, json.dumps(details)
+            facts = ("worker_pid", "scope_id", "expiration_time", "signal")
+            details |= {fact: str(getattr(request, fact)) for fact in facts}
+
+        def event() -> events.Event:
+            created = self._construct_event("RUNNING", events.EventSource.AGENT)
+            del created.metadata["duration_ms"]
+            created.name, created.metadata["metadata"] = name, json.dumps(details)
+            return created
+
         self._send_event(event)
 
 

@@ -17,8 +17,7 @@ import signal
 import socket
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +28,8 @@ from ripstop.compat.metrics import prof, put_metric, put_run_metrics
 from ripstop.compat.multiprocessing import SignalException
 from ripstop.compat.rendezvous.handler import RendezvousGracefulExitError, is_a
 from ripstop.compat.utils.store import barrier
+from ripstop.coordinator import ranks
+from ripstop.model.round import Address, Node
 
 log = logging.getLogger("ripstop.compat")
 
@@ -44,12 +45,10 @@ class ElasticAgent(abc.ABC):
     @abc.abstractmethod
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers, with up to `max_restarts` restarts; raises errors that are not a worker's failure."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         """The group, which changes while the agent runs."""
-        raise NotImplementedError
 
 
 class SimpleElasticAgent(ElasticAgent):
@@ -73,22 +72,18 @@ class SimpleElasticAgent(ElasticAgent):
     @abc.abstractmethod
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers; returns their ids by local rank."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, whatever state they are in."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """The present state of the workers."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Free what the agent holds; workers have `timeout` seconds from `death_sig` to SIGKILL."""
-        raise NotImplementedError
 
     def _wait(self, seconds: float) -> None:
         """Wait between two checks of the workers; may return early when their state changes."""
@@ -208,22 +203,17 @@ class SimpleElasticAgent(ElasticAgent):
         store.set(f"{_ROLE_INFO}{group_rank}", json.dumps(mine).encode())
         if group_rank == 0:
             infos = store.multi_get([f"{_ROLE_INFO}{rank}" for rank in range(group_world_size)])
-            ranks = _first_ranks([json.loads(info) for info in infos])
-            store.multi_set([f"{_ASSIGNED_RANKS}{rank}" for rank in range(len(ranks))], [json.dumps(r) for r in ranks])
+            firsts = _first_ranks([json.loads(info) for info in infos])
+            keys = [f"{_ASSIGNED_RANKS}{rank}" for rank in range(group_world_size)]
+            store.multi_set(keys, [json.dumps(first) for first in firsts])
         return _workers(size, *json.loads(store.get(f"{_ASSIGNED_RANKS}{group_rank}")))
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' workers to finish, so that an early exit is not taken for a lost node."""
         self._in_exit_barrier = True
         began = time.monotonic()
-        group = self._worker_group
         try:
-            barrier(
-                store=self._store,
-                world_size=group.group_world_size or 1,
-                key_prefix=_TERMINAL_STATE,
-                barrier_timeout=self._exit_barrier_timeout,
-            )
+            barrier(self._store, self._worker_group.group_world_size or 1, _TERMINAL_STATE, self._exit_barrier_timeout)
         except SignalException as error:
             log.warning("Got termination signal: %s", error.sigval)
             raise
@@ -250,17 +240,15 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
         source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
-        if self._has_event_handler():
-            self._send_event(self._construct_event(state, source, worker, **facts))
+        self._send_event(lambda: self._construct_event(state, source, worker, **facts))
 
-    def _has_event_handler(self) -> bool:
-        """Whether events have a handler: creating one needs calls of the rendezvous handler and a host name lookup."""
-        return self._worker_group.spec.event_log_handler != "null"
-
-    def _send_event(self, event: events.Event) -> None:
+    def _send_event(self, create: Callable[[], events.Event]) -> None:
+        """Send an event, if it has a handler: creating it calls the rendezvous handler and looks up a host name."""
+        if (handler := self._worker_group.spec.event_log_handler) == "null":
+            return
         if self._event_thread is None:
-            self._event_thread = EventThread(self._worker_group.spec.event_log_handler)
-        self._event_thread.put(event.serialize())
+            self._event_thread = EventThread(handler)
+        self._event_thread.put(create().serialize())
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -292,20 +280,12 @@ class SimpleElasticAgent(ElasticAgent):
         worker_pid: int | None = None,
     ) -> events.Event:
         """An event in torch's format."""
-        group = self._worker_group
-        spec = group.spec
-        details: dict[str, Any] = {
-            "group_world_size": group.group_world_size,
-            "entry_point": spec.get_entrypoint_name(),
-        }
+        group, spec = self._worker_group, self._worker_group.spec
+        details: dict[str, Any] = {"group_world_size": group.group_world_size}
+        details["entry_point"] = spec.get_entrypoint_name()
         if worker is not None:
-            details |= {
-                "local_rank": (worker.local_rank,),
-                "role_rank": (worker.role_rank,),
-                "role_world_size": (worker.role_world_size,),
-                "exit_code": (exit_code,),
-                "worker_pid": (worker_pid,),
-            }
+            details |= {name: (getattr(worker, name),) for name in ("local_rank", "role_rank", "role_world_size")}
+            details |= {"exit_code": (exit_code,), "worker_pid": (worker_pid,)}
         metadata = {
             "run_id": spec.rdzv_handler.get_run_id(),
             "global_rank": worker.global_rank if worker else None,
@@ -338,18 +318,9 @@ def _get_fq_hostname() -> str:  # torch.distributed.checkpoint imports it
 
 def _first_ranks(infos: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
     """For each node: its first rank and the world size, and the same within its role."""
-    of_role: Counter[str] = Counter()
-    for info in infos:
-        of_role[info["role"]] += info["local_world_size"]
-    total = of_role.total()
-    ranks = []
-    first, first_in_role = 0, Counter[str]()
-    for info in infos:
-        role, size = info["role"], info["local_world_size"]
-        ranks.append((first, total, first_in_role[role], of_role[role]))
-        first += size
-        first_in_role[role] += size
-    return ranks
+    nodes = [Node(str(info["rank"]), "", info["local_world_size"], info["role"]) for info in infos]
+    places = ranks.places(nodes, round=0, store=Address("", 0), restarts=0)
+    return [(place.first_rank, place.world_size, place.role_first_rank, place.role_size) for place in places]
 
 
 def _workers(size: int, first: int, total: int, first_in_role: int, of_role: int) -> list[Worker]:

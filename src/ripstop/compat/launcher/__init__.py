@@ -1,9 +1,9 @@
 """`torch.distributed.launcher` and its `.api`: launch functions or commands as a job, from inside a program.
 
 `elastic_launch(config, entrypoint)(*args)` runs this node's part of a job on ripstop's engine and returns the workers'
-values.  `configuration` turns a `LaunchConfig` into the engine's configuration, `running` runs the engine,
-`function_spawner` starts functions, `handler_link` connects to a rendezvous handler of another package, and
-`custom_logs` and `event_thread` connect the program's own `LogsSpecs` and event handlers.
+values.  `configuration` turns a `LaunchConfig` into the engine's configuration, `in_program` runs the engine,
+`spawners` starts commands and functions, `handler_link` connects to a rendezvous handler of another package, and
+`event_thread` to the program's event handlers.
 
 Defaults are torch's: three restarts, `spawn`, etcd, a random run id.  The program may have other children and other
 launches at the same time.  Only processes in the workers' sessions, or below them, end with the workers; a daemon with
@@ -21,14 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat import metrics
 from ripstop.compat.agent import health_check
 from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.events import get_logging_handler
 from ripstop.compat.launcher.configuration import LaunchConfig, run_config
-from ripstop.compat.launcher.running import run_engine
+from ripstop.compat.launcher.in_program import run_engine
 from ripstop.compat.multiprocessing import SignalException
 from ripstop.compat.multiprocessing.errors import ChildFailedError, ProcessFailure
 from ripstop.model.failure import Failure
@@ -88,8 +87,7 @@ def launch_agent(
     name = _name(entrypoint, args)
     server = health_check_server or health_check.from_environment()
     try:
-        environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
-        end, values = run_engine(run, config, entrypoint, args, name, environ, server)
+        end, values = run_engine(run, config, entrypoint, args, name, server)
     finally:
         if server is not None:
             server.stop()

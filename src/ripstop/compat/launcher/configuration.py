@@ -1,4 +1,4 @@
-"""From a `LaunchConfig` to the engine's `RunConfig`.
+"""From a `LaunchConfig` to the engine's `RunConfig`, and to its source of log files.
 
 The settings become the flags of `ripstop run` and go through the same parser, so every setting has one meaning.
 """
@@ -11,22 +11,22 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure
 from ripstop.cli.options.rendezvous import BACKENDS
-from ripstop.compat.launcher.custom_logs import is_custom
-from ripstop.compat.launcher.function_spawner import METHODS
-from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S, HandlerLink
+from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
+from ripstop.compat.launcher.spawners import METHODS
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
-from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler, rendezvous_handler_registry
-from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
-from ripstop.model.errors import UsageError
+from ripstop.compat.rendezvous import rendezvous_handler_registry
+from ripstop.logs.plugin import PluginLogs
+from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, StartMethod
+from ripstop.model.errors import StartError, UsageError
 from ripstop.model.parsers import duration
-from ripstop.transport.link import Link
+from ripstop.model.round import Place
 
 log = logging.getLogger("ripstop.compat")
 
@@ -115,22 +115,6 @@ def _is_handler(backend: str) -> bool:
     return backend not in BACKENDS and rendezvous_handler_registry._creator(backend) is not None
 
 
-def link_to_handler(run: RunConfig, config: LaunchConfig) -> Link | None:
-    """A link to the rendezvous handler, if the configuration names one."""
-    if run.handler is None:
-        return None
-    parameters = RendezvousParameters(
-        config.rdzv_backend,
-        config.rdzv_endpoint,
-        run.run_id,
-        config.min_nodes,
-        config.max_nodes,
-        config.local_addr,
-        **config.rdzv_configs,  # of any type, so not passed as flags
-    )
-    return HandlerLink(partial(get_rendezvous_handler, parameters), run)
-
-
 # flags of `ripstop run` -----------------------------------------------------------------------------------------------
 
 
@@ -145,53 +129,52 @@ def _flags(config: LaunchConfig) -> Iterator[str]:
             f"rdzv_backend={config.rdzv_backend!r}: there are c10d, etcd, and static for fixed ranks; write "
             "rdzv_backend='c10d', or register a handler of your own with rendezvous_handler_registry"
         )
-    yield f"--nnodes={config.min_nodes}:{config.max_nodes}"
-    yield f"--nproc-per-node={config.nproc_per_node}"
-    yield f"--rdzv-backend={config.rdzv_backend}"
-    yield f"--rdzv-id={config.run_id}"
-    if config.role:
-        yield f"--role={config.role}"
-    yield f"--max-restarts={config.max_restarts}"
-    yield f"--shutdown-timeout={config.shutdown_timeout}"
-    yield f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"
-    if config.rdzv_endpoint:
-        yield f"--rdzv-endpoint={config.rdzv_endpoint}"
-    if rank is not None and config.rdzv_backend == "static":
-        yield f"--node-rank={rank}"
-    if config.local_addr:
-        yield f"--local-addr={config.local_addr}"
-    yield from _log_flags(config)
-    yield from _worker_flags(config)
-
-
-def _log_flags(config: LaunchConfig) -> Iterator[str]:
-    specs = config.logs_specs
-    assert specs is not None, "__post_init__ sets it"
-    if is_custom(specs):
-        yield "--tee=3"  # `reify` decides; without this flag there would be a warning that nothing is teed
-    else:
-        if specs._root_log_dir:
-            yield f"--log-dir={specs._root_log_dir}"
-        if specs._root_log_dir != os.devnull:
-            yield f"--redirects={_streams(specs._redirects)}"
-            yield f"--tee={_streams(specs._tee)}"
-        if specs._local_ranks_filter:
-            yield f"--local-ranks-filter={','.join(map(str, sorted(specs._local_ranks_filter)))}"
-    for name, filters in (("stdout", config.duplicate_stdout_filters), ("stderr", config.duplicate_stderr_filters)):
-        if filters:
-            yield f"--duplicate-{name}-filters={','.join(text.replace(',', ',,') for text in filters)}"
-
-
-def _worker_flags(config: LaunchConfig) -> Iterator[str]:
-    default = LaunchConfig.__dataclass_fields__
-    if config.signals_to_handle != default["signals_to_handle"].default:
-        yield f"--signals-to-handle={config.signals_to_handle}"
-    if config.monitor_interval != default["monitor_interval"].default:
-        yield f"--monitor-interval={config.monitor_interval}"
-    if config.numa_options is not None:
-        yield f"--numa-binding={config.numa_options.affinity_mode.value}"
+    flags = {
+        "nnodes": f"{config.min_nodes}:{config.max_nodes}",
+        "nproc-per-node": config.nproc_per_node,
+        "rdzv-backend": config.rdzv_backend,
+        "rdzv-id": config.run_id,
+        "role": config.role or None,
+        "max-restarts": config.max_restarts,
+        "shutdown-timeout": config.shutdown_timeout,
+        "rdzv-conf": ",".join(f"{key}={value}" for key, value in conf.items()),
+        "rdzv-endpoint": config.rdzv_endpoint or None,
+        "node-rank": rank if config.rdzv_backend == "static" else None,
+        "local-addr": config.local_addr or None,
+        "signals-to-handle": _unless_default(config, "signals_to_handle"),
+        "monitor-interval": _unless_default(config, "monitor_interval"),
+        "numa-binding": config.numa_options.affinity_mode.value if config.numa_options is not None else None,
+        **_log_flags(config),
+    }
+    yield from (f"--{name}={value}" for name, value in flags.items() if value is not None)
     if config.virtual_local_rank:
         yield "--virtual-local-rank"
+
+
+def _unless_default(config: LaunchConfig, name: str) -> Any:
+    """None for the default of `LaunchConfig`: the flag is not given."""
+    value = getattr(config, name)
+    return None if value == LaunchConfig.__dataclass_fields__[name].default else value
+
+
+def _log_flags(config: LaunchConfig) -> dict[str, str | None]:
+    specs = config.logs_specs
+    assert specs is not None, "__post_init__ sets it"
+    flags: dict[str, str | None] = {
+        "duplicate-stdout-filters": _texts(config.duplicate_stdout_filters),
+        "duplicate-stderr-filters": _texts(config.duplicate_stderr_filters),
+    }
+    if is_custom(specs):
+        return flags | {"tee": "3"}  # `reify` decides; without this flag there would be a warning that nothing is teed
+    if specs._root_log_dir != os.devnull:
+        flags |= {"redirects": _streams(specs._redirects), "tee": _streams(specs._tee)}
+    ranks = ",".join(map(str, sorted(specs._local_ranks_filter or ())))
+    return flags | {"log-dir": specs._root_log_dir or None, "local-ranks-filter": ranks or None}
+
+
+def _texts(filters: list[str] | None) -> str | None:
+    """A comma inside a text is written twice."""
+    return ",".join(text.replace(",", ",,") for text in filters) if filters else None
 
 
 def _streams(choice: Any) -> str:
@@ -209,3 +192,38 @@ def _entry(entrypoint: str, args: Sequence[Any]) -> Entrypoint:
         case [sys.executable, "-u", path, *rest] if not path.startswith("-"):
             return Script(path, tuple(rest))
     return Executable((entrypoint, *texts))
+
+
+# log files ------------------------------------------------------------------------------------------------------------
+
+
+def is_custom(specs: Any) -> bool:
+    """Whether it has its own `reify`.  `DefaultLogsSpecs`, ripstop's and torch's, are only settings."""
+    return type(specs).__name__ != "DefaultLogsSpecs"  # a subclass is custom
+
+
+class CustomLogs:
+    """The program's own `LogsSpecs` as the source of log files: calls `reify` in this process for every round."""
+
+    def __init__(self, specs: Any, logs: Logs, role: str) -> None:
+        self._specs = specs
+        self._logs = logs
+        self._role = role
+
+    async def round_logs(self, job: Path, place: Place, envs: Mapping[int, Mapping[str, str]]) -> PluginLogs:
+        variables = {rank: dict(env) for rank, env in envs.items()}
+        try:
+            dest = self._specs.reify(variables)
+        except Exception as error:
+            name = type(self._specs).__name__
+            raise StartError(f"{name}.reify failed: {type(error).__name__}: {error}; mend it") from error
+        reply: dict[str, Any] = {
+            name: {str(rank): path for rank, path in getattr(dest, name).items()}
+            for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
+        }
+        reply |= {"filtered_stdout": dest.filtered_stdout, "filtered_stderr": dest.filtered_stderr}
+        reply["envs"] = {str(rank): {key: str(value) for key, value in env.items()} for rank, env in variables.items()}
+        return PluginLogs(job, self._logs, place, self._role, reply)
+
+    def close(self) -> None:
+        """There is nothing to free."""

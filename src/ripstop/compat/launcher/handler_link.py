@@ -12,8 +12,10 @@ its `Join`, and node 0 writes an `Assign` for each.  Rules:
 4.  Healthy workers continue when the handler cannot be reached; a new round needs it.
 5.  Leaving is not closing: the link shuts the handler down when the job ended here, not when a signal ended this agent.
 6.  A closed link holds no handler and no store, and none of their exceptions is in a reference cycle: they must not
-live
-    until the garbage collector runs, perhaps in a forked child.
+    live until the garbage collector runs, perhaps in a forked child.
+
+`main` runs `ripstop run --rdzv-backend=NAME` with such a handler.  Only this layer may import torch and handlers of
+other packages, so `ripstop run`, which is in a lower layer, replaces itself with `main`, which calls it again.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ import asyncio
 import logging
 import queue
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from ripstop import cli, launch
+from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
@@ -84,13 +90,12 @@ class NextRound(Struct, frozen=True):
 
 
 class Checked(Struct, frozen=True):
-    """Result of a check: nodes that wait, and whether all nodes are done once this one is; or the error."""
+    """Result of a check of a round, which was `done` here or not: how it ends, and why the check failed."""
 
     round: int
     done: bool
-    waiting: int = 0
-    all_done: bool = False
-    error: str | None = None
+    end: NextRound | JobReport | None
+    error: str = ""
 
 
 class HandlerLink:
@@ -244,15 +249,14 @@ class HandlerLink:
                         done, began = True, loop.time()
                         check.cancel()  # a call that runs continues, and its result is ignored
                         check = loop.create_task(self._check(current, 0, done=True, report_done=True))
-                    case Checked() as result if (result.round, result.done) == (current.place.round, done):
-                        if (end := self._end_after(result)) is not None:
+                    case Checked(round, was_done, end, error) if (round, was_done) == (current.place.round, done):
+                        if end is not None:
                             return end
-                        if result.error is not None and not failing:
-                            log.warning("the rendezvous handler cannot be reached, workers continue: %s", result.error)
-                        failing = result.error is not None
-                        check = loop.create_task(
-                            self._check(current, RETRY_INTERVAL_S if failing else POLL_INTERVAL_S, done=done)
-                        )  # rule 4
+                        if error and not failing:
+                            log.warning("the rendezvous handler cannot be reached, workers continue: %s", error)
+                        failing = bool(error)
+                        pause = RETRY_INTERVAL_S if failing else POLL_INTERVAL_S
+                        check = loop.create_task(self._check(current, pause, done=done))  # rule 4
                     case None:
                         why = "all workers of this node exited 0; those of other nodes did not in time"
                         return self._report(Outcome.SUCCEEDED, why)
@@ -262,24 +266,20 @@ class HandlerLink:
     async def _check(self, current: Rendezvous, pause: float, *, done: bool = False, report_done: bool = False) -> None:
         """Query the handler after a pause; the result goes to the inbox, as the agent's messages do."""
         await asyncio.sleep(pause)
+        end: NextRound | JobReport | None = None
+        problem = ""
         try:
             if report_done:
                 await self._calls.run(lambda: _report_done(current))
-            waiting = await self._calls.run(self._handler.num_nodes_waiting)
-            all_done = done and await self._calls.run(lambda: current.store.check([_ALL_DONE]))
-            result = Checked(current.place.round, done, waiting, all_done)
+            if await self._calls.run(self._handler.num_nodes_waiting) > 0:
+                end = NextRound("another node waits")
+            elif done and await self._calls.run(lambda: current.store.check([_ALL_DONE])):
+                end = self._report(Outcome.SUCCEEDED, "all workers exited 0")
         except Exception as error:
-            result = Checked(current.place.round, done, error=str(error) or type(error).__name__)  # rule 6
-        self._inbox.put_nowait(result)
-
-    def _end_after(self, result: Checked) -> NextRound | JobReport | None:
-        if result.waiting > 0:
-            return NextRound("another node waits")
-        if result.all_done:
-            return self._report(Outcome.SUCCEEDED, "all workers exited 0")
-        if result.done and result.error is not None:  # the node that held the rendezvous has exited
-            return self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
-        return None
+            problem = str(error) or type(error).__name__  # rule 6
+            if done:  # the node that held the rendezvous has exited
+                end = self._report(Outcome.SUCCEEDED, "all workers of this node exited 0")
+        self._inbox.put_nowait(Checked(current.place.round, done, end, problem))
 
     async def _next_message(self, timeout: float | None) -> FromAgent | Checked | None:
         try:
@@ -369,45 +369,52 @@ class _Thread:
     """Runs calls one at a time in a daemon thread: a handler may block for a long time."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="ripstop-rendezvous-handler", daemon=True)
 
     async def run(self, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[T] = loop.create_future()
-        waiting = [reply]  # empty when nobody waits any more
-
-        def set_reply(value: T | None, error: BaseException | None) -> None:
-            if not waiting or waiting[0].done():
-                return
-            if error is not None:
-                waiting[0].set_exception(error)
-            else:
-                waiting[0].set_result(value)  # type: ignore[arg-type]  # the call returned it
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = call()
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(set_reply, value, error)
-            del error  # its traceback refers to this frame: rule 6
-
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put(run)
+        reply: Future[T] = Future()
+        self._calls.put((call, reply))
         try:
-            return await reply
+            return await asyncio.wrap_future(reply)
         finally:
-            waiting.clear()
             del reply  # its exception's traceback refers to this frame: rule 6
 
     def close(self) -> None:
         self._calls.put(None)
 
     def _main(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # do not hold it while waiting for the next one
+        while (item := self._calls.get()) is not None:
+            call, reply = item
+            if reply.set_running_or_notify_cancel():  # False if nobody waits any more
+                try:
+                    reply.set_result(call())
+                except Exception as error:
+                    reply.set_exception(error)
+            del item, call, reply  # do not hold them while waiting for the next one
+
+
+# a job with a handler -------------------------------------------------------------------------------------------------
+
+
+def link_to_handler(config: RunConfig, conf: Mapping[str, Any]) -> HandlerLink:
+    """A link to the handler that the configuration names; `conf` are the handler's settings."""
+    named = config.handler
+    assert named is not None, "the configuration names a handler"
+    nodes = config.min_nodes, config.max_nodes
+    parameters = RendezvousParameters(
+        named.name, named.endpoint, config.run_id, *nodes, config.local_addr, **{"timeout": HANDLER_TIMEOUT_S, **conf}
+    )
+    return HandlerLink(partial(get_rendezvous_handler, parameters), config)
+
+
+def main() -> int:
+    """`ripstop run` with a handler."""
+    return cli.main(["run", *sys.argv[1:]], with_handler=_run)
+
+
+def _run(config: RunConfig) -> int:
+    assert config.handler is not None, "the configuration names a handler"
+    return launch.run(config, link_to_handler(config, dict(config.handler.conf)))

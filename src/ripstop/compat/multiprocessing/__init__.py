@@ -1,8 +1,8 @@
 """`torch.distributed.elastic.multiprocessing` and its `.api`: start n processes of a function or a command, and wait.
 
-A synchronous API for one group of workers, without rendezvous and without restarts.  `context` has the base class,
-`supervised_context` the supervision loop, `command_context` and `function_context` the two kinds of groups,
-`logs_specs` and `tail_log` the workers' output, and `errors` their failures.
+A synchronous API for one group of workers, without rendezvous and without restarts.  `context` supervises groups, and
+has the class for commands; `function_context` has the one for functions.  `logs_specs` and `tail_log` are about the
+workers' output, and `errors` about their failures.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ripstop.compat.multiprocessing.command_context import SubprocessContext
-from ripstop.compat.multiprocessing.context import PContext, RunProcsResult, SignalException, validate_full_rank
+from ripstop.compat.multiprocessing.context import (
+    PContext,
+    RunProcsResult,
+    SignalException,
+    SubprocessContext,
+    validate_full_rank,
+)
 from ripstop.compat.multiprocessing.errors import ProcessFailure
 from ripstop.compat.multiprocessing.function_context import MultiprocessContext
 from ripstop.compat.multiprocessing.logs_specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, get_std_cm, to_map

@@ -8,17 +8,21 @@ error file is renamed, not overwritten.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ripstop.diagnostics.evidence import parse_error_file, signal_name
+from ripstop.logs.directory import rename_existing
 from ripstop.workers import error_file as recording
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -40,25 +44,19 @@ log = logging.getLogger(__name__)
 def read_error_file(path: str) -> tuple[dict[str, Any], float] | None:
     """An error file's content, always with a `message`, and when it was written; None if there is no file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            data = file.read(_MAX_ERROR_FILE_BYTES)
     except OSError as error:
         if not Path(path).is_file():
             return None
         return {"message": f"error file {path} cannot be read: {error.strerror}"}, time.time()
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        try:
-            data = file.read(_MAX_ERROR_FILE_BYTES)
-        except OSError as error:
-            return {"message": f"error file {path} cannot be read: {error.strerror}"}, status.st_mtime
     return _content(data, status.st_size), status.st_mtime
 
 
 def _content(data: bytes, size: int) -> dict[str, Any]:
-    import json
-
     if not data:
         return {"message": ""}
     try:
@@ -122,8 +120,6 @@ class ProcessFailure:
 
     def timestamp_isoformat(self) -> str:
         """The time as YYYY-MM-DD_HH:MM:SS, in this machine's time zone."""
-        from datetime import datetime
-
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
@@ -162,8 +158,6 @@ class ChildFailedError(Exception):
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """The report: one block for each failure, the first failure last."""
-        import socket
-
         host = socket.getfqdn()  # once: the lookup may be slow
         first, _ = self.get_first_failure()
         title = f"{self.name} FAILED"
@@ -175,9 +169,7 @@ class ChildFailedError(Exception):
         width = min(_MAX_RULE_WIDTH, max(len(line) for line in lines))
         others = [block for rank, block in blocks.items() if rank != first] or ["  <NO_OTHER_FAILURES>"]
         edge, rule = boarder_delim * width, section_delim * width
-        return "\n".join(
-            ("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge),
-        )
+        return "\n".join(("", edge, title, rule, "Failures:", *others, rule, _ROOT_CAUSE, blocks[first], edge))
 
 
 def _facts(rank: int, failure: ProcessFailure, host: str) -> Iterator[tuple[str, str]]:
@@ -217,7 +209,7 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file; without one, log it."""
         if path := self._get_error_file_path():
-            self._write(path, recording.describe(e))
+            recording.write(path, recording.describe(e))
         else:
             log.info("no error file is written (%s is not set): %s: %s", recording.ERROR_FILE, type(e).__name__, e)
 
@@ -240,26 +232,17 @@ class ErrorHandler:
             self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
         if path := self._get_error_file_path():
             self._keep_existing(path)
-            self._write(path, content)
+            recording.write(path, content)
             log.info("copied the child's error file %s to %s", rootcause_error_file, path)
         else:
             log.error("%s is not copied, because this process has no error file: %s", rootcause_error_file, content)
 
-    def _write(self, path: str, content: dict[str, Any]) -> None:
-        recording.write(path, content)
-
     def _keep_existing(self, path: str) -> None:
-        if not Path(path).is_file():
-            return
-        number = 1
-        while Path(kept := f"{path}.{number}").exists():
-            number += 1
         try:
-            Path(path).rename(kept)
+            if kept := rename_existing(Path(path)):
+                log.warning("error file %s exists; it is kept as %s", path, kept)
         except OSError as error:
             log.warning("error file %s exists and is overwritten: %s", path, error.strerror)
-        else:
-            log.warning("error file %s exists; it is kept as %s", path, kept)
 
 
 def get_error_handler() -> ErrorHandler:

@@ -7,7 +7,6 @@ host what the others need.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import pickle
@@ -20,17 +19,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.multiprocessing.context import RunProcsResult, raise_signal
+from ripstop.compat.multiprocessing.context import RunProcsResult, SupervisedContext, raise_signal
 from ripstop.compat.multiprocessing.errors import ProcessFailure
-from ripstop.compat.multiprocessing.function_worker import Inherited, Task, work
+from ripstop.compat.multiprocessing.function_worker import Inherited, Task, start_process, work
 from ripstop.compat.multiprocessing.logs_specs import LogsSpecs
 from ripstop.compat.multiprocessing.numa_binding import binding_of
-from ripstop.compat.multiprocessing.supervised_context import SupervisedContext, wait_for_exits
 
 _NO_RETURN = "the function ended the process (exit code 0) instead of returning; let it return"
 _RELEASE_TIMEOUT_S = 1.0  # workers that have returned usually exit within this time
-
-log = logging.getLogger(__name__)
 
 
 class MultiprocessContext(SupervisedContext):
@@ -52,9 +48,7 @@ class MultiprocessContext(SupervisedContext):
         self.start_method = start_method
         self._context = _context(start_method)
         filters = duplicate_stdout_filters, duplicate_stderr_filters
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
-        self._numa_options = numa_options
-        self._processes: dict[int, Any] = {}
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, numa_options, *filters)
         self._connections: dict[int, Connection] = {}  # readable when the worker has returned; written to release it
         self._unreturned: dict[int, Connection] = {}
         self._results: Path | None = None  # a temporary directory, from start to close
@@ -74,24 +68,19 @@ class MultiprocessContext(SupervisedContext):
     def _start_worker(self, rank: int) -> int:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         task = self._task(rank)
-        process = self._context.Process(target=work, args=(task, theirs), name=f"{self.name}{rank}")
-        signals = task.inherited.signals if task.inherited is not None else ()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the worker has removed our handlers
         try:
-            process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            process = start_process(self._context, work, (task, theirs), task.inherited, f"{self.name}{rank}")
+        except BaseException as error:
             ours.close()
+            if not isinstance(error, pickle.PicklingError | AttributeError | TypeError):
+                raise
             raise pickle.PicklingError(
                 f"start_method={self.start_method}: a worker's function and arguments must be picklable, and those of "
-                f"local rank {rank} ({getattr(task.function, '__qualname__', task.function)}) are not: {error}; "
-                "use a function at the top of a module, or start_method='fork'"
+                f"local rank {rank} ({_name(task.function)}) are not: {error}; use a function at the top of a module, "
+                "or start_method='fork'"
             ) from error
-        except BaseException:
-            ours.close()
-            raise
         finally:
             theirs.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._processes[rank] = process
         self._connections[rank] = self._unreturned[rank] = ours
         # A worker's children hold the sentinel open, so it is used only for the fork server's children.
@@ -118,14 +107,6 @@ class MultiprocessContext(SupervisedContext):
     def _has_returned(self, rank: int) -> bool:
         return self._result_file(rank).exists()
 
-    def _signal_worker(self, rank: int, signum: signal.Signals) -> None:
-        for each in (signum, signal.SIGCONT):  # a stopped process handles no signal until it continues
-            try:
-                os.killpg(self._processes[rank].pid, each)
-            except (ProcessLookupError, PermissionError):  # it does not lead its group yet
-                with suppress(ProcessLookupError):
-                    os.kill(self._processes[rank].pid, each)
-
     def _reap_worker(self, rank: int) -> int:
         self._processes[rank].join()
         return int(self._processes[rank].exitcode)
@@ -143,7 +124,7 @@ class MultiprocessContext(SupervisedContext):
         for connection in self._connections.values():
             with suppress(OSError):
                 os.write(connection.fileno(), b"\n")
-        wait_for_exits({fd: rank for rank, fd in self._exit_fds.items()}, _RELEASE_TIMEOUT_S)
+        self._running_after(_RELEASE_TIMEOUT_S)
 
     def _wait_for_change(self, timeout: float | None, period: float) -> None:
         wait([*self._unreturned.values(), *self._exit_fds.values()], timeout)
@@ -153,32 +134,18 @@ class MultiprocessContext(SupervisedContext):
         values: dict[int, Any] = {}
         failures = dict(self._failures)
         for failure in failures.values():
-            self._log_failure(failure)
+            self._log_failure(failure, f"fn: {_name(self.entrypoint)} (start_method: {self.start_method})")
             if failure.exitcode == 0:
                 failure.message = _NO_RETURN
-        if not failures:
-            for rank, process in self._processes.items():
-                try:
-                    values[rank] = pickle.loads(self._result_file(rank).read_bytes())
-                except Exception as error:
-                    failures[rank] = ProcessFailure(rank, process.pid, 0, self.error_files[rank])
-                    failures[
-                        rank
-                    ].message = (
-                        f"what it returned cannot be read here: {type(error).__name__}: {error}; return plain data"
-                    )
+        for rank, process in self._processes.items() if not failures else ():
+            try:
+                values[rank] = pickle.loads(self._result_file(rank).read_bytes())
+            except Exception as error:
+                failures[rank] = ProcessFailure(rank, process.pid, 0, self.error_files[rank])
+                why = f"{type(error).__name__}: {error}; return plain data"
+                failures[rank].message = f"what it returned cannot be read here: {why}"
         self.close()
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
-
-    def _log_failure(self, failure: ProcessFailure) -> None:
-        log.error(
-            "failed (exitcode: %s) local_rank: %s (pid: %s) of fn: %s (start_method: %s)",
-            failure.exitcode,
-            failure.local_rank,
-            failure.pid,
-            getattr(self.entrypoint, "__qualname__", self.entrypoint),
-            self.start_method,
-        )
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         super()._close(death_sig, timeout)
@@ -189,6 +156,10 @@ class MultiprocessContext(SupervisedContext):
         self._unreturned = {}
         if self._results is not None:
             shutil.rmtree(self._results, ignore_errors=True)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))
 
 
 def _context(start_method: str) -> Any:

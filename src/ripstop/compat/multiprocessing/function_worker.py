@@ -1,4 +1,6 @@
-"""What a worker that is a function does, for `MultiprocessContext` and for `elastic_launch`.  It imports no torch.
+"""A worker that is a function: how its parent starts it, and what it does.  Imports no torch.
+
+`MultiprocessContext` and `elastic_launch` start such workers.
 
 The worker leads its own session and dies with its parent.  It takes its environment and its streams, runs the function,
 records exceptions, and writes the pickled return value to a file.  With a connection it then reports that it has
@@ -28,10 +30,9 @@ from ripstop.workers.error_file import user_frames
 
 
 class Inherited(Struct, frozen=True):
-    """What a forked worker must undo.
+    """What a forked worker must undo: the parent's handlers on these signals, and its descriptors except these.
 
-    The parent has handlers on these signals, and blocks them during the fork.  Of the parent's descriptors the worker
-    keeps only these; None keeps all.
+    None keeps all descriptors.
     """
 
     signals: tuple[signal.Signals, ...]
@@ -50,6 +51,26 @@ class Task(Struct, frozen=True):
     bind: Callable[[], None] | None
     parent: int | None = None  # see `stand_alone`
     inherited: Inherited | None = None
+
+
+def start_process(
+    context: Any,
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+    inherited: Inherited | None,
+    name: str | None = None,
+) -> Any:
+    """Start a process of multiprocessing's `context`.
+
+    Signals are blocked until a forked worker has removed the parent's handlers.
+    """
+    process = context.Process(target=target, args=args, name=name)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, inherited.signals if inherited is not None else ())
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return process
 
 
 def work(task: Task, connection: Connection | None = None) -> None:

@@ -11,12 +11,14 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
 from pathlib import Path
 from typing import Any
+
+from ripstop.logs.directory import rename_existing
 
 CONSOLE = ""  # instead of a log file's name
 
@@ -150,29 +152,21 @@ class DefaultLogsSpecs(LogsSpecs):
     def _attempt_dir(self, env: Mapping[str, str]) -> Path:
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "test_run_id")
-            try:
+            with _usable(self.root_log_dir):
                 self._run_log_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._root_log_dir)
-            except OSError as error:
-                raise _unusable_error(self.root_log_dir, error) from error
             log.info("workers' logs: %s", self._run_log_dir)
         attempt = Path(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-        number = 1
-        while (kept := attempt.with_name(f"{attempt.name}.{number}")).exists():
-            number += 1
-        with suppress(FileNotFoundError):
-            attempt.rename(kept)
+        rename_existing(attempt)
         _make_directory(attempt)
         return attempt
 
     def _dev_null(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        nothing = dict.fromkeys(range(len(envs)), os.devnull)
-        for env in envs.values():
+        dest = LogsDest(filtered_stdout=os.devnull, filtered_stderr=os.devnull)
+        for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = ""
-        console = dict.fromkeys(range(len(envs)), CONSOLE)
-        return LogsDest(
-            console, dict(console), nothing, dict(nothing), dict(nothing), filtered_stdout=os.devnull,
-            filtered_stderr=os.devnull,
-        )  # fmt: skip
+            dest.stdouts[rank] = dest.stderrs[rank] = CONSOLE
+            dest.tee_stdouts[rank] = dest.tee_stderrs[rank] = dest.error_files[rank] = os.devnull
+        return dest
 
     def __repr__(self) -> str:
         return (
@@ -189,17 +183,19 @@ class DefaultLogsSpecs(LogsSpecs):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _make_directory(directory: str | Path) -> None:
+@contextmanager
+def _usable(directory: str | Path) -> Iterator[None]:
+    """Name the directory in an error.  Its class stays, because Python chooses an OSError's class by its number."""
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise _unusable_error(directory, error) from error
+        why = f"workers' logs need a directory, and {directory} cannot be used ({error.strerror}); give another log_dir"
+        raise OSError(error.errno, why) from error
 
 
-def _unusable_error(directory: str | Path, error: OSError) -> OSError:
-    """The same class of error, because Python chooses an OSError's class by its number."""
-    why = f"workers' logs need a directory, and {directory} cannot be used ({error.strerror}); give another log_dir"
-    return OSError(error.errno, why)
+def _make_directory(directory: str | Path) -> None:
+    with _usable(directory):
+        Path(directory).mkdir(parents=True, exist_ok=True)
 
 
 def get_std_cm(std_rd: str, redirect_fn: Callable[[str], Any]) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from subprocess import Popen
 from typing import IO, Any
 
@@ -38,58 +38,37 @@ class SubprocessHandler:
         numa_options: Any = None,
     ) -> None:
         self.local_rank_id = local_rank_id
-        self._stdout: IO[bytes] | None = None
-        self._stderr: IO[bytes] | None = None
-        self._bind = binding_of(numa_options, local_rank_id)
-        try:
-            self._stdout = _log(stdout)
-            self._stderr = _log(stderr)
-            command = (entrypoint, *(str(arg) for arg in args))
-            self.proc = self._popen(command, {**os.environ, **{name: str(value) for name, value in env.items()}})
-        finally:
-            self._close_files()  # the worker has its own copies
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
-        return Popen(
-            args,
-            env=env,
-            stdout=self._stdout,
-            stderr=self._stderr,
-            start_new_session=True,
-            preexec_fn=_before_exec(self._bind),  # noqa: PLW1509 (it needs no lock that a thread may hold)
-        )
+        with ExitStack() as files:  # the worker has its own copies
+            out, err = (files.enter_context(_log(path)) if path else None for path in (stdout, stderr))
+            self.proc = Popen(
+                (entrypoint, *(str(arg) for arg in args)),
+                env={**os.environ, **{name: str(value) for name, value in env.items()}},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=_before_exec(binding_of(numa_options, local_rank_id)),  # noqa: PLW1509 (it needs no lock that a thread may hold)
+            )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the signal (SIGTERM) to the worker's process group; does not wait."""
-        signum = death_sig or signal.SIGTERM
-        with suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, signum)
-            if signum != signal.SIGKILL:
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
-
-    def _close_files(self) -> None:
-        for file in (self._stdout, self._stderr):
-            if file is not None:
-                file.close()
+        signal_group(self.proc.pid, death_sig or signal.SIGTERM)
 
 
-def get_subprocess_handler(
-    entrypoint: str,
-    args: tuple[Any, ...],
-    env: dict[str, str],
-    stdout: str,
-    stderr: str,
-    local_rank_id: int,
-    numa_options: Any = None,
-) -> SubprocessHandler:
-    """Start a worker; `SubprocessContext` calls this for each."""
-    return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
+get_subprocess_handler = SubprocessHandler  # `SubprocessContext` calls it for each worker
 
 
-def _log(path: str | None) -> IO[bytes] | None:
+def signal_group(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a worker's process group; to the worker alone if it does not lead its group yet."""
+    for each in (signum, signal.SIGCONT):  # a stopped process handles no signal until it continues
+        try:
+            os.killpg(pid, each)
+        except (ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError):
+                os.kill(pid, each)
+
+
+def _log(path: str) -> IO[bytes]:
     """Truncate the file and append to it, so that the worker's children do not overwrite it."""
-    if not path:
-        return None
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), "wb", buffering=0)
 
 

@@ -1,35 +1,71 @@
-"""Starts workers that are functions of the launching program, with Python's multiprocessing.
+"""Starts the workers of a launch: commands through the zygote, functions with Python's multiprocessing.
 
 A function needs what multiprocessing offers: closures with `fork`, functions of `__main__` with `spawn`, queues and
-locks as arguments with every method.  So the launching process starts these workers, not the zygote.  The engine
-watches, stops and reaps them as it does all others; `multiprocessing/function_worker.py` runs in them.
+locks as arguments with every method.  So the launching process starts functions, not the zygote.  The engine watches,
+stops and reaps them as it does all others; `multiprocessing/function_worker.py` runs in them.
 
-Rules: (1) a worker leads its own session and dies with the launcher; (2) a forked worker keeps the descriptors that the
-program had, and none of the engine's; (3) a return value travels in a file, complete or not at all, so its size does
-not matter; (4) a function or an argument that cannot be pickled is an error before anything starts.
+Rules for functions: (1) a worker leads its own session and dies with the launcher; (2) a forked worker keeps the
+descriptors that the program had, and none of the engine's; (3) a return value travels in a file, complete or not at
+all, so its size does not matter; (4) a function or an argument that cannot be pickled is an error before anything
+starts.
 """
 
 import asyncio
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import context, get_context, process, reduction
 from pathlib import Path
 from typing import Any
 
-from ripstop.compat.multiprocessing.function_worker import Inherited, Task, stand_alone, work
+from msgspec.structs import replace
+
+from ripstop.compat.multiprocessing.function_worker import Inherited, Task, stand_alone, start_process, work
 from ripstop.compat.multiprocessing.numa_binding import Bind
-from ripstop.model.config import Function, StartMethod
+from ripstop.compat.utils import macros
+from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.system import linux
+from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, uninterrupted
 from ripstop.workers.zygote.store_process import serve
 
 METHODS = ("spawn", "fork", "forkserver")
+
+
+class CommandSpawner(Spawner):
+    """Replaces `${local_rank}` in each worker's arguments."""
+
+    def __init__(self, children: Children, config: RunConfig, environ: Mapping[str, str]) -> None:
+        super().__init__(
+            children, config.entry, shared_environment(environ, config.slots), config.start, config.preload
+        )
+        self.has_started = False
+        self._ranks: tuple[int, ...] = ()
+
+    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        pids = await super().spawn(
+            [replace(spec, entry=_for_rank(spec.entry, rank)) for rank, spec in enumerate(specs)]
+        )
+        if not isinstance(specs[0].entry, ServeStore):
+            self._ranks = tuple(int(spec.env["RANK"]) for spec in specs)
+            self.has_started = True
+        return pids
+
+    def returned(self) -> dict[int, Any]:
+        """A command returns nothing."""
+        return dict.fromkeys(self._ranks)
+
+
+def _for_rank(entry: Entrypoint | ServeStore, local_rank: int) -> Entrypoint | ServeStore:
+    match entry:
+        case Executable(argv):
+            return Executable(tuple(macros.substitute(argv, str(local_rank))))
+        case Script(args=args) | Module(args=args):
+            return replace(entry, args=tuple(macros.substitute(args, str(local_rank))))
+    return entry
 
 
 class FunctionSpawner:
@@ -61,7 +97,7 @@ class FunctionSpawner:
         check_pickles(function, args)
         # The store needs torch.  Workers that import torch take as long as this does; a fork has it already.
         preload = ("torch",) if "torch" in sys.modules else ()
-        self._stores = Spawner(children, Function(results, results), environ, StartMethod.ZYGOTE, preload)
+        self._stores = Spawner(children, Executable(()), environ, StartMethod.ZYGOTE, preload)
 
     async def wait_ready(self) -> PreloadResult:
         return PreloadResult(StartMethod.EXEC, (), f"a function, started by multiprocessing's {self._method}", 0.0)
@@ -72,16 +108,8 @@ class FunctionSpawner:
         if self._method == "fork":
             return self._start(specs)
         # In a thread, because sending a large argument waits until the new interpreter runs.
-        task = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            if task.exception() is None:
-                self.children.kill(task.result())
-            raise
+        start = asyncio.get_running_loop().run_in_executor(None, self._start, specs)
+        return await uninterrupted(self.children, start) or []
 
     def close(self) -> None:
         if self._stores is not None:
@@ -138,14 +166,7 @@ class FunctionSpawner:
         )
 
     def _start_process(self, target: Callable[..., None], args: tuple[Any, ...]) -> int:
-        worker = self._context.Process(target=target, args=args)
-        # Blocked until a forked worker has removed the launcher's handlers.
-        signals = self._inherited.signals if self._inherited is not None else ()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            worker.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        worker = start_process(self._context, target, args, self._inherited)
         process._children.discard(worker)  # type: ignore[attr-defined]  # the engine reaps it, not multiprocessing
         self.children.claim(worker.pid, (lambda: _exit_code(worker)) if self._method == "forkserver" else None)
         return int(worker.pid)

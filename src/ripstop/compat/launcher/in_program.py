@@ -8,40 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
-
-from msgspec.structs import replace
 
 from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.compat.agent.health_check import HealthCheckServer
 from ripstop.compat.events import get_logging_handler
-from ripstop.compat.launcher.configuration import LaunchConfig, link_to_handler
-from ripstop.compat.launcher.custom_logs import CustomLogs, is_custom
+from ripstop.compat.launcher.configuration import CustomLogs, LaunchConfig, is_custom
 from ripstop.compat.launcher.event_thread import EventThread
-from ripstop.compat.launcher.function_spawner import FunctionSpawner
+from ripstop.compat.launcher.handler_link import link_to_handler
+from ripstop.compat.launcher.spawners import CommandSpawner, FunctionSpawner
 from ripstop.compat.multiprocessing.function_worker import Inherited, open_descriptors
 from ripstop.compat.utils import macros
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory
-from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script
+from ripstop.model.config import RunConfig
 from ripstop.model.errors import UsageError
-from ripstop.model.events import Sink
 from ripstop.model.round import Outcome
 from ripstop.telemetry.torch_handler import torch_sink
-from ripstop.transport.endpoint import Bound
-from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import ProcessSpec, ServeStore, Spawner
 
 
 def run_engine(
@@ -50,14 +45,13 @@ def run_engine(
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
     name: str,
-    environ: dict[str, str],
     server: HealthCheckServer | None,
 ) -> tuple[ExitAgent, dict[int, Any]]:
     """How this node's part of the job ended, and the workers' return values by global rank."""
     handled = *(signal.Signals[each] for each in run.signals), signal.SIGINT, signal.SIGCHLD  # by the engine or asyncio
     inherited = Inherited(handled, open_descriptors())
+    environ = {key: value for key, value in os.environ.items() if key not in launch.SECRET_VARIABLES}
     results = Path(tempfile.mkdtemp(prefix="ripstop_results_"))
-    source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
     children = Children(in_program=True)
     spawner: FunctionSpawner | CommandSpawner
     try:
@@ -67,21 +61,30 @@ def run_engine(
         else:
             by_rank = [tuple(macros.substitute(list(args), str(rank))) for rank in range(run.slots)]
             spawner = FunctionSpawner(children, entrypoint, by_rank, config.start_method, results, environ, inherited)
-        try:
+        with ExitStack() as parts:
+            parts.callback(children.close)
+            parts.callback(spawner.close)
             directory = LogDirectory(run.logs, run.run_id, made_up=_is_temporary(run.logs.directory))
             if server is not None:
                 server.ready_callback = lambda: spawner.has_started
-            event_sinks = _event_sinks(run, config.event_log_handler, name)
-            with _endpoint(run) as bound, event_sinks as sinks:
-                link = link_to_handler(run, config)
-                console = Console(_output_objects())
-                part = partial(
-                    launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
-                )
-                end = _run_in_thread(part) if _is_in_event_loop() else _run_here(part, handled)
-        finally:
-            spawner.close()
-            children.close()
+            if (bound := launch.bind_endpoint(run)) is not None:
+                parts.callback(bound.listening.close)
+            sinks = []
+            if not isinstance(get_logging_handler(config.event_log_handler), logging.NullHandler):
+                events = EventThread(config.event_log_handler)
+                parts.callback(events.close)
+                sinks.append(torch_sink(run, name, events.put))
+            source = CustomLogs(config.logs_specs, run.logs, run.role) if is_custom(config.logs_specs) else None
+            link = link_to_handler(run, config.rdzv_configs) if run.handler is not None else None
+            console = Console(_output_objects())
+            part = partial(
+                launch.run_agent, run, directory, spawner, environ, bound, source, sinks, link, console=console
+            )
+            if _is_in_event_loop():
+                end = _run_in_thread(part)
+            else:
+                with _signals_restored(handled):
+                    end = asyncio.run(part())
         succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
         values = spawner.returned() if succeeded else {}
         directory.tidy(succeeded=succeeded)
@@ -90,42 +93,6 @@ def run_engine(
         raise ValueError(str(error)) from None
     finally:
         shutil.rmtree(results, ignore_errors=True)
-
-
-class CommandSpawner:
-    """A `Spawner` that replaces `${local_rank}` in each worker's arguments."""
-
-    def __init__(self, children: Children, config: RunConfig, environ: Mapping[str, str]) -> None:
-        self.children = children
-        shared = shared_environment(environ, config.slots)
-        self._spawner = Spawner(children, config.entry, shared, config.start, config.preload)
-        self.wait_ready = self._spawner.wait_ready
-        self.close = self._spawner.close
-        self._ranks: tuple[int, ...] = ()
-        self.has_started = False
-
-    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        if isinstance(specs[0].entry, ServeStore):
-            return await self._spawner.spawn(specs)
-        self._ranks = tuple(int(spec.env["RANK"]) for spec in specs)
-        pids = await self._spawner.spawn(
-            [replace(spec, entry=_substituted(spec.entry, rank)) for rank, spec in enumerate(specs)]
-        )
-        self.has_started = True
-        return pids
-
-    def returned(self) -> dict[int, Any]:
-        """A command returns nothing."""
-        return dict.fromkeys(self._ranks)
-
-
-def _substituted(entry: Entrypoint | ServeStore, local_rank: int) -> Entrypoint | ServeStore:
-    match entry:
-        case Executable(argv):
-            return Executable(tuple(macros.substitute(argv, str(local_rank))))
-        case Script(args=args) | Module(args=args):
-            return replace(entry, args=tuple(macros.substitute(args, str(local_rank))))
-    return entry
 
 
 def _is_temporary(directory: Path | None) -> bool:
@@ -156,30 +123,6 @@ def _output_objects() -> dict[int, TextIO | None]:
     return found
 
 
-@contextmanager
-def _endpoint(run: RunConfig) -> Iterator[Bound | None]:
-    """The endpoint's socket during the launch, if this node hosts the coordinator."""
-    bound = launch.bind_endpoint(run)
-    try:
-        yield bound
-    finally:
-        if bound is not None:
-            bound.listening.close()
-
-
-@contextmanager
-def _event_sinks(run: RunConfig, handler: str, program: str) -> Iterator[list[Sink]]:
-    """Send this node's events to the program's event handler during the launch."""
-    if isinstance(get_logging_handler(handler), logging.NullHandler):
-        yield []
-        return
-    thread = EventThread(handler)
-    try:
-        yield [torch_sink(run, program, thread.put)]
-    finally:
-        thread.close()
-
-
 # the event loop -------------------------------------------------------------------------------------------------------
 
 
@@ -189,12 +132,6 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _run_here(part: Callable[[], Any], handled: Sequence[signal.Signals]) -> ExitAgent:
-    with _signals_restored(handled):
-        end: ExitAgent = asyncio.run(part())
-        return end
 
 
 def _run_in_thread(part: Callable[[], Any]) -> ExitAgent:
