@@ -95,10 +95,7 @@ def test_a_script_on_the_command_line_replaces_the_files_and_its_arguments(read:
         ("role = 2001-01-01", "job.toml role=2001-01-01: a date is not allowed here; write a string or a number"),
         ("script = 7", 'job.toml script=7: not a string; write script = "train.py"'),
         ("args = ['a']", "job.toml args=['a']: there is no script for these arguments; add script = \"train.py\""),
-        (
-            "script = 'a'\nargs = 'b'",
-            'job.toml args=b: not a list of strings; write args = ["--lr", "0.1"]',
-        ),
+        ("script = 'a'\nargs = 'b'", 'job.toml args=b: not a list of strings; write args = ["--lr", "0.1"]'),
     ],
 )
 def test_a_mistake_in_the_file_is_named_by_file_and_key(

@@ -86,13 +86,7 @@ def test_a_value_that_cannot_be_used_is_noted_and_the_job_runs_without_traces(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "nonsense",
-        PARENT.replace("b7ad6b7169203331", "0" * 16),
-        f"{PARENT}-more",
-        f"ff{PARENT[2:]}",
-        PARENT.upper(),
-    ],
+    ["nonsense", PARENT.replace("b7ad6b7169203331", "0" * 16), f"{PARENT}-more", f"ff{PARENT[2:]}", PARENT.upper()],
 )
 def test_an_invalid_traceparent_is_noted_and_the_job_starts_a_new_trace(text: str) -> None:
     tracing, (note,) = read(HERE | {"TRACEPARENT": text})

@@ -21,11 +21,7 @@ line is a JSON object as in events.jsonl, with the event's number in the job.
   -f, --follow                continue with new events until the job ends
   --since N                   only events after number N
 {JOB_HELP}"""
-FLAGS = (
-    *JOB_FLAGS,
-    Flag("--follow", short="-f", from_environment=False),
-    Flag("--since", "N", from_environment=False),
-)
+FLAGS = (*JOB_FLAGS, Flag("--follow", short="-f", from_environment=False), Flag("--since", "N", from_environment=False))
 IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 
 

@@ -34,9 +34,7 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
         window=duration(*args.labelled("--restart-window", str(default.window))),
         backoff=duration(*args.labelled("--restart-backoff", str(default.backoff))),
         max_infra_restarts=integer(
-            *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)),
-            minimum=0,
-            maximum=MAX_RESTARTS,
+            *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)), minimum=0, maximum=MAX_RESTARTS
         ),
     )
 

@@ -200,8 +200,7 @@ def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
     if "--master-addr" not in args and args.text("--nnodes", "1") not in ("1", "1:1"):
         notes.append("no --master-addr: using 127.0.0.1, so all nodes must be on this machine")
     return Address(
-        host(*args.labelled("--master-addr", "127.0.0.1")),
-        port(*args.labelled("--master-port", str(MASTER_PORT))),
+        host(*args.labelled("--master-addr", "127.0.0.1")), port(*args.labelled("--master-port", str(MASTER_PORT)))
     )
 
 
