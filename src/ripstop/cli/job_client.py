@@ -19,10 +19,10 @@ from msgspec import Struct
 from ripstop.api import client
 from ripstop.api.registry import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
-from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
+from ripstop.model.parsers import TLS_CONF, address, identifier, integer, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.run_directory import run_directories
@@ -34,16 +34,8 @@ JOB_HELP = """
   --rdzv-conf tls_…=FILE,…    certificates for --endpoint, as in ripstop run
   --json                      print JSON
 """
-BASIC_FLAGS = (
-    Flag("--help", short="-h", from_environment=False),
-    Flag("--job", "NAME", short="-j", from_environment=False),
-    Flag("--json", from_environment=False),
-)
-JOB_FLAGS = (
-    *BASIC_FLAGS,
-    Flag("--endpoint", "HOST[:PORT]", from_environment=False),
-    Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
-)
+BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
+JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))
 REPLY_TIMEOUT_S = 20.0  # for a whole reply, or for the header of a stream
 MAX_REPLY_BYTES = 256 << 20  # the stacks of a very large job
 
@@ -62,7 +54,7 @@ class RequestRejected(RipstopError):
 
 
 class ParsedCommand(Struct, frozen=True):
-    """The command line of one command."""
+    """The command line of a command about a job."""
 
     args: ParsedArguments
     positional: tuple[str, ...]
@@ -71,23 +63,34 @@ class ParsedCommand(Struct, frozen=True):
     def as_json(self) -> bool:
         return "--json" in self.args
 
-    def print_result(self, reply: dict[str, Any]) -> None:
-        """Print the reply to a command that changes the job."""
+    def rank(self) -> int | None:
+        """The argument RANK, None if it is absent."""
+        return integer("RANK", self.positional[0], minimum=0, maximum=2**31) if self.positional else None
+
+    def print(self, text: str, reply: object) -> None:
+        """Print the text, or with --json the reply."""
         if self.as_json:
             print_json(reply)
         else:
-            print(reply["done"])
+            print(text)
 
 
-def parse_command(
-    command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = JOB_FLAGS, max_positional: int = 0
-) -> ParsedCommand:
-    args, positional = parse_mixed(flags, argv)
+class JobCommand(Struct, frozen=True):
+    """A command about a job: the function that runs it and returns its exit code (None: 0), its help and its flags."""
+
+    run: Callable[[ParsedCommand], int | None]
+    help: str
+    flags: tuple[Flag, ...] = JOB_FLAGS
+    max_positional: int = 0
+
+
+def run_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
+    args, positional = parse_mixed(command.flags, argv)
     if "--help" in args:
-        raise HelpRequested(help)
-    if len(positional) > max_positional:
-        raise UsageError(f"{positional[max_positional]}: unexpected argument; see ripstop {command} --help")
-    return ParsedCommand(args, positional)
+        raise HelpRequested(command.help)
+    if len(positional) > command.max_positional:
+        raise UsageError(f"{positional[command.max_positional]}: unexpected argument; see ripstop {name} --help")
+    return command.run(ParsedCommand(args, positional)) or 0
 
 
 def print_json(content: object) -> None:
@@ -97,6 +100,14 @@ def print_json(content: object) -> None:
 def print_error(command: str, error: RipstopError) -> None:
     """For errors in a command's threads; `main` prints those of its main thread."""
     print(f"ripstop {command}: error: {error}", file=sys.stderr)
+
+
+def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 # which job ------------------------------------------------------------------------------------------------------------

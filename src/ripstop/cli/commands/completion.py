@@ -4,8 +4,9 @@ The script is generated from the flags.  After the training script's name it com
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 
-from ripstop.cli import COMMANDS
+from ripstop.cli import COMMANDS, JOB_COMMANDS
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import HelpRequested, UsageError
 
@@ -110,13 +111,12 @@ def script(shell: str) -> str:
 
 def commands_flags() -> dict[str, tuple[Flag, ...]]:
     """The flags of each command that has flags."""
-    from importlib import import_module
-
-    from ripstop.cli.job_client import JOB_FLAGS
-
-    names = [command for command in COMMANDS if command not in ("completion", "version")]
-    modules = {name: import_module(f"ripstop.cli.commands.{name}") for name in names}
-    return {name: getattr(module, "FLAGS", JOB_FLAGS) for name, module in modules.items()}
+    found: dict[str, tuple[Flag, ...]] = {}
+    for name in COMMANDS:
+        if name not in ("completion", "version"):
+            module = import_module(f"ripstop.cli.commands.{JOB_COMMANDS.get(name, name)}")
+            found[name] = module.COMMANDS[name].flags if name in JOB_COMMANDS else module.FLAGS
+    return found
 
 
 def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:

@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ripstop.cli.kube import cluster, job
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
-from ripstop.cli.options.job import HELP as HELP_FLAG
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.kubernetes.to_yaml import to_yaml
 from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.parsers import integer
@@ -43,17 +42,17 @@ usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
 {job.HELP}\
   --json                      print a JSON list instead of YAML
 """
-CONTEXT = Flag("--context", "NAME", from_environment=False)
-CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n", from_environment=False), CONTEXT)
-JSON = Flag("--json", from_environment=False)
-FILE = Flag("--file", "FILE", short="-f", from_environment=False)
-FOLLOW = Flag("--follow", short="-f", from_environment=False)
-TAIL = Flag("--tail", "N", from_environment=False)
-IMAGE = Flag("--image", "IMAGE", from_environment=False)
-HOME = Flag("--home", "NAMESPACE", from_environment=False)
-HEALTH = Flag("--health", "HOST:PORT", from_environment=False)
-DRY_RUN = Flag("--dry-run", from_environment=False)
-TIMEOUT = Flag("--timeout", "SECONDS", from_environment=False)
+CONTEXT = Flag("--context", "NAME")
+CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n"), CONTEXT)
+JSON = Flag("--json")
+FILE = Flag("--file", "FILE", short="-f")
+FOLLOW = Flag("--follow", short="-f")
+TAIL = Flag("--tail", "N")
+IMAGE = Flag("--image", "IMAGE")
+HOME = Flag("--home", "NAMESPACE")
+HEALTH = Flag("--health", "HOST:PORT")
+DRY_RUN = Flag("--dry-run")
+TIMEOUT = Flag("--timeout", "SECONDS")
 _ALL = (*CLUSTER_FLAGS, *job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN, TIMEOUT)
 FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all subcommands, for completion
 MAX_TAIL_LINES = 1_000_000

@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ripstop.api.routes import MAX_TAIL_LINES
@@ -11,11 +11,12 @@ from ripstop.cli.commands.events import follow_events
 from ripstop.cli.job_client import (
     JOB_FLAGS,
     JOB_HELP,
+    JobCommand,
+    ParsedCommand,
     RequestRejected,
     Target,
     find_job,
     get,
-    parse_command,
     print_error,
     print_json,
     stream_lines,
@@ -34,19 +35,12 @@ file is available; stdout needs --tee or --redirects.
   --tail N                    lines of each worker and stream (100)
   --stream NAME               only stdout or only stderr (both)
 {JOB_HELP}"""
-FLAGS = (
-    *JOB_FLAGS,
-    Flag("--follow", short="-f", from_environment=False),
-    Flag("--tail", "N", from_environment=False),
-    Flag("--stream", "NAME", choices=("stdout", "stderr"), from_environment=False),
-)
 STREAMS = ("stdout", "stderr")
+FLAGS = (*JOB_FLAGS, Flag("--follow", short="-f"), Flag("--tail", "N"), Flag("--stream", "NAME", choices=STREAMS))
 
 
-def main(argv: Sequence[str]) -> int:
-    command = parse_command("logs", argv, HELP, FLAGS, max_positional=1)
-    args = command.args
-    rank = integer("RANK", command.positional[0], minimum=0, maximum=2**31) if command.positional else None
+def logs(command: ParsedCommand) -> int:
+    args, rank = command.args, command.rank()
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
     stream = args.text("--stream")
     if stream not in ("", *STREAMS):
@@ -59,15 +53,15 @@ def main(argv: Sequence[str]) -> int:
     if not ranks:
         raise RequestRejected("no workers are running; ripstop status shows what the job waits for")
     streams = [stream] if stream else list(STREAMS)
-    logs, errors = _read_tails(target, ranks, streams, 0 if "--follow" in args else tail)
-    if errors and not logs:
+    found, errors = _read_tails(target, ranks, streams, 0 if "--follow" in args else tail)
+    if errors and not found:
         raise errors[0]
     if command.as_json:
-        print_json(logs)
+        print_json(found)
     elif "--follow" in args:
-        return _follow(target, logs, streams, tail, last_event if rank is None else None)
+        return _follow(target, found, streams, tail, last_event if rank is None else None)
     else:
-        for log in logs:
+        for log in found:
             for line in log["text"].splitlines():
                 print(_format(log["rank"], line, prefixed=rank is None))
     return 0
@@ -150,3 +144,6 @@ class _Followers:
 
 def _format(rank: int, line: str, *, prefixed: bool) -> str:
     return f"[{rank}] {line}" if prefixed else line
+
+
+COMMANDS = {"logs": JobCommand(logs, HELP, FLAGS, max_positional=1)}

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import HELP as HELP_FLAG
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import plain, spec
 from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
@@ -34,18 +33,18 @@ HELP = """\
   --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
 """
 OWN_FLAGS = (
-    Flag("--name", "NAME", from_environment=False),
-    Flag("--namespace", "NAMESPACE", short="-n", from_environment=False),
-    Flag("--image", "IMAGE", from_environment=False),
-    Flag("--gpus", "N", from_environment=False),
-    Flag("--cpus", "N", from_environment=False),
-    Flag("--memory", "SIZE", from_environment=False),
-    Flag("--shared-memory", "SIZE", from_environment=False),
-    Flag("--env", "NAME=VALUE,…", from_environment=False),
-    Flag("--replicas", "N", from_environment=False),
-    Flag("--spares", "N", from_environment=False),
-    Flag("--secret-name", "NAME", from_environment=False),
-    Flag("--without-operator", "KIND", choices=plain.KINDS, from_environment=False),
+    Flag("--name", "NAME"),
+    Flag("--namespace", "NAMESPACE", short="-n"),
+    Flag("--image", "IMAGE"),
+    Flag("--gpus", "N"),
+    Flag("--cpus", "N"),
+    Flag("--memory", "SIZE"),
+    Flag("--shared-memory", "SIZE"),
+    Flag("--env", "NAME=VALUE,…"),
+    Flag("--replicas", "N"),
+    Flag("--spares", "N"),
+    Flag("--secret-name", "NAME"),
+    Flag("--without-operator", "KIND", choices=plain.KINDS),
 )
 SPEC_FLAGS = (
     *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
-from ripstop.cli.options.flags import Flag, ParsedArguments
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
 from ripstop.model.config import Budget, Tls, Tracing
 from ripstop.model.parsers import duration, integer, tls
 
-HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (
-    HELP,
+    HELP_FLAG,
     Flag("--nnodes", "N|MIN:MAX"),
     Flag("--rdzv-id", "NAME"),
     Flag("--rdzv-endpoint", "HOST[:PORT]"),
