@@ -164,7 +164,7 @@ def status(args: ParsedArguments, names: Sequence[str]) -> int:
     pods = _pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
     events = server.list(core_path(here, "events"), fieldSelector=about)
-    report = {"job": job, "pods": pods, "events": events}
+    report: dict[str, Any] = {"job": job, "pods": pods, "events": events}
     print(json.dumps(report, indent=2) if "--json" in args else describe(**report))
     return 0
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
@@ -23,7 +24,7 @@ NODE_NUMBER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of Slurm, an
 
 
 class RendezvousOptions(Struct, frozen=True):
-    """Where the nodes meet, and this node's identity; the fields are `RunConfig`'s."""
+    """Where the nodes meet, and this node's identity and rank; the fields are `RunConfig`'s."""
 
     backend: Backend
     endpoint: Address | None = None
@@ -31,14 +32,9 @@ class RendezvousOptions(Struct, frozen=True):
     node_rank: int | None = None
     local_addr: str | None = None
     store_port: int = 0
-
-
-class Ranking(Struct, frozen=True):
-    """The order of first ranks, and this node's key in it."""
-
-    by: RankBy = RankBy.JOIN
-    number: int | None = None
-    label: str = ""
+    rank_by: RankBy = RankBy.JOIN
+    node_number: int | None = None
+    node_label: str = ""
 
 
 def rendezvous_options(
@@ -46,16 +42,16 @@ def rendezvous_options(
 ) -> RendezvousOptions:
     conf_name = args.label("--rdzv-conf")
     is_host = None if is_host_text is None else boolean(f"{conf_name} is_host", is_host_text)
-    local_addr = local_address(args)
+    local_addr = _local_address(args)
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
-        note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
+        _note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
         return _single_node(local_addr, is_host, conf_name, notes)
     node_rank = _node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
-            note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            _note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
             endpoint = _endpoint(args, max_nodes)
             if endpoint is None:
                 return _single_node(local_addr, is_host, conf_name, notes)
@@ -80,14 +76,21 @@ def rendezvous_options(
     )
 
 
-def ranking(
+def handler_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
+    why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
+    _note_no_effect(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
+    return RendezvousOptions(Backend.HANDLER, local_addr=_local_address(args))
+
+
+def with_ranking(
     args: ParsedArguments,
     conf: Mapping[str, str],
     rdzv: RendezvousOptions,
     environ: Mapping[str, str],
     hostname: str,
     notes: list[str],
-) -> Ranking:
+) -> RendezvousOptions:
+    """Add the order of first ranks, and this node's key in it."""
     name = args.label("--rdzv-conf")
     by = rank_by(name, conf)
     if "rank_by" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
@@ -95,15 +98,16 @@ def ranking(
         notes.append(f"{name} rank_by has no effect {why}")
         by = RankBy.JOIN
     if by is not RankBy.LABEL:
-        note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
+        _note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
     match by:
         case RankBy.SLOT:
-            return Ranking(by, number=_node_number(name, rdzv.node_rank, environ, hostname, notes))
+            number = _node_number(name, rdzv.node_rank, environ, hostname, notes)
+            return replace(rdzv, rank_by=by, node_number=number)
         case RankBy.LABEL if "--node-label" not in args:
             raise UsageError(f"{name} rank_by=label: this node has no label; add one such as --node-label=rack7")
         case RankBy.LABEL:
-            return Ranking(by, label=identifier(*args.labelled("--node-label")))
-    return Ranking(by)
+            return replace(rdzv, rank_by=by, node_label=identifier(*args.labelled("--node-label")))
+    return replace(rdzv, rank_by=by)
 
 
 def _node_number(name: str, node_rank: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]) -> int:
@@ -121,7 +125,7 @@ def _node_number(name: str, node_rank: int | None, environ: Mapping[str, str], h
     )
 
 
-def local_address(args: ParsedArguments) -> str | None:
+def _local_address(args: ParsedArguments) -> str | None:
     return host(*args.labelled("--local-addr")) if "--local-addr" in args else None
 
 
@@ -140,7 +144,7 @@ def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
         raise UsageError(
             f"{flag}: the address of etcd is missing; write --rdzv-endpoint=HOST:{ETCD_PORT}, or several with commas"
         )
-    note_no_effect(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
+    _note_no_effect(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{flag} means etcd: ripstop uses etcd's v3 API")
 
@@ -193,7 +197,7 @@ def _endpoint(args: ParsedArguments, max_nodes: int) -> Address | None:
 def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
     """The address of static's node 0; None if no flag names it."""
     if args.text("--rdzv-endpoint"):
-        note_no_effect(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
+        _note_no_effect(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
         return address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
     if not any(flag in args for flag in MASTER_FLAGS):
         return None
@@ -211,5 +215,5 @@ def _node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
     return integer(*args.labelled("--node-rank"), minimum=0, maximum=max_nodes - 1, remedy=remedy)
 
 
-def note_no_effect(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def _note_no_effect(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)

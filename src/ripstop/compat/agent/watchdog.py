@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ripstop.cli.options.timers import ENABLE
+from ripstop.cli.options.monitoring import ENABLE_TIMERS
 from ripstop.compat.timer.file_timer import FileTimerRequest, FileTimerServer
 from ripstop.workers.environment import TIMER_FILE
 
-TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE = ENABLE, TIMER_FILE  # as torch calls them
+TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE = ENABLE_TIMERS, TIMER_FILE  # as torch calls them
 INTERVAL_S = 0.1  # torch's
 
 
