@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api import probes
+from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.service import Coordinator
 from ripstop.coordinator.settings import JobSettings
@@ -82,7 +82,7 @@ def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | N
     bound = bind_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
-        probe_socket = probes.listen("--probe-port", config.local_addr, config.probe_port)
+        probe_socket = probe_server.listen("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
@@ -344,7 +344,7 @@ async def _serve(
 
 
 def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Callable[[], str]) -> None:
-    serving = asyncio.create_task(probes.serve(listening, unready), name="ripstop-probes")
+    serving = asyncio.create_task(probe_server.serve(listening, unready), name="ripstop-probes")
 
     async def stop() -> None:
         serving.cancel()

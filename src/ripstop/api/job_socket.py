@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ripstop.api.job_interface import JobInterface, RequestRefused
-from ripstop.api.registry import JobRecord, Registration, socket_address
+from ripstop.api.local_jobs import JobRecord, Registration, socket_address
 from ripstop.model.config import Tls
 from ripstop.model.errors import RipstopError
 from ripstop.system.run_directory import HeldDirectory

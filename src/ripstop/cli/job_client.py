@@ -1,6 +1,6 @@
 """Shared code of the commands about a running job: parse the command line, find the job, send requests to its API.
 
-A command finds a job through the files that this user's agents keep on this machine (`api/registry.py`), or at the
+A command finds a job through the files that this user's agents keep on this machine (`api/local_jobs.py`), or at the
 coordinator's endpoint.
 """
 
@@ -11,13 +11,15 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
-from ripstop.api import client
-from ripstop.api.registry import JobRecord, job_records, socket_address
+from ripstop.api import http_client
+from ripstop.api.http_client import Request
+from ripstop.api.local_jobs import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
@@ -38,8 +40,6 @@ BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
 JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))
 REPLY_TIMEOUT_S = 20.0  # for a whole reply, or for the header of a stream
 MAX_REPLY_BYTES = 256 << 20  # the stacks of a very large job
-
-T = TypeVar("T")
 
 
 class JobUnreachable(RipstopError):
@@ -117,7 +117,7 @@ class Target(Struct, frozen=True):
     """A job and how to reach it: through a Unix socket, or at an endpoint."""
 
     name: str
-    socket: Path | None
+    socket_path: Path | None
     endpoint: Address | None
     token: str
     tls: ssl.SSLContext | None
@@ -127,7 +127,23 @@ class Target(Struct, frozen=True):
         return str(self.endpoint or "localhost")
 
     def __str__(self) -> str:
-        return f"job {self.name} at {self.socket or self.endpoint}"
+        return f"job {self.name} at {self.socket_path or self.endpoint}"
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        if self.socket_path is not None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(timeout_s)
+            try:
+                with socket_address(self.socket_path) as path:
+                    sock.connect(path)
+            except OSError:
+                sock.close()
+                raise
+            return sock
+        assert self.endpoint is not None, "a target has a socket or an endpoint"
+        sock = socket.create_connection((self.endpoint.host, self.endpoint.port), timeout_s)
+        enable_keepalive(sock)
+        return sock if self.tls is None else self.tls.wrap_socket(sock, server_hostname=self.endpoint.host)
 
 
 def find_job(args: ParsedArguments, environ: Mapping[str, str] | None = None) -> Target:
@@ -201,93 +217,49 @@ def _tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
 
 
 def get(target: Target, path: str, **query: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(_request(target, "GET", PREFIX + path, query=query))
+    reply: dict[str, Any] = json.loads(_send(target, "GET", PREFIX + path, query=query))
     return reply
 
 
 def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(_request(target, "POST", PREFIX + path, body=body))
+    reply: dict[str, Any] = json.loads(_send(target, "POST", PREFIX + path, body=body))
     return reply
 
 
 def get_text(target: Target, path: str) -> str:
     """Get a page outside the API."""
-    return _request(target, "GET", path, accept="text/plain").decode("utf-8", "replace")
+    return _send(target, "GET", path, accept="text/plain").decode("utf-8", "replace")
 
 
-def _request(target: Target, method: str, path: str, **options: Any) -> bytes:
-    def send() -> bytes:
-        return client.request(
-            _connector(target),
-            method,
-            path,
-            host=target.host_header,
-            token=target.token,
-            timeout_s=REPLY_TIMEOUT_S,
-            max_bytes=MAX_REPLY_BYTES,
-            **options,
-        )
-
-    return _translate_errors(target, send)
+def _send(target: Target, method: str, path: str, **options: Any) -> bytes:
+    request = Request(method, path, target.host_header, target.token, **options)
+    with _translated_errors(target):
+        return http_client.send(target.connect, request, timeout_s=REPLY_TIMEOUT_S, max_bytes=MAX_REPLY_BYTES)
 
 
 def stream_lines(target: Target, path: str, accept: str, idle_timeout_s: float | None, **query: Any) -> Iterator[str]:
     """Yield the lines of a stream until it ends; `idle_timeout_s` limits its silence."""
-    lines = client.stream_lines(
-        _connector(target),
-        PREFIX + path,
-        host=target.host_header,
-        token=target.token,
-        query=query,
-        accept=accept,
-        timeout_s=REPLY_TIMEOUT_S,
-        idle_timeout_s=idle_timeout_s,
-    )
-    while (line := _translate_errors(target, lambda: next(lines, None))) is not None:
-        yield line
+    request = Request("GET", PREFIX + path, target.host_header, target.token, query, accept=accept)
+    with _translated_errors(target):
+        yield from http_client.stream_lines(
+            target.connect, request, timeout_s=REPLY_TIMEOUT_S, idle_timeout_s=idle_timeout_s
+        )
 
 
-def _connector(target: Target) -> client.Connect:
-    def connect(timeout_s: float) -> socket.socket:
-        if target.socket is not None:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            try:
-                with socket_address(target.socket) as path:
-                    sock.connect(path)
-            except OSError:
-                sock.close()
-                raise
-            return sock
-        assert target.endpoint is not None, "a target has a socket or an endpoint"
-        sock = socket.create_connection((target.endpoint.host, target.endpoint.port), timeout_s)
-        enable_keepalive(sock)
-        if target.tls is None:
-            return sock
-        return target.tls.wrap_socket(sock, server_hostname=target.endpoint.host)
-
-    return connect
-
-
-def _translate_errors(target: Target, call: Callable[[], T]) -> T:
+@contextmanager
+def _translated_errors(target: Target) -> Iterator[None]:
     try:
-        return call()
-    except client.ErrorReply as reply:
-        raise RequestRejected(_rejection_reason(target, reply)) from reply
+        yield
+    except http_client.ErrorReply as reply:
+        why = reply.error or f"{target} replied HTTP {reply.status}, so it is not a ripstop job; correct the endpoint"
+        if reply.status == http.client.UPGRADE_REQUIRED:
+            why = f"{target} requires TLS; add --rdzv-conf=tls_ca=FILE"
+        raise RequestRejected(why) from reply
     except (OSError, http.client.HTTPException) as error:
-        why = _network_problem(error)
+        if isinstance(error, ssl.SSLError):
+            from ripstop.transport.tls import describe_tls_error
+
+            why = describe_tls_error(error)
+        else:
+            why = describe_network_error(error)
         raise JobUnreachable(f"cannot reach {target}: {why}; check that it runs, and its address") from error
-
-
-def _rejection_reason(target: Target, reply: client.ErrorReply) -> str:
-    if reply.status == http.client.UPGRADE_REQUIRED:
-        return f"{target} requires TLS; add --rdzv-conf=tls_ca=FILE"
-    return reply.error or f"{target} replied HTTP {reply.status}, so it is not a ripstop job; correct the endpoint"
-
-
-def _network_problem(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        from ripstop.transport.tls import describe_tls_error
-
-        return describe_tls_error(error)
-    return describe_network_error(error)

@@ -11,7 +11,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from ripstop.api.client import ErrorReply, request
+from ripstop.api.http_client import ErrorReply, Request, send
 from ripstop.kubernetes.spec import PORT
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Address
@@ -46,18 +46,11 @@ class JobApi:
     def _request(
         self, method: str, operation: str, body: dict[str, Any] | None, address: str, secret: str, run_id: str
     ) -> Any:
+        host, token = str(Address(address, self._port)), self._api_token(secret, run_id)
+        request = Request(method, f"/api/v1/{operation}", host, token, body=body)
+        connect = partial(socket.create_connection, (address, self._port))
         try:
-            reply = request(
-                partial(socket.create_connection, (address, self._port)),
-                method,
-                f"/api/v1/{operation}",
-                host=str(Address(address, self._port)),
-                token=self._api_token(secret, run_id),
-                body=body,
-                timeout_s=TIMEOUT_S,
-                max_bytes=MAX_REPLY_BYTES,
-            )
-            return json.loads(reply)
+            return json.loads(send(connect, request, timeout_s=TIMEOUT_S, max_bytes=MAX_REPLY_BYTES))
         except ErrorReply as error:
             text = error.error or error.body[: 4 * MAX_TEXT_CHARACTERS].decode("utf-8", "replace")
             raise QueryFailed(f"HTTP {error.status}: {_one_line(text)}".rstrip(": ")) from error

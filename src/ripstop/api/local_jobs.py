@@ -1,4 +1,4 @@
-"""The registry of this user's jobs on this machine: each agent has a file in `run_directory()` with its job's address.
+"""The jobs of this user on this machine: each agent has a file in `run_directory()` with its job's address.
 
 Rules: (1) an agent holds a lock on its file as long as it lives; a file that can be locked belongs to a dead agent, and
 the process that finds it removes it with its socket; (2) a file is written atomically; (3) file and directory are
