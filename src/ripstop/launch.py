@@ -228,9 +228,10 @@ def coordinate(config: CoordinatorConfig) -> int:
 
 async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
     """The job's report, or the signal that ended the coordinator."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[int] = loop.create_future()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
+        loop.add_signal_handler(signum, lambda received: signalled.done() or signalled.set_result(received), signum)
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
         coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
@@ -238,13 +239,9 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
         _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
-        signalled = asyncio.create_task(signals.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if signalled.done():
-        return signalled.result()
-    signalled.cancel()
-    return coordinator.ended.result()
+    return signalled.result() if signalled.done() else coordinator.ended.result()
 
 
 # the parts ------------------------------------------------------------------------------------------------------------

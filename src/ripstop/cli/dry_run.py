@@ -20,13 +20,8 @@ from ripstop.workers.spawner import command_line
 
 AFTER_RENDEZVOUS = "(after the rendezvous)"
 SET_BY_RENDEZVOUS = (
-    "RANK",
-    "WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
+    *("RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
 )
 HIDDEN_FIELDS = ("token", "password", "headers", "notes")
 

@@ -223,7 +223,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     conf = key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
     min_nodes, max_nodes = node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
-        rdzv = rendezvous_options(args, min_nodes, max_nodes, conf.get("is_host"), notes)
+        rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
         rdzv = handler_options(args, notes)
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)

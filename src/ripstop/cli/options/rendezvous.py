@@ -38,37 +38,48 @@ class RendezvousOptions(Struct, frozen=True):
 
 
 def rendezvous_options(
-    args: ParsedArguments, min_nodes: int, max_nodes: int, is_host_text: str | None, notes: list[str]
+    args: ParsedArguments, conf: Mapping[str, str], min_nodes: int, max_nodes: int, notes: list[str]
 ) -> RendezvousOptions:
-    conf_name = args.label("--rdzv-conf")
-    is_host = None if is_host_text is None else boolean(f"{conf_name} is_host", is_host_text)
+    name = args.label("--rdzv-conf")
+    is_host = boolean(f"{name} is_host", conf["is_host"]) if "is_host" in conf else None
+    found = _of_backend(args, min_nodes, max_nodes, notes)
+    if found.backend is Backend.COORDINATOR:
+        return replace(found, is_host=is_host)
+    if is_host is not None:
+        reasons = {
+            Backend.LOCAL: "on a single node",
+            Backend.STATIC: "with static: node 0 is the host",
+            Backend.ETCD: f"with {args.quoted('--rdzv-backend')}: etcd elects the host",
+        }
+        notes.append(f"{name} is_host has no effect {reasons[found.backend]}")
+    return found
+
+
+def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: list[str]) -> RendezvousOptions:
     local_addr = _local_address(args)
+    single_node = RendezvousOptions(Backend.LOCAL, local_addr=local_addr)
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
         _note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
-        return _single_node(local_addr, is_host, conf_name, notes)
+        return single_node
     node_rank = _node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
             _note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
-            endpoint = _endpoint(args, max_nodes)
-            if endpoint is None:
-                return _single_node(local_addr, is_host, conf_name, notes)
-            return RendezvousOptions(Backend.COORDINATOR, endpoint, is_host, node_rank, local_addr)
+            if (endpoint := _endpoint(args, max_nodes)) is None:
+                return single_node
+            return RendezvousOptions(Backend.COORDINATOR, endpoint, node_rank=node_rank, local_addr=local_addr)
         case "static" if max_nodes == 1:
-            master = _master(args, notes)
-            store_port = master.port if master and ("--master-port" in args or "--rdzv-endpoint" in args) else 0
-            return _single_node(local_addr or (master.host if master else None), is_host, conf_name, notes, store_port)
+            if (master := _master(args, notes)) is None:
+                return single_node
+            has_port = "--master-port" in args or "--rdzv-endpoint" in args
+            return replace(single_node, local_addr=local_addr or master.host, store_port=master.port if has_port else 0)
         case "static":
-            if is_host is not None:
-                notes.append(f"{conf_name} is_host has no effect with static: node 0 is the host")
-            return _static(args, min_nodes, max_nodes, node_rank, local_addr, notes)
+            master = _static_master(args, min_nodes, max_nodes, node_rank, notes)
+            return RendezvousOptions(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
         case "etcd" | "etcd-v2":
             _check_etcd(args, backend, notes)
-            if is_host is not None:
-                reason = f"with {args.quoted('--rdzv-backend')}: etcd elects the host"
-                notes.append(f"{conf_name} is_host has no effect {reason}")
             return RendezvousOptions(Backend.ETCD, node_rank=node_rank, local_addr=local_addr)
     raise UsageError(
         f"{args.label('--rdzv-backend')}={backend}: unknown backend; write c10d, etcd or static, or install the "
@@ -129,14 +140,6 @@ def _local_address(args: ParsedArguments) -> str | None:
     return host(*args.labelled("--local-addr")) if "--local-addr" in args else None
 
 
-def _single_node(
-    local_addr: str | None, is_host: bool | None, conf_name: str, notes: list[str], store_port: int = 0
-) -> RendezvousOptions:
-    if is_host is not None:
-        notes.append(f"{conf_name} is_host has no effect on a single node")
-    return RendezvousOptions(Backend.LOCAL, local_addr=local_addr, store_port=store_port)
-
-
 def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
     """`parsers.etcd` parses the addresses."""
     flag = args.quoted("--rdzv-backend")
@@ -149,14 +152,9 @@ def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
         notes.append(f"{flag} means etcd: ripstop uses etcd's v3 API")
 
 
-def _static(
-    args: ParsedArguments,
-    min_nodes: int,
-    max_nodes: int,
-    node_rank: int | None,
-    local_addr: str | None,
-    notes: list[str],
-) -> RendezvousOptions:
+def _static_master(
+    args: ParsedArguments, min_nodes: int, max_nodes: int, node_rank: int | None, notes: list[str]
+) -> Address:
     flag = args.quoted("--nnodes")
     if min_nodes != max_nodes:
         raise UsageError(
@@ -173,7 +171,7 @@ def _static(
             f"{flag}: static needs each node's rank; write --node-rank=N, 0 on {master.host}, "
             "or --rdzv-backend=c10d, which assigns ranks"
         )
-    return RendezvousOptions(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
+    return master
 
 
 def _endpoint(args: ParsedArguments, max_nodes: int) -> Address | None:
