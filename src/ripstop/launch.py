@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from ripstop.logs.directory import LogDirectory, LogsSource, write_whole
 from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
-    Entrypoint,
     Executable,
-    Function,
     Logs,
     Module,
     QuarantineLimits,
@@ -87,14 +85,13 @@ def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | N
     # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
     shared = shared_environment(environ, config.slots)
-    spawner = Spawner(children, config.entry, shared, config.start, config.preload)
-    try:
-        with _torch_event_handler(config, environ, children) as sinks:
-            return asyncio.run(
-                run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
-            )
-    finally:
-        spawner.close()
+    with (
+        closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
+        _torch_event_handler(config, environ, children) as sinks,
+    ):
+        return asyncio.run(
+            run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
+        )
 
 
 async def run_agent(
@@ -230,8 +227,13 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
     """The job's report, or the signal that ended the coordinator."""
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(signum: int) -> None:
+        if not signalled.done():
+            signalled.set_result(signum)
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, lambda received: signalled.done() or signalled.set_result(received), signum)
+        loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
         coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
@@ -384,23 +386,13 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
         return
     from ripstop.telemetry.torch_handler import EventHandler, torch_sink
 
-    handler = EventHandler(config.event_handler, environ, children)
-    try:
-        yield [torch_sink(config, _program_name(config.entry), handler.put)]
-    finally:
-        handler.close()
-
-
-def _program_name(entry: Entrypoint) -> str:
-    match entry:
-        case Script(path):
-            return path
-        case Module(name):
-            return name
-        case Executable(argv):
-            return argv[0]
-        case Function():
-            return "function"
+    match config.entry:
+        case Script(name) | Module(name) | Executable((name, *_)):
+            program = name
+        case _:
+            program = "function"
+    with closing(EventHandler(config.event_handler, environ, children)) as handler:
+        yield [torch_sink(config, program, handler.put)]
 
 
 # output to the user ---------------------------------------------------------------------------------------------------
@@ -432,18 +424,14 @@ def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
     if end.report is not None:
         print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
         if directory.kept:
-            print(f"report: {_save_report(end.report, directory.path / 'report.json')}", file=sys.stderr)
+            result = str(path := directory.path / "report.json")
+            try:
+                write_whole(path, to_json(end.report))
+            except OSError as error:
+                result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
+            print(f"report: {result}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
-
-
-def _save_report(report: JobReport, path: Path) -> str:
-    """The path of the saved report, or why it could not be saved."""
-    try:
-        write_whole(path, to_json(report))
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror}); choose another directory with --log-dir"
-    return str(path)
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:

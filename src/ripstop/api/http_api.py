@@ -16,30 +16,14 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from ripstop.api import routes
-from ripstop.api.job_interface import (
-    JobInterface,
-    NodeQueries,
-    RequestRefused,
-    ask,
-    ask_all,
-    node_of_rank,
-    nodes_in_round,
-)
+from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
 from ripstop.api.replies import Description, Done, Error, EventPage, LogText, Members, Ranks, RankStatus, Stacks
 from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
 from ripstop.api.streams import LOG_WAIT_S, EventStreams, LogChunk, StreamKind
+from ripstop.model import operator_commands
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import OperatorAction, to_dict
-from ripstop.model.operator_commands import (
-    DrainNode,
-    OperatorCommand,
-    RestartRound,
-    ScaleJob,
-    StopJob,
-    describe,
-    is_member,
-    rejection_reason,
-)
+from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob, StopJob
 from ripstop.model.status import JobStatus, NodeStatus
 
 MAX_BODY = 16 * 1024  # bytes of a request
@@ -256,7 +240,7 @@ class Api:
             argument = _after(start, chunk) | {"reader": start["reader"], "wait": wait_s}
             try:
                 if wait_s:
-                    return await ask(job, node, "log", argument, 2 * LOG_WAIT_S)
+                    return await self._queries.ask_at_once(job, node, "log", argument, 2 * LOG_WAIT_S)
                 return await self._queries.ask(job, node, "log", argument, QUERY_TIMEOUT_S)
             except QueryFailed:
                 node = node_of_rank(job.status(), start["rank"]).name
@@ -300,10 +284,11 @@ class Api:
     def _apply(self, call: ApiCall, command: OperatorCommand) -> JobStatus:
         """Pass a command to the job, or reject it (rule 2).  Returns the job's status before the command."""
         job, status = self.job, self.job.status()
-        why_not = rejection_reason(command, status)
-        job.record(OperatorAction(describe(command), call.user, f"refused: {why_not}" if why_not else "accepted"))
+        why_not = operator_commands.rejection_reason(command, status)
+        decision = f"refused: {why_not}" if why_not else "accepted"
+        job.record(OperatorAction(operator_commands.describe(command), call.user, decision))
         if why_not:
-            is_unknown_node = isinstance(command, DrainNode) and not is_member(command.node, status)
+            is_unknown_node = isinstance(command, DrainNode) and not operator_commands.is_member(command.node, status)
             raise RequestRefused(404 if is_unknown_node else 409, why_not)
         job.apply_command(command)
         return status

@@ -85,15 +85,17 @@ class NodeQueries:
             why = f"node {node} is busy with other queries since {timeout_s:g} s; try again later"
             raise QueryFailed(why) from None
         try:
-            return await ask(job, node, query, argument, timeout_s)
+            return await self.ask_at_once(job, node, query, argument, timeout_s)
         finally:
             limit.release()
 
-
-async def ask(job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Send a query at once, without a limit, and return the node's reply."""
-    reply: dict[str, Any] = json.loads(await job.ask(node, query, json.dumps(argument), timeout_s))
-    return reply
+    @staticmethod
+    async def ask_at_once(
+        job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Send a query without the limit, and return the node's reply."""
+        reply: dict[str, Any] = json.loads(await job.ask(node, query, json.dumps(argument), timeout_s))
+        return reply
 
 
 async def ask_all(

@@ -2,17 +2,7 @@
 
 import os
 
-from ripstop.cli.job_client import (
-    BASIC_FLAGS,
-    JOB_FLAGS,
-    JOB_HELP,
-    JobCommand,
-    ParsedCommand,
-    Target,
-    find_job,
-    get,
-    post,
-)
+from ripstop.cli.job_client import BASIC_FLAGS, JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import Flag
 from ripstop.model.config import MAX_NODES
 from ripstop.model.errors import UsageError
@@ -57,14 +47,14 @@ Prints the access token of a job's API, derived from RIPSTOP_TOKEN (or RIPSTOP_T
 
 
 def restart(command: ParsedCommand) -> None:
-    _send(command, find_job(command.args), "/restart")
+    _send(command, command.find_job(), "/restart")
 
 
 def drain(command: ParsedCommand) -> None:
     if not command.positional:
         raise UsageError("NODE is missing; write ripstop drain NODE; ripstop status lists the nodes")
-    prefix, job = command.positional[0], find_job(command.args)
-    names = [node["name"] for node in get(job, "/members")["members"]]
+    prefix, job = command.positional[0], command.find_job()
+    names = [node["name"] for node in job.get("/members")["members"]]
     matching = [name for name in names if name.startswith(prefix)]
     if len(matching) > 1 and prefix not in names:
         raise UsageError(f"{prefix}: ambiguous: {' or '.join(matching)}; write more of the name")
@@ -75,11 +65,11 @@ def scale(command: ParsedCommand) -> None:
     if not command.positional:
         raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
     nodes = integer("N", command.positional[0], minimum=1, maximum=MAX_NODES)
-    _send(command, find_job(command.args), "/scale", nodes=nodes)
+    _send(command, command.find_job(), "/scale", nodes=nodes)
 
 
 def stop(command: ParsedCommand) -> None:
-    _send(command, find_job(command.args), "/stop", why=command.args.text("--why"))
+    _send(command, command.find_job(), "/stop", why=command.args.text("--why"))
 
 
 def token(command: ParsedCommand) -> None:
@@ -90,8 +80,8 @@ def token(command: ParsedCommand) -> None:
     command.print(found, {"token": found})
 
 
-def _send(command: ParsedCommand, job: Target, path: str, **body: str | int) -> None:
-    reply = post(job, path, **body)
+def _send(command: ParsedCommand, job: RunningJob, path: str, **body: str | int) -> None:
+    reply = job.post(path, **body)
     command.print(reply["done"], reply)
 
 

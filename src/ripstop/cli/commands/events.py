@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, Target, find_job, get, stream_lines
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import Flag
 from ripstop.model.event_text import log_line
 from ripstop.model.events import from_json
@@ -26,24 +26,24 @@ IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 
 def events(command: ParsedCommand) -> None:
     since = integer("--since", command.args.text("--since", "0"), minimum=0, maximum=2**53)
-    target = find_job(command.args)
-    for event in follow_events(target, since) if "--follow" in command.args else _past_events(target, since):
+    job = command.find_job()
+    for event in follow_events(job, since) if "--follow" in command.args else _past_events(job, since):
         line = json.dumps(event, ensure_ascii=False) if command.as_json else render(event)
         if line:
             print(line, flush=True)
 
 
-def _past_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def _past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     more = True
     while more:
-        page = get(target, "/events", since=since)
+        page = job.get("/events", since=since)
         yield from page["events"]
         since, more = page["last"], page["more"]
 
 
-def follow_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def follow_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     """Yield the events after number `since`, past and new, until the job ends."""
-    for line in stream_lines(target, "/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
+    for line in job.stream_lines("/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
 

@@ -23,21 +23,9 @@ from ripstop.cli.options.rendezvous import (
     rendezvous_options,
     with_ranking,
 )
+from ripstop.model import parsers
 from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, Tls
 from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.model.parsers import (
-    address,
-    duration,
-    etcd,
-    identifier,
-    job_secret,
-    key_values,
-    node_range,
-    quarantine,
-    signals,
-    target,
-    timing,
-)
 from ripstop.model.round import Address
 
 HELP = """\
@@ -212,7 +200,7 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
 def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
     if "--monitor-interval" in args:
-        duration(*args.labelled("--monitor-interval"))
+        parsers.duration(*args.labelled("--monitor-interval"))
         notes.append(f"{args.label('--monitor-interval')} has no effect: worker exits are detected without polling")
     program = entrypoint(args, environ, notes)
     start = start_method(args, program, notes)
@@ -220,8 +208,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
     handler = _handler(args, registered)
-    conf = key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
-    min_nodes, max_nodes = node_range(*args.labelled("--nnodes", "1"))
+    conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
+    min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
@@ -230,8 +218,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
-        elector, conf = etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = timing(conf_name, conf, _shutdown_timeout(args, environ))
+        elector, conf = parsers.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
+    timeouts, timeout_notes = parsers.timing(conf_name, conf, _shutdown_timeout(args, environ))
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
         raise UsageError(
@@ -239,7 +227,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
             "add tls_cert=FILE,tls_key=FILE"
         )
     alone = rdzv.endpoint is None and elector is None
-    token, token_notes = job_secret(environ)
+    token, token_notes = parsers.job_secret(environ)
     api = _api(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
@@ -247,26 +235,26 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)
     return RunConfig(
         entry=program,
-        run_id=identifier(*args.labelled("--rdzv-id", _random_name() if is_local else "none")),
+        run_id=parsers.identifier(*args.labelled("--rdzv-id", _random_name() if is_local else "none")),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         target=_target(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
         slots=slots,
-        role=identifier(*args.labelled("--role", "default")),
+        role=parsers.identifier(*args.labelled("--role", "default")),
         **asdict(rdzv),
         etcd=elector,
         handler=handler,
         budget=budget(args, notes),
         timing=timeouts,
         health=health(args, conf_name, conf, alone=alone),
-        quarantine=quarantine(conf_name, conf),
+        quarantine=parsers.quarantine(conf_name, conf),
         hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),
         logs=logs(args, environ, slots, notes),
         bindings=bindings(args, environ, slots, notes),
         virtual_local_rank=virtual_local_rank(args, environ, slots),
-        signals=signals(*args.labelled("--signals-to-handle")) if "--signals-to-handle" in args else STOP_SIGNALS,
+        signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
         event_handler=event_handler(args),
         timer_pipe=timer_pipe(environ, notes),
         tracing=tracing_if_configured(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
@@ -289,7 +277,7 @@ def _handler(args: ParsedArguments, registered: Collection[str]) -> Handler | No
 
     if name not in registered and name not in entry_points(group="torchrun.handlers").names:
         return None
-    conf = key_values(*args.labelled("--rdzv-conf"))
+    conf = parsers.key_values(*args.labelled("--rdzv-conf"))
     return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
 
 
@@ -311,7 +299,7 @@ def _target(
         why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: all nodes have a rank"
         notes.append(f"{conf_name} target has no effect {why}")
         return None
-    return target(conf_name, conf, min_nodes, max_nodes)
+    return parsers.target(conf_name, conf, min_nodes, max_nodes)
 
 
 def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
@@ -321,7 +309,7 @@ def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, not
     if not local:
         notes.append(f"{name} has no effect on a job of several nodes: its API is at its coordinator's port")
         return None
-    endpoint = address(name, args.text("--api"), default_port=API_PORT)
+    endpoint = parsers.address(name, args.text("--api"), default_port=API_PORT)
     if not token and (tls is None or tls.ca is None):
         raise UsageError(
             f"{name}={endpoint}: the API needs the job's secret, and there is none; "
@@ -337,8 +325,8 @@ def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, not
 def _shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
     variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     if "--shutdown-timeout" not in args and environ.get(variable):
-        return duration(variable, environ[variable])
-    return duration(*args.labelled("--shutdown-timeout", "30"))
+        return parsers.duration(variable, environ[variable])
+    return parsers.duration(*args.labelled("--shutdown-timeout", "30"))
 
 
 def _random_name() -> str:

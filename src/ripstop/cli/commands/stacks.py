@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, find_job, get
+from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand
 from ripstop.diagnostics.flight_recorder import in_words, position
 from ripstop.model.failure import CollectiveProgress
 from ripstop.model.text import rank_list
@@ -17,7 +17,7 @@ they are in.
 
 def stacks(command: ParsedCommand) -> None:
     rank = command.rank()
-    reply = get(find_job(command.args), "/stacks", rank=rank)
+    reply = command.find_job().get("/stacks", rank=rank)
     command.print("\n".join(render(reply)), reply)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, find_job, get, get_text, table
+from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, table
 
 STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
@@ -17,12 +17,12 @@ Prints a job's metrics in Prometheus' text format: its history, its state, and t
 
 
 def status(command: ParsedCommand) -> None:
-    reply = get(find_job(command.args), "/status")
+    reply = command.find_job().get("/status")
     command.print(render(reply), reply)
 
 
 def metrics(command: ParsedCommand) -> None:
-    text = get_text(find_job(command.args), "/metrics")
+    text = command.find_job().metrics()
     command.print(text.removesuffix("\n"), {"metrics": text})
 
 

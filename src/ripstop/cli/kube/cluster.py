@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripstop.cli.job_client import print_error, table
+from ripstop.cli.job_client import table
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.client import Cluster, Conflict, NotFound, core_path, jobs_path
@@ -258,7 +258,7 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
     except BrokenPipeError:
         os._exit(0)  # the reader of our output has closed it
     except RipstopError as error:
-        print_error("kube logs", error)
+        print(f"ripstop kube logs: error: {error}", file=sys.stderr)
 
 
 def _trainer(pod: Json) -> str:
