@@ -19,7 +19,7 @@ from ripstop.api import routes
 from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
 from ripstop.api.replies import Description, Done, Error, EventPage, LogText, Members, Ranks, RankStatus, Stacks
 from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
-from ripstop.api.streams import LOG_WAIT_S, EventStreams, LogChunk, StreamKind
+from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
 from ripstop.model import operator_commands
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import OperatorAction, to_dict
@@ -59,7 +59,7 @@ class Api:
         self._authorize = authorize
         self._authorize_reader = authorize_reader  # None: `authorize`
         self._queries = NodeQueries()
-        self._streams = EventStreams()
+        self._streams = OpenStreams()
 
     def mount(self, app: web.Application) -> None:
         """Add `ROUTES` and `/metrics` to an application."""

@@ -38,7 +38,7 @@ class StreamKind(Enum):
     LOGS = "text/plain"
 
 
-class EventStreams:
+class OpenStreams:
     """The open streams of one API."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 The script is generated from the flags.  After the training script's name it completes file names.  Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from ripstop.cli import COMMANDS, JOB_COMMANDS
@@ -89,19 +89,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    from ripstop.cli.commands.run import FLAGS as RUN
-
     flags = commands_flags()
-    others = {command: own for command, own in flags.items() if command != "run"}
+    with_values = {flag.name: flag for own in flags.values() for flag in own if flag.metavar}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),
         "SHELLS": " ".join(SHELLS),
         "BASH_FLAGS": "\n".join(_bash_flags(command, own) for command, own in flags.items()),
-        "BASH_CHOICES": "\n".join(_bash(flag) for flag in _with_values(flags)),
-        "ZSH_RUN": _zsh(RUN),
+        "BASH_CHOICES": "\n".join(map(_bash, with_values.values())),
+        "ZSH_RUN": _zsh(flags["run"]),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;" for command, own in others.items()
+            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;"
+            for command, own in flags.items()
+            if command != "run"
         ),
         "FISH_FLAGS": "\n".join(_fish(command, own) for command, own in flags.items()),
     }.items():
@@ -119,18 +119,10 @@ def commands_flags() -> dict[str, tuple[Flag, ...]]:
     return found
 
 
-def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:
-    """Each flag once, even if several commands have it."""
-    return list({flag.name: flag for own in flags.values() for flag in own if flag.metavar}.values())
-
-
 def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
-    values = _names(flag for flag in flags if flag.metavar)
-    return f"        {command}) flags='{_names(flags)}' with_value=' {values} ' ;;"
-
-
-def _names(flags: Iterable[Flag]) -> str:
-    return " ".join(name for flag in flags for name in _forms(flag))
+    names = " ".join(name for flag in flags for name in _forms(flag))
+    with_value = " ".join(name for flag in flags if flag.metavar for name in _forms(flag))
+    return f"        {command}) flags='{names}' with_value=' {with_value} ' ;;"
 
 
 def _forms(flag: Flag) -> list[str]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
+from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.model.errors import HelpRequested, UsageError
@@ -36,18 +37,16 @@ FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 
 def main(argv: Sequence[str]) -> int:
-    if (config := configure(argv, os.environ)) is None:
-        raise HelpRequested(HELP)
+    config = configure(argv, os.environ)
     from ripstop.launch import coordinate
 
     return coordinate(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig | None:
-    """The configuration of a command line, None if it asks for help."""
+def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
     args = parse(FLAGS, argv, environ)
     if "--help" in args:
-        return None
+        raise HelpRequested(HELP)
     if args.program:
         raise UsageError(f"{args.program[0]}: a coordinator runs no script; pass it to ripstop run")
     if "--rdzv-endpoint" not in args:
@@ -84,7 +83,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         budget=budget(args, notes),
         timing=timeouts,
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
-        tracing=tracing_if_configured(environ, notes),
+        tracing=tracing(environ, notes),
         quarantine=parsers.quarantine(conf_name, conf),
         token=token,
         tls=tls,

@@ -12,10 +12,10 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import event_handler, logs
-from ripstop.cli.options.program import entrypoint, preload, start_method
+from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, start_method
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
     RendezvousOptions,
@@ -23,6 +23,7 @@ from ripstop.cli.options.rendezvous import (
     rendezvous_options,
     with_ranking,
 )
+from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, Tls
 from ripstop.model.errors import HelpRequested, UsageError
@@ -167,8 +168,6 @@ HANDLER_PROGRAM = (
 
 def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     args = _parse(argv, os.environ)
-    if "--help" in args:
-        raise HelpRequested(HELP)
     config = _configuration(args, os.environ)
     if "--dry-run" in args:
         from ripstop.cli.dry_run import describe
@@ -182,15 +181,16 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
     return launch.run(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig | None:
-    """The configuration of a command line, None if it asks for help; `registered` are additional backends."""
-    args = _parse(argv, environ)
-    return None if "--help" in args else _configuration(args, environ, registered)
+def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
+    """The configuration of a command line; `registered` are additional backends."""
+    return _configuration(_parse(argv, environ), environ, registered)
 
 
 def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
     args = parse(FLAGS, argv, environ)
-    if "--config" not in args or "--help" in args:
+    if "--help" in args:
+        raise HelpRequested(HELP)
+    if "--config" not in args:
         return args
     from ripstop.cli.options.job_file import with_job_file  # rarely needed
 
@@ -219,7 +219,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
         elector, conf = parsers.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = parsers.timing(conf_name, conf, _shutdown_timeout(args, environ))
+    timeouts, timeout_notes = parsers.timing(conf_name, conf, shutdown_timeout(args, environ))
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
         raise UsageError(
@@ -257,7 +257,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
         event_handler=event_handler(args),
         timer_pipe=timer_pipe(environ, notes),
-        tracing=tracing_if_configured(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
+        tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
         token=token or (_random_name() if is_local and api is None else ""),
         tls=tls,
         api=api,
@@ -320,13 +320,6 @@ def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, not
 
         check_coordinator_certificate(tls, endpoint.host)
     return endpoint
-
-
-def _shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    if "--shutdown-timeout" not in args and environ.get(variable):
-        return parsers.duration(variable, environ[variable])
-    return parsers.duration(*args.labelled("--shutdown-timeout", "30"))
 
 
 def _random_name() -> str:

@@ -12,7 +12,7 @@ from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import plain, spec
-from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
+from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
@@ -71,17 +71,13 @@ def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     fields = _spec(args)
     found = spec.read(name, fields)
     if not isinstance(found, Spec):
-        raise UsageError(_problems_text(found))
+        raise UsageError("; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in found))
     if "--without-operator" not in args:
         return [{"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": fields}]
     kind = args.text("--without-operator")
     if kind not in plain.KINDS:
         raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(plain.KINDS)}")
     return plain.objects(kind, metadata, found, token)
-
-
-def _problems_text(problems: Sequence[SpecProblem]) -> str:
-    return "; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in problems)
 
 
 def _name(args: ParsedArguments) -> str:
