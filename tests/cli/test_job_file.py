@@ -20,9 +20,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
 
     def read(text: str, arguments: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
         (tmp_path / "job.toml").write_text(text)
-        config = configure(["--config=job.toml", *arguments.split()], environ or {})
-        assert config is not None
-        return config
+        return configure(["--config=job.toml", *arguments.split()], environ or {})
 
     return read
 

@@ -40,9 +40,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     monkeypatch.chdir(tmp_path)
 
     def read(arguments: str, environ: dict[str, str] | None = None) -> RunConfig:
-        config = configure(arguments.split(), environ or {})
-        assert config is not None
-        return config
+        return configure(arguments.split(), environ or {})
 
     return read
 
