@@ -297,13 +297,6 @@ class Api:
 # requests and replies -------------------------------------------------------------------------------------------------
 
 
-def application(api: Api) -> web.Application:
-    """An application that serves only this API."""
-    app = web.Application(client_max_size=MAX_BODY)
-    api.mount(app)
-    return app
-
-
 def error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
     response = _json(Error(str(refused)), status=refused.status)
     if refused.status == 401:

@@ -178,10 +178,11 @@ class JobSocket:
             await asyncio.to_thread(import_module, "ripstop.api.http_api")
             from aiohttp import web
 
-            from ripstop.api.http_api import Api, application
+            from ripstop.api.http_api import MAX_BODY, Api
 
             if self._runner is None:
-                app = application(Api(lambda: self.job, authorize))
+                app = web.Application(client_max_size=MAX_BODY)
+                Api(lambda: self.job, authorize).mount(app)
                 runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
