@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api import probes
+from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.coordinator.job_types import JobSettings
@@ -31,7 +31,6 @@ from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
-    Entrypoint,
     Executable,
     Logs,
     Module,
@@ -81,19 +80,18 @@ def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | N
     bound = bind_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
-        probe_socket = probes.listen("--probe-port", config.local_addr, config.probe_port)
+        probe_socket = probe_server.listen("--probe-port", config.local_addr, config.probe_port)
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     # first, because its imports take the longest; the agent loads the rest meanwhile
     children = Children()
     shared = shared_environment(environ, config.slots)
-    spawner = Spawner(children, config.entry, shared, config.start, config.preload)
-    try:
-        with _torch_event_handler(config, environ, children) as sinks:
-            return asyncio.run(
-                run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
-            )
-    finally:
-        spawner.close()
+    with (
+        closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
+        _torch_event_handler(config, environ, children) as sinks,
+    ):
+        return asyncio.run(
+            run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
+        )
 
 
 async def run_agent(
@@ -227,9 +225,15 @@ def coordinate(config: CoordinatorConfig) -> int:
 
 async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: LogDirectory | None) -> JobReport | int:
     """The job's report, or the signal that ended the coordinator."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(signum: int) -> None:
+        if not signalled.done():
+            signalled.set_result(signum)
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
+        loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
         sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
         coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
@@ -237,13 +241,9 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
         _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
         log.info("coordinator of job=%s at %s", config.run_id, bound.address)
-        signalled = asyncio.create_task(signals.get())
         ends: list[asyncio.Future[Any]] = [coordinator.ended, signalled]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if signalled.done():
-        return signalled.result()
-    signalled.cancel()
-    return coordinator.ended.result()
+    return signalled.result() if signalled.done() else coordinator.ended.result()
 
 
 # the parts ------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ async def _serve(
 
 
 def _serve_probes(parts: AsyncExitStack, listening: socket.socket, unready: Callable[[], str]) -> None:
-    serving = asyncio.create_task(probes.serve(listening, unready), name="ripstop-probes")
+    serving = asyncio.create_task(probe_server.serve(listening, unready), name="ripstop-probes")
 
     async def stop() -> None:
         serving.cancel()
@@ -383,21 +383,13 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
         return
     from ripstop.telemetry.torch_handler import EventHandler, torch_sink
 
-    handler = EventHandler(config.event_handler, environ, children)
-    try:
-        yield [torch_sink(config, _program_name(config.entry), handler.put)]
-    finally:
-        handler.close()
-
-
-def _program_name(entry: Entrypoint) -> str:
-    match entry:
-        case Script(path):
-            return path
-        case Module(name):
-            return name
-        case Executable(argv):
-            return argv[0]
+    match config.entry:
+        case Script(name) | Module(name) | Executable((name, *_)):
+            program = name
+        case _:
+            program = "function"
+    with closing(EventHandler(config.event_handler, environ, children)) as handler:
+        yield [torch_sink(config, program, handler.put)]
 
 
 # output to the user ---------------------------------------------------------------------------------------------------
@@ -429,18 +421,14 @@ def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
     if end.report is not None:
         print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
         if directory.kept:
-            print(f"report: {_save_report(end.report, directory.path / 'report.json')}", file=sys.stderr)
+            result = str(path := directory.path / "report.json")
+            try:
+                replace_file(path, to_json(end.report))
+            except OSError as error:
+                result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
+            print(f"report: {result}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
-
-
-def _save_report(report: JobReport, path: Path) -> str:
-    """The path of the saved report, or why it could not be saved."""
-    try:
-        replace_file(path, to_json(report))
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror}); choose another directory with --log-dir"
-    return str(path)
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:

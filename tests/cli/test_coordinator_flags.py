@@ -25,20 +25,17 @@ def test_flags_set_the_endpoint_the_job_and_its_limits() -> None:
 
 def test_a_coordinator_takes_the_same_variables_as_its_nodes() -> None:
     config = configure([], {"PET_RDZV_ENDPOINT": "head:99", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"})
-    assert config is not None
     assert (config.endpoint, config.min_nodes, config.run_id) == (Address("head", 99), 2, "none")
 
 
 def test_a_coordinator_without_a_secret_warns() -> None:
     config = configure(["--rdzv-endpoint=head"], {})
-    assert config is not None
     assert "anyone who can reach head:29400" in config.notes[0]
 
 
 def test_events_are_written_to_the_log_directory_if_there_is_one() -> None:
     def log_dir(arguments: str) -> Path | None:
         config = configure(["--rdzv-endpoint=head", *arguments.split()], {})
-        assert config is not None
         return config.log_dir
 
     assert [log_dir(""), log_dir("--log-dir=/dev/null"), log_dir("--log-dir=logs")] == [None, None, Path("logs")]
@@ -48,6 +45,5 @@ def test_quarantine_settings_apply_and_health_settings_have_no_effect() -> None:
     config = configure(
         ["--rdzv-endpoint=head", "--rdzv-conf=quarantine_failures=9,min_disk=1G"], {"RIPSTOP_TOKEN": "s"}
     )
-    assert config is not None
     assert config.quarantine == QuarantineLimits(failures=9)
     assert config.notes == ("--rdzv-conf min_disk has no effect here: set it on the nodes",)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from ripstop.cli import job_client
-from ripstop.cli.job_client import JobUnreachable, RequestRejected, Target, get, stream_lines
+from ripstop.cli.job_client import JobUnreachable, RequestRejected, RunningJob
 from ripstop.model.round import Address
 from ripstop.system.network import enable_keepalive
 
@@ -16,7 +16,7 @@ DEADLINE = 20.0
 
 
 @contextmanager
-def coordinator(*parts: bytes) -> Iterator[tuple[Target, threading.Event]]:
+def coordinator(*parts: bytes) -> Iterator[tuple[RunningJob, threading.Event]]:
     """Sends the first part at once and the others after the event; without parts, waits for the client to close."""
     go_on = threading.Event()
 
@@ -34,28 +34,28 @@ def coordinator(*parts: bytes) -> Iterator[tuple[Target, threading.Event]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield Target("job", None, Address(*listening.getsockname()), "", None), go_on
+        yield RunningJob("job", None, Address(*listening.getsockname()), "", None), go_on
         thread.join(DEADLINE)
 
 
 def test_a_job_that_does_not_reply_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 0.2)
-    with coordinator() as (target, _), pytest.raises(JobUnreachable, match="no reply in time"):
-        list(stream_lines(target, "/logs/0", "text/plain", None))
+    with coordinator() as (job, _), pytest.raises(JobUnreachable, match="no reply in time"):
+        list(job.stream_lines("/logs/0", "text/plain", None))
 
 
 def test_a_stream_without_an_idle_timeout_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 0.2)
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
-    with coordinator(head, b"second\n") as (target, go_on):
+    with coordinator(head, b"second\n") as (job, go_on):
         threading.Timer(1.0, go_on.set).start()
-        assert list(stream_lines(target, "/logs/0", "text/plain", None)) == ["first", "second"]
+        assert list(job.stream_lines("/logs/0", "text/plain", None)) == ["first", "second"]
 
 
 def test_a_stream_with_an_idle_timeout_is_unreachable_after_it() -> None:
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
-    with coordinator(head, b"second\n") as (target, go_on):
-        stream = stream_lines(target, "/events", "text/event-stream", 0.2)
+    with coordinator(head, b"second\n") as (job, go_on):
+        stream = job.stream_lines("/events", "text/event-stream", 0.2)
         assert next(stream) == "first"
         with pytest.raises(JobUnreachable, match="no reply in time"):
             next(stream)
@@ -70,19 +70,19 @@ def test_a_connection_to_another_machine_has_keepalives(monkeypatch: pytest.Monk
         seen.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
 
     monkeypatch.setattr(job_client, "enable_keepalive", recorded_tune)
-    with coordinator(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (target, _):
-        assert list(stream_lines(target, "/logs/0", "text/plain", None)) == []
+    with coordinator(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (job, _):
+        assert list(job.stream_lines("/logs/0", "text/plain", None)) == []
     assert seen == [1]
 
 
 def test_a_reply_above_the_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_client, "MAX_REPLY_BYTES", 10)
     reply = b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"run_id": "job"}'
-    with coordinator(reply) as (target, _), pytest.raises(JobUnreachable, match="the reply is larger than 10 bytes"):
-        get(target, "/status")
+    with coordinator(reply) as (job, _), pytest.raises(JobUnreachable, match="the reply is larger than 10 bytes"):
+        job.get("/status")
 
 
 def test_a_redirect_is_not_followed() -> None:
     reply = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
-    with coordinator(reply) as (target, _), pytest.raises(RequestRejected, match="replied HTTP 302"):
-        get(target, "/status")
+    with coordinator(reply) as (job, _), pytest.raises(RequestRejected, match="replied HTTP 302"):
+        job.get("/status")

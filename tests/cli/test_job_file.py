@@ -20,9 +20,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
 
     def read(text: str, arguments: str = "train.py", environ: dict[str, str] | None = None) -> RunConfig:
         (tmp_path / "job.toml").write_text(text)
-        config = configure(["--config=job.toml", *arguments.split()], environ or {})
-        assert config is not None
-        return config
+        return configure(["--config=job.toml", *arguments.split()], environ or {})
 
     return read
 
@@ -95,10 +93,7 @@ def test_a_script_on_the_command_line_replaces_the_files_and_its_arguments(read:
         ("role = 2001-01-01", "job.toml role=2001-01-01: a date is not allowed here; write a string or a number"),
         ("script = 7", 'job.toml script=7: not a string; write script = "train.py"'),
         ("args = ['a']", "job.toml args=['a']: there is no script for these arguments; add script = \"train.py\""),
-        (
-            "script = 'a'\nargs = 'b'",
-            'job.toml args=b: not a list of strings; write args = ["--lr", "0.1"]',
-        ),
+        ("script = 'a'\nargs = 'b'", 'job.toml args=b: not a list of strings; write args = ["--lr", "0.1"]'),
     ],
 )
 def test_a_mistake_in_the_file_is_named_by_file_and_key(

@@ -97,16 +97,10 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--nproc-per-node=xpu train.py",
             "--nproc-per-node=xpu: ripstop cannot count XPUs in this version; give their number",
         ),
-        (
-            "--nnodes=4:2 train.py",
-            "--nnodes=4:2: the minimum (4) is above the maximum (2); write --nnodes=2:4",
-        ),
+        ("--nnodes=4:2 train.py", "--nnodes=4:2: the minimum (4) is above the maximum (2); write --nnodes=2:4"),
         ("--nnodes=1:2:3 train.py", "--nnodes=1:2:3: neither a number nor a range; write --nnodes=4 or --nnodes=2:4"),
         ("--nnodes=a train.py", "--nnodes=a: not a whole number; write --nnodes=4 or --nnodes=2:4"),
-        (
-            "--nnodes=0 train.py",
-            "--nnodes=0: below the minimum (1); write --nnodes=4 or --nnodes=2:4",
-        ),
+        ("--nnodes=0 train.py", "--nnodes=0: below the minimum (1); write --nnodes=4 or --nnodes=2:4"),
         (
             "--nnodes=2 train.py",
             "--nnodes=2: several nodes need a rendezvous endpoint; write --rdzv-backend=c10d "
@@ -134,10 +128,7 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--nnodes=2 --node-rank=2 --master-addr=a train.py",
             "--node-rank=2: above the maximum (1); the ranks of 2 nodes are 0 to 1",
         ),
-        (
-            "--node-rank=1 train.py",
-            "--node-rank=1: above the maximum (0); a single node's is 0",
-        ),
+        ("--node-rank=1 train.py", "--node-rank=1: above the maximum (0); a single node's is 0"),
         ("--standalone --nnodes=2 train.py", "--nnodes=2: --standalone is for one node; remove one of the two"),
         (
             "--rdzv-backend=etcd train.py",
@@ -170,10 +161,7 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--config=/dev/zero: cannot be read: it is larger than 1 MiB; name a TOML file, with lines such as "
             "nnodes = 2",
         ),
-        (
-            f"{ETCD} --rdzv-conf=cert=empty train.py",
-            "--rdzv-conf: cert needs key; give both, or neither",
-        ),
+        (f"{ETCD} --rdzv-conf=cert=empty train.py", "--rdzv-conf: cert needs key; give both, or neither"),
         (
             f"{ETCD} --rdzv-conf=cert=empty,ssl_cert=empty train.py",
             "--rdzv-conf: ssl_cert is given under two names; keep one of the two",
@@ -197,18 +185,9 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--local-addr=a,b train.py",
             "--local-addr=a,b: not a host name or address; write it like node0, 10.0.0.7 or [fd00::7]",
         ),
-        (
-            "--master-port=0 train.py",
-            "--master-port=0: below the minimum (1); give a port from 1 to 65535",
-        ),
-        (
-            "--max-restarts=-1 train.py",
-            "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000",
-        ),
-        (
-            "--max-restarts -1 train.py",
-            "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000",
-        ),
+        ("--master-port=0 train.py", "--master-port=0: below the minimum (1); give a port from 1 to 65535"),
+        ("--max-restarts=-1 train.py", "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000"),
+        ("--max-restarts -1 train.py", "--max-restarts=-1: below the minimum (0); give a number from 0 to 1000000"),
         (
             "--restart-window=soon train.py",
             "--restart-window=soon: not a time; give seconds, or a number with a unit: 90s, 10m, 1h",
@@ -270,10 +249,7 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--rdzv-id=../x: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _",
         ),
         ("--role= train.py", "--role=: has 0 characters; choose a name of 1 to 200"),
-        (
-            "--start-method=magic train.py",
-            "--start-method=magic: unknown start method; write zygote or exec",
-        ),
+        ("--start-method=magic train.py", "--start-method=magic: unknown start method; write zygote or exec"),
         (
             "--preload=a-b train.py",
             "--preload=a-b: 'a-b' is not a module name; write --preload=torch,numpy or --preload=none",
@@ -335,9 +311,7 @@ def test_a_plugin_that_is_not_installed_is_rejected(capsys: pytest.CaptureFixtur
     assert line.startswith("--logs-specs=nosuch: no entry point torchrun.logs_specs has this name; ")
 
 
-def test_a_missing_script_is_named_with_its_directory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_script_is_named_with_its_directory(capsys: pytest.CaptureFixture[str]) -> None:
     remedy = "give the script's path, -m for a module, or --no-python for an executable"
     assert error_of("nosuch.py --lr 1", capsys) == f"nosuch.py: no such file in {Path.cwd()}; {remedy}"
     assert "no such file" in error_of("n" * 5000, capsys)

@@ -8,7 +8,7 @@ import pytest
 
 from ripstop.cli.commands.run import configure
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.cli.options.rendezvous import Ranking, RendezvousOptions, ranking
+from ripstop.cli.options.rendezvous import RendezvousOptions, with_ranking
 from ripstop.diagnostics.timer_pipe import Pipe
 from ripstop.model.config import (
     Backend,
@@ -26,7 +26,7 @@ from ripstop.model.config import (
     Timing,
 )
 from ripstop.model.errors import UsageError
-from ripstop.model.round import Address, RankBy
+from ripstop.model.round import Address
 
 Read = Callable[..., RunConfig]
 TOKEN = {"RIPSTOP_TOKEN": "s"}
@@ -40,9 +40,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     monkeypatch.chdir(tmp_path)
 
     def read(arguments: str, environ: dict[str, str] | None = None) -> RunConfig:
-        config = configure(arguments.split(), environ or {})
-        assert config is not None
-        return config
+        return configure(arguments.split(), environ or {})
 
     return read
 
@@ -236,22 +234,22 @@ def test_a_node_has_its_key_for_the_rank_order(
     assert config.notes == ()
 
 
-def ranking_of(machine: str, notes: list[str]) -> Ranking:
-    conf = {"rank_by": "slot"}
-    return ranking(ParsedArguments({}, {}, ()), conf, RendezvousOptions(Backend.COORDINATOR), {}, machine, notes)
+def number_of(machine: str, notes: list[str]) -> int | None:
+    args, rdzv = ParsedArguments({}, {}, ()), RendezvousOptions(Backend.COORDINATOR)
+    return with_ranking(args, {"rank_by": "slot"}, rdzv, {}, machine, notes).node_number
 
 
 @pytest.mark.parametrize(("machine", "number"), [("trainer-3", 3), ("a-b-017.cluster.local", 17)])
 def test_a_number_from_the_host_name_is_noted(machine: str, number: int) -> None:
     notes: list[str] = []
-    assert ranking_of(machine, notes) == Ranking(RankBy.SLOT, number)
+    assert number_of(machine, notes) == number
     assert f"number is {number}, from its host name {machine}" in notes[0]
 
 
 @pytest.mark.parametrize("machine", ["trainer", "trainer7", "job-7fb9-x2", "-", "x-1234567890"])
 def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
     with pytest.raises(UsageError, match=f"this node has no number .* name {machine} does not end .*--node-rank=N"):
-        ranking_of(machine, [])
+        number_of(machine, [])
 
 
 # flags without effect -------------------------------------------------------------------------------------------------

@@ -40,9 +40,7 @@ def torchs_names() -> set[str]:
 
 
 def ours(arguments: str) -> RunConfig:
-    config = configure(arguments.split(), {})
-    assert config is not None
-    return config
+    return configure(arguments.split(), {})
 
 
 def test_every_flag_of_torchrun_is_known_in_each_spelling_and_takes_a_value_where_torchs_does() -> None:
@@ -112,7 +110,6 @@ def test_a_list_of_filters_is_read_as_torchrun_reads_it(arguments: str) -> None:
         pytest.skip("this torchrun has no such flag yet")
     argv = [f"--duplicate-stdout-filters={arguments}", "-t", "1", "train.py"]
     config = configure(argv, {})
-    assert config is not None
     assert config.logs.stdout_filters == tuple(torchrun.parse_args(argv).duplicate_stdout_filters)
 
 

@@ -15,7 +15,6 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def read(environ: dict[str, str]) -> tuple[Tracing | None, tuple[str, ...]]:
     """The configuration, and the notes about it."""
     config = configure([__file__], {"PATH": "/bin", **environ})
-    assert config is not None
     return config.tracing, tuple(note for note in config.notes if "OTEL" in note or "TRACEPARENT" in note)
 
 
@@ -43,7 +42,6 @@ def test_an_endpoint_enables_traces_and_is_shown_without_secrets(environ: dict[s
 
 def test_secrets_are_not_part_of_the_configuration() -> None:
     config = configure([__file__], {**HERE, "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Basic%20s3cret"})
-    assert config is not None
     assert "http://here:4318" in describe(config, {})
     assert "s3cret" not in describe(config, {}) + repr(config)
 
@@ -86,13 +84,7 @@ def test_a_value_that_cannot_be_used_is_noted_and_the_job_runs_without_traces(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "nonsense",
-        PARENT.replace("b7ad6b7169203331", "0" * 16),
-        f"{PARENT}-more",
-        f"ff{PARENT[2:]}",
-        PARENT.upper(),
-    ],
+    ["nonsense", PARENT.replace("b7ad6b7169203331", "0" * 16), f"{PARENT}-more", f"ff{PARENT[2:]}", PARENT.upper()],
 )
 def test_an_invalid_traceparent_is_noted_and_the_job_starts_a_new_trace(text: str) -> None:
     tracing, (note,) = read(HERE | {"TRACEPARENT": text})
@@ -102,12 +94,10 @@ def test_an_invalid_traceparent_is_noted_and_the_job_starts_a_new_trace(text: st
 
 def test_a_job_without_a_coordinator_sends_no_traces() -> None:
     config = configure(["--rdzv-backend=theirs", __file__], HERE, registered=["theirs"])
-    assert config is not None
     assert config.tracing is None
     assert any("another package's handler" in note for note in config.notes)
 
 
 def test_ripstop_coordinator_reads_the_same_variables() -> None:
     config = configure_coordinator(["--rdzv-endpoint=head"], HERE)
-    assert config is not None
     assert config.tracing == Tracing("http://here:4318")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.api.registry import JobRecord, Registration
+from ripstop.api.local_jobs import JobRecord, Registration
 from ripstop.cli import main
 from ripstop.system.socket_directory import socket_directory
 from tests.certificates import Authority

@@ -208,16 +208,13 @@ def test_rejected_peers_that_do_not_close_take_a_limited_number_of_descriptors(
 def test_certificates_are_read_from_the_command_line(authority: Authority) -> None:
     tls = authority.node("a")
     run = configure([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h", "--no-python", "true"], {})
-    assert run is not None
     assert (run.tls, run.notes) == (tls, ())  # and no warning: only nodes of the authority can join
     alone = configure_coordinator([conf(tls), "--rdzv-endpoint=h"], {})
-    assert alone is not None
     assert (alone.tls, alone.notes) == (tls, ())
 
 
 def test_certificates_for_a_single_node_are_a_note(authority: Authority) -> None:
     config = configure([conf(authority.node("a")), "--no-python", "true"], {})
-    assert config is not None
     assert "--rdzv-conf tls_… has no effect on a single node: there are no connections to encrypt" in config.notes
 
 
@@ -243,7 +240,6 @@ def test_a_key_that_everyone_can_read_is_a_note(authority: Authority, tmp_path: 
     shutil.copy(tls.key, key)
     key.chmod(0o644)
     config = configure([conf(replace(tls, key=key)), "--no-python", "true"], {})
-    assert config is not None
     assert f"--rdzv-conf tls_key={key}: everyone can read it; chmod 600 {key}" in config.notes
 
 
@@ -271,7 +267,6 @@ def test_a_host_whose_certificate_is_for_another_name_does_not_start(authority: 
     tls = authority.node("elsewhere", names="DNS:elsewhere")
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     config = configure([conf(tls), "--nnodes=2", "--rdzv-backend=c10d", endpoint, "--no-python", "true"], {})
-    assert config is not None
     with pytest.raises(UsageError, match=r"is not for 127\.0\.0\.1; add it as subjectAltName"):
         bind_endpoint(config)
     check_coordinator_certificate(tls, "elsewhere")

@@ -1,1 +1,1 @@
-"""The HTTP API of a running job (server and client), its local Unix socket, and the registry of jobs."""
+"""The HTTP API of a running job (server and client), its local Unix socket, the files of local jobs, and probes."""

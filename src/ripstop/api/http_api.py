@@ -1,4 +1,4 @@
-"""The HTTP API of a job: its operations, and the table `ROUTES` at the end.
+"""The HTTP API of a job: its operations, whose docstrings are in the OpenAPI description, and the table `ROUTES`.
 
 The server (`transport/server.py` on the coordinator's port, `job_socket.py` on this machine) authorizes requests; this
 module handles them, and `streams.py` writes streams.  Rules: (1) an error reply is JSON with one line of rule, value
@@ -16,23 +16,14 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from ripstop.api import routes
-from ripstop.api.job_interface import JobInterface, RequestRefused, node_of_rank, nodes_in_round
-from ripstop.api.node_queries import NodeQueries, ask, ask_all
+from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
 from ripstop.api.replies import Description, Done, Error, EventPage, LogText, Members, Ranks, RankStatus, Stacks
 from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
-from ripstop.api.streams import LOG_WAIT_S, EventStreams, LogChunk, StreamKind
+from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
+from ripstop.model import operator_commands
 from ripstop.model.errors import QueryFailed
 from ripstop.model.events import OperatorAction, to_dict
-from ripstop.model.operator_commands import (
-    DrainNode,
-    OperatorCommand,
-    RestartRound,
-    ScaleJob,
-    StopJob,
-    describe,
-    is_member,
-    rejection_reason,
-)
+from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob, StopJob
 from ripstop.model.status import JobStatus, NodeStatus
 
 MAX_BODY = 16 * 1024  # bytes of a request
@@ -68,7 +59,7 @@ class Api:
         self._authorize = authorize
         self._authorize_reader = authorize_reader  # None: `authorize`
         self._queries = NodeQueries()
-        self._streams = EventStreams()
+        self._streams = OpenStreams()
 
     def mount(self, app: web.Application) -> None:
         """Add `ROUTES` and `/metrics` to an application."""
@@ -140,17 +131,21 @@ class Api:
     # status -----------------------------------------------------------------------------------------------------------
 
     async def description(self, call: ApiCall) -> Description:
+        """This description."""
         return routes.describe(ROUTES)
 
     async def status(self, call: ApiCall) -> JobStatus:
+        """The state of the job."""
         job = self.job
         goodput = await job.goodput()
         return replace(job.status(), goodput=goodput)
 
     async def members(self, call: ApiCall) -> Members:
+        """The nodes of the job, as in status."""
         return Members(self.job.status().nodes)
 
     async def ranks(self, call: ApiCall) -> Ranks:
+        """The workers by rank; none between two rounds."""
         job = self.job
         nodes = sorted(nodes_in_round(job.status()), key=lambda node: node.first_rank)
         ranks: list[RankStatus] = []
@@ -169,6 +164,7 @@ class Api:
         return Ranks(tuple(ranks))
 
     async def stacks(self, call: ApiCall) -> dict[str, Any]:
+        """The stacks of workers; with --hang-timeout, also the collectives they are in."""
         job, rank = self.job, call.parameters["rank"]
         nodes = nodes_in_round(job.status()) if rank is None else [node_of_rank(job.status(), rank)]
         argument = {} if rank is None else {"rank": rank}
@@ -197,6 +193,7 @@ class Api:
     # events -----------------------------------------------------------------------------------------------------------
 
     async def events(self, call: ApiCall) -> web.StreamResponse | dict[str, Any]:
+        """The events of the job, in order; as text/event-stream, new events too."""
         job, since = self.job, call.parameters["since"]
         if "text/event-stream" in call.request.headers.get("Accept", ""):
             last = call.request.headers.get("Last-Event-ID", "")
@@ -210,6 +207,7 @@ class Api:
     # logs -------------------------------------------------------------------------------------------------------------
 
     async def logs(self, call: ApiCall) -> web.StreamResponse | LogText:
+        """The output of a worker; with follow, plain text until the job ends."""
         parameters, job = call.parameters, self.job
         if parameters["offset"] is not None and parameters["tail"] is not None:
             raise RequestRefused(409, "tail and offset cannot be combined; remove one of them")
@@ -242,7 +240,7 @@ class Api:
             argument = _after(start, chunk) | {"reader": start["reader"], "wait": wait_s}
             try:
                 if wait_s:
-                    return await ask(job, node, "log", argument, 2 * LOG_WAIT_S)
+                    return await self._queries.ask_at_once(job, node, "log", argument, 2 * LOG_WAIT_S)
                 return await self._queries.ask(job, node, "log", argument, QUERY_TIMEOUT_S)
             except QueryFailed:
                 node = node_of_rank(job.status(), start["rank"]).name
@@ -261,20 +259,24 @@ class Api:
     # commands ---------------------------------------------------------------------------------------------------------
 
     async def restart(self, call: ApiCall) -> Done:
+        """Start a new round on the same nodes."""
         status = self._apply(call, RestartRound(f"restart requested by {call.user}"))
         return Done(f"replacing round {status.round}")
 
     async def drain(self, call: ApiCall) -> Done:
+        """Remove a node from the job."""
         node = call.parameters["node"]
         self._apply(call, DrainNode(node, f"drained by {call.user}"))
         return Done(f"draining node {node}")
 
     async def scale(self, call: ApiCall) -> Done:
+        """Set the number of nodes the job runs on."""
         nodes = call.parameters["nodes"]
         status = self._apply(call, ScaleJob(nodes))
         return Done(f"scaling to {nodes} nodes; {len(nodes_in_round(status))} are in the round")
 
     async def stop(self, call: ApiCall) -> Done:
+        """End the job on all nodes."""
         why = call.parameters["why"]
         self._apply(call, StopJob(f"stopped by {call.user}" + (f": {why}" if why else "")))
         return Done("stopping the job")
@@ -282,23 +284,17 @@ class Api:
     def _apply(self, call: ApiCall, command: OperatorCommand) -> JobStatus:
         """Pass a command to the job, or reject it (rule 2).  Returns the job's status before the command."""
         job, status = self.job, self.job.status()
-        why_not = rejection_reason(command, status)
-        job.record(OperatorAction(describe(command), call.user, f"refused: {why_not}" if why_not else "accepted"))
+        why_not = operator_commands.rejection_reason(command, status)
+        decision = f"refused: {why_not}" if why_not else "accepted"
+        job.record(OperatorAction(operator_commands.describe(command), call.user, decision))
         if why_not:
-            is_unknown_node = isinstance(command, DrainNode) and not is_member(command.node, status)
+            is_unknown_node = isinstance(command, DrainNode) and not operator_commands.is_member(command.node, status)
             raise RequestRefused(404 if is_unknown_node else 409, why_not)
         job.apply_command(command)
         return status
 
 
 # requests and replies -------------------------------------------------------------------------------------------------
-
-
-def application(api: Api) -> web.Application:
-    """An application that serves only this API."""
-    app = web.Application(client_max_size=MAX_BODY)
-    api.mount(app)
-    return app
 
 
 def error_response(refused: RequestRefused, *, close: bool = False) -> web.Response:
@@ -333,74 +329,37 @@ def _after(start: dict[str, Any], chunk: LogChunk) -> dict[str, Any]:
 
 # the table ------------------------------------------------------------------------------------------------------------
 
+SINCE = Parameter("since", int, "only events after this number", default=0)
+LIMIT = Parameter("limit", int, "the maximum number of events", minimum=1, maximum=MAX_EVENTS, default=MAX_EVENTS)
+LOG_RANK = Parameter("rank", int, "the worker's rank")
+STREAM = Parameter("stream", str, "the output stream", choices=("stdout", "stderr"), default="stderr")
+TAIL = Parameter("tail", int, "the number of last lines (100)", maximum=MAX_TAIL_LINES)
+OFFSET = Parameter("offset", int, "the first byte, instead of tail")
+FOLLOW = Parameter("follow", bool, "continue with new output", default=False)
+STACKS_RANK = Parameter("rank", int, "only this worker")
+NODE = Parameter("node", str, "its name, as in status", minimum=1, maximum=256, required=True)
+NODES = Parameter("nodes", int, "the number of nodes", minimum=1, required=True)
+WHY = Parameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default="")
+
 ROUTES = (
-    ApiRoute("GET", f"{PREFIX}/openapi.json", Api.description, "This description.", Description),
-    ApiRoute("GET", f"{PREFIX}/status", Api.status, "The state of the job.", JobStatus),
-    ApiRoute("GET", f"{PREFIX}/members", Api.members, "The nodes of the job, as in status.", Members),
-    ApiRoute("GET", f"{PREFIX}/ranks", Api.ranks, "The workers by rank; none between two rounds.", Ranks),
-    ApiRoute(
-        "GET",
-        f"{PREFIX}/events",
-        Api.events,
-        "The events of the job, in order; as text/event-stream, new events too.",
-        EventPage,
-        query=(
-            Parameter("since", int, "only events after this number", default=0),
-            Parameter("limit", int, "the maximum number of events", minimum=1, maximum=MAX_EVENTS, default=MAX_EVENTS),
-        ),
-        stream_type="text/event-stream",
-    ),
+    ApiRoute("GET", f"{PREFIX}/openapi.json", Api.description, Description),
+    ApiRoute("GET", f"{PREFIX}/status", Api.status, JobStatus),
+    ApiRoute("GET", f"{PREFIX}/members", Api.members, Members),
+    ApiRoute("GET", f"{PREFIX}/ranks", Api.ranks, Ranks),
+    ApiRoute("GET", f"{PREFIX}/events", Api.events, EventPage, (SINCE, LIMIT), stream_type="text/event-stream"),
     ApiRoute(
         "GET",
         f"{PREFIX}/logs/{{rank}}",
         Api.logs,
-        "The output of a worker; with follow, plain text until the job ends.",
         LogText,
-        path_parameters=(Parameter("rank", int, "the worker's rank"),),
-        query=(
-            Parameter("stream", str, "the output stream", choices=("stdout", "stderr"), default="stderr"),
-            Parameter("tail", int, "the number of last lines (100)", maximum=MAX_TAIL_LINES),
-            Parameter("offset", int, "the first byte, instead of tail"),
-            Parameter("follow", bool, "continue with new output", default=False),
-        ),
+        query=(STREAM, TAIL, OFFSET, FOLLOW),
+        path_parameters=(LOG_RANK,),
         errors=(404, 409),
         stream_type="text/plain",
     ),
-    ApiRoute(
-        "GET",
-        f"{PREFIX}/stacks",
-        Api.stacks,
-        "The stacks of workers; with --hang-timeout, also the collectives they are in.",
-        Stacks,
-        query=(Parameter("rank", int, "only this worker"),),
-        errors=(404, 409),
-    ),
-    ApiRoute("POST", f"{PREFIX}/restart", Api.restart, "Start a new round on the same nodes.", Done, errors=(409,)),
-    ApiRoute(
-        "POST",
-        f"{PREFIX}/drain",
-        Api.drain,
-        "Remove a node from the job.",
-        Done,
-        body=(Parameter("node", str, "its name, as in status", minimum=1, maximum=256, required=True),),
-        errors=(404, 409),
-    ),
-    ApiRoute(
-        "POST",
-        f"{PREFIX}/scale",
-        Api.scale,
-        "Set the number of nodes the job runs on.",
-        Done,
-        body=(Parameter("nodes", int, "the number of nodes", minimum=1, required=True),),
-        errors=(409,),
-    ),
-    ApiRoute(
-        "POST",
-        f"{PREFIX}/stop",
-        Api.stop,
-        "End the job on all nodes.",
-        Done,
-        body=(Parameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default=""),),
-        errors=(409,),
-    ),
+    ApiRoute("GET", f"{PREFIX}/stacks", Api.stacks, Stacks, (STACKS_RANK,), errors=(404, 409)),
+    ApiRoute("POST", f"{PREFIX}/restart", Api.restart, Done, errors=(409,)),
+    ApiRoute("POST", f"{PREFIX}/drain", Api.drain, Done, body=(NODE,), errors=(404, 409)),
+    ApiRoute("POST", f"{PREFIX}/scale", Api.scale, Done, body=(NODES,), errors=(409,)),
+    ApiRoute("POST", f"{PREFIX}/stop", Api.stop, Done, body=(WHY,), errors=(409,)),
 )

@@ -1,12 +1,25 @@
-"""The interface between the API and a job, and the error of a rejected request."""
+"""The interface between the API and a job: the job and the nodes of its round, queries to them, rejected requests.
 
-from typing import Protocol
+Rules: (1) a query that a node cannot take in time fails with the reason; (2) a query to many nodes returns each node's
+reply or error.  `agent/query_handler.py` answers the queries.
+"""
 
-from ripstop.model.errors import RipstopError
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from ripstop.model.errors import QueryFailed, RipstopError
 from ripstop.model.events import Event
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeStatus
 from ripstop.telemetry.journal import Journal
+
+MAX_QUERIES_PER_NODE = 4  # at a time, without those that wait for new output
+MAX_CONCURRENT_NODES = 512  # of one query to many nodes
+
+T = TypeVar("T")
 
 
 class JobInterface(Protocol):
@@ -49,3 +62,61 @@ def node_of_rank(status: JobStatus, rank: int) -> NodeStatus:
     if not status.world_size:
         raise RequestRefused(409, f"the job is {status.phase} ({status.why}), so it has no ranks; try again later")
     raise RequestRefused(404, f"there is no rank {rank}: the job has ranks 0 to {status.world_size - 1}")
+
+
+# queries --------------------------------------------------------------------------------------------------------------
+
+
+class NodeQueries:
+    """Limits the queries to each node: replies share the connection of the node's heartbeats."""
+
+    def __init__(self) -> None:
+        self._limits: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of nodes with queries
+
+    async def ask(
+        self, job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Wait until the node is below its limit, then send the query and return the reply."""
+        limit = self._limits.setdefault(node, asyncio.Semaphore(MAX_QUERIES_PER_NODE))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await limit.acquire()
+        except TimeoutError:
+            why = f"node {node} is busy with other queries since {timeout_s:g} s; try again later"
+            raise QueryFailed(why) from None
+        try:
+            return await self.ask_at_once(job, node, query, argument, timeout_s)
+        finally:
+            limit.release()
+
+    @staticmethod
+    async def ask_at_once(
+        job: JobInterface, node: str, query: str, argument: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Send a query without the limit, and return the node's reply."""
+        reply: dict[str, Any] = json.loads(await job.ask(node, query, json.dumps(argument), timeout_s))
+        return reply
+
+
+async def ask_all(
+    nodes: Iterable[str], ask_one: Callable[[str], Awaitable[T]], seconds: float
+) -> dict[str, T | QueryFailed]:
+    """Query many nodes concurrently; each node's reply, or the error, after at most `seconds`."""
+    limit = asyncio.Semaphore(MAX_CONCURRENT_NODES)
+
+    async def reply_of(node: str) -> T | QueryFailed:
+        try:
+            async with limit:
+                return await ask_one(node)
+        except QueryFailed as error:
+            return error
+
+    tasks = {node: asyncio.create_task(reply_of(node)) for node in nodes}
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=seconds)
+        late = {node: QueryFailed(f"node {node} did not reply in {seconds:g} s; try again") for node in tasks}
+        return {node: task.result() if task.done() else late[node] for node, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()

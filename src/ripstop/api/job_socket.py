@@ -13,13 +13,14 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from ripstop.api.job_interface import JobInterface, RequestRefused
-from ripstop.api.registry import JobRecord, Registration, socket_address
+from ripstop.api.local_jobs import JobRecord, Registration, socket_address
 from ripstop.model.config import Tls
 from ripstop.model.errors import RipstopError
 from ripstop.system.socket_directory import HeldDirectory
@@ -138,17 +139,15 @@ class JobSocket:
         self._directory = HeldDirectory(self._environ)
         held.release()
         registration.close()
-        if self._listener is not None:
-            self._replace_listener(self._listener, self._directory.path / f"{self._name}.sock")
+        if (old := self._listener) is not None:
+            path = self._directory.path / f"{self._name}.sock"
+            path.unlink(missing_ok=True)
+            asyncio.get_running_loop().remove_reader(old)
+            self._listen(path)
+            if self._runner is None:
+                old.close()  # else the runner closes it
         self._registration = Registration(self._directory.path, self._name)
         self._registration.write(self._record)
-
-    def _replace_listener(self, old: socket.socket, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        asyncio.get_running_loop().remove_reader(old)
-        self._listen(path)
-        if self._runner is None:
-            old.close()  # else the runner closes it
 
     def _give_up(self, why: str) -> None:
         log.warning("commands on this machine cannot reach the job: %s", why)
@@ -176,13 +175,14 @@ class JobSocket:
     async def _serve(self, listening: socket.socket) -> None:
         """Rule 2.  An error here ends the socket, not the job."""
         try:
-            await asyncio.to_thread(_import_api)
+            await asyncio.to_thread(import_module, "ripstop.api.http_api")
             from aiohttp import web
 
-            from ripstop.api.http_api import Api, application
+            from ripstop.api.http_api import MAX_BODY, Api
 
             if self._runner is None:
-                app = application(Api(lambda: self.job, authorize))
+                app = web.Application(client_max_size=MAX_BODY)
+                Api(lambda: self.job, authorize).mount(app)
                 runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
                 await runner.setup()
                 self._runner = runner
@@ -204,10 +204,6 @@ def authorize(request: "web.Request") -> str:
             403, f"the job belongs to user {os.getuid()}, not to user {uid}; run the command as that user"
         )
     return f"user {uid}"  # not its name: looking that up may block
-
-
-def _import_api() -> None:
-    import ripstop.api.http_api  # noqa: F401
 
 
 def _path(path: Path | None) -> str:

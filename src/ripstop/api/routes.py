@@ -89,10 +89,9 @@ class ApiRoute(msgspec.Struct, frozen=True):
     method: str
     path: str
     handler: Callable[..., Awaitable[Any]]
-    summary: str
     reply: Any
-    path_parameters: tuple[Parameter, ...] = ()
     query: tuple[Parameter, ...] = ()
+    path_parameters: tuple[Parameter, ...] = ()
     body: tuple[Parameter, ...] = ()
     errors: tuple[int, ...] = ()
     stream_type: str = ""  # media type of the reply if it is a stream
@@ -187,11 +186,8 @@ def _operation(route: ApiRoute, reply_schema: dict[str, Any], error_schema: dict
     for status in sorted({400, 401, 403, 503, *route.errors} | ({413, 415} if route.method == "POST" else set())):
         error_content = {"application/json": {"schema": error_schema}}
         responses[str(status)] = {"description": ERROR_DESCRIPTIONS[status], "content": error_content}
-    operation: dict[str, Any] = {
-        "operationId": route.handler.__name__,
-        "summary": route.summary,
-        "responses": responses,
-    }
+    name, summary = route.handler.__name__, route.handler.__doc__
+    operation: dict[str, Any] = {"operationId": name, "summary": summary, "responses": responses}
     parameters = [_parameter(parameter, "path") for parameter in route.path_parameters]
     parameters += [_parameter(parameter, "query") for parameter in route.query]
     if parameters:

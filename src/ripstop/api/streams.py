@@ -38,7 +38,7 @@ class StreamKind(Enum):
     LOGS = "text/plain"
 
 
-class EventStreams:
+class OpenStreams:
     """The open streams of one API."""
 
     def __init__(self) -> None:
@@ -117,11 +117,7 @@ class EventStreams:
                     yield ": keepalive\n\n"
 
     async def log(
-        self,
-        journal: Journal,
-        rank: int,
-        chunk: LogChunk,
-        next_chunk: Callable[[LogChunk, float], Awaitable[LogChunk]],
+        self, journal: Journal, rank: int, chunk: LogChunk, next_chunk: Callable[[LogChunk, float], Awaitable[LogChunk]]
     ) -> AsyncGenerator[str, None]:
         """A rank's log from this chunk on, through all later rounds.
 

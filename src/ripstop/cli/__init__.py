@@ -1,4 +1,4 @@
-"""The `ripstop` command.  Each subcommand has a module in `commands/`, imported when the command is called.
+"""The `ripstop` command.  The subcommands are in `commands/`; a module is imported when its command is called.
 
 A wrong command line prints one line on stderr and exits with code 2, before anything is started.
 """
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+import ripstop
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
 
 USAGE = """\
@@ -38,7 +39,14 @@ other commands
 
 See `ripstop COMMAND --help`.
 """
-JOB_COMMANDS = ("status", "events", "logs", "stacks", "metrics", "restart", "drain", "scale", "stop", "token")
+JOB_COMMANDS = {  # and their modules in `commands/`
+    "status": "status",
+    "events": "events",
+    "logs": "logs",
+    "stacks": "stacks",
+    "metrics": "status",
+    **dict.fromkeys(("restart", "drain", "scale", "stop", "token"), "control"),
+}
 COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "completion", "version")
 SELF_NAMING = ("completion", "version")  # their error messages begin with the command's name
 
@@ -93,6 +101,19 @@ def _dispatch(name: str, rest: Sequence[str], with_handler: Callable[..., int] |
     if name not in COMMANDS:
         remedy = f"ripstop run {name} …" if name.endswith(".py") else "ripstop run …; ripstop --help lists the commands"
         raise UsageError(f"{name}: unknown command; write {remedy}")
-    command = import_module(f"ripstop.cli.commands.{name}")
-    code: int = command.main(rest, with_handler) if name == "run" else command.main(rest)
+    if name == "version":
+        return _print_version(rest)
+    module = import_module(f"ripstop.cli.commands.{JOB_COMMANDS.get(name, name)}")
+    if name in JOB_COMMANDS:
+        from ripstop.cli.job_client import run_command
+
+        return run_command(name, module.COMMANDS[name], rest)
+    code: int = module.main(rest, with_handler) if name == "run" else module.main(rest)
     return code
+
+
+def _print_version(argv: Sequence[str]) -> int:
+    if argv:
+        raise UsageError(f"version {argv[0]}: takes no arguments; write ripstop version")
+    print(f"ripstop {ripstop.__version__}")
+    return 0

@@ -20,13 +20,8 @@ from ripstop.workers.spawner import command_line
 
 AFTER_RENDEZVOUS = "(after the rendezvous)"
 SET_BY_RENDEZVOUS = (
-    "RANK",
-    "WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
+    *("RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
 )
 HIDDEN_FIELDS = ("token", "password", "headers", "notes")
 
@@ -75,10 +70,11 @@ def _value(value: object) -> str:
 
 
 def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """The variables that this worker has in addition to the shell's."""
+    """The variables that this worker has in addition to the shell's, in a first round without other nodes."""
+    address = Address(config.local_addr or "127.0.0.1", config.store_port)
     env = worker_environment(
         environ,
-        _place(config),
+        Place(1, 0, 1, 0, config.slots, config.slots, 0, config.slots, address, 0),
         local_rank,
         run_id=config.run_id,
         role=config.role,
@@ -93,12 +89,6 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
     if not config.store_port:
         env["MASTER_PORT"] = "(a free port)"
     return {name: value for name, value in env.items() if environ.get(name) != value}
-
-
-def _place(config: RunConfig) -> Place:
-    """The place of this node in a first round without other nodes."""
-    host = config.local_addr or "127.0.0.1"
-    return Place(1, 0, 1, 0, config.slots, config.slots, 0, config.slots, Address(host, config.store_port), 0)
 
 
 def _error_file(config: RunConfig, local_rank: int) -> Path:

@@ -1,6 +1,6 @@
-"""Shared code of the commands about a running job: parse the command line, find the job, send requests to its API.
+"""Shared code of the commands about a running job: send requests to its API, find it, parse the command line.
 
-A command finds a job through the files that this user's agents keep on this machine (`api/registry.py`), or at the
+A command finds a job through the files that this user's agents keep on this machine (`api/local_jobs.py`), or at the
 coordinator's endpoint.
 """
 
@@ -9,20 +9,20 @@ import json
 import os
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
-from ripstop.api import client
-from ripstop.api.registry import JobRecord, job_records, socket_address
+from ripstop.api import http_client
+from ripstop.api.local_jobs import JobRecord, job_records, socket_address
 from ripstop.api.routes import PREFIX
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.model.config import COORDINATOR_PORT, Tls
 from ripstop.model.errors import HelpRequested, RipstopError, UsageError
-from ripstop.model.parsers import TLS_CONF, address, identifier, job_secret, key_values, tls
+from ripstop.model.parsers import TLS_CONF, address, identifier, integer, job_secret, key_values, tls
 from ripstop.model.round import Address
 from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.socket_directory import socket_directories
@@ -34,20 +34,10 @@ JOB_HELP = """
   --rdzv-conf tls_…=FILE,…    certificates for --endpoint, as in ripstop run
   --json                      print JSON
 """
-BASIC_FLAGS = (
-    Flag("--help", short="-h", from_environment=False),
-    Flag("--job", "NAME", short="-j", from_environment=False),
-    Flag("--json", from_environment=False),
-)
-JOB_FLAGS = (
-    *BASIC_FLAGS,
-    Flag("--endpoint", "HOST[:PORT]", from_environment=False),
-    Flag("--rdzv-conf", "KEY=VALUE,…", from_environment=False),
-)
+BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
+JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))
 REPLY_TIMEOUT_S = 20.0  # for a whole reply, or for the header of a stream
 MAX_REPLY_BYTES = 256 << 20  # the stacks of a very large job
-
-T = TypeVar("T")
 
 
 class JobUnreachable(RipstopError):
@@ -58,69 +48,87 @@ class RequestRejected(RipstopError):
     """The job rejected the request."""
 
 
-# the command line -----------------------------------------------------------------------------------------------------
+# a job ----------------------------------------------------------------------------------------------------------------
 
 
-class ParsedCommand(Struct, frozen=True):
-    """The command line of one command."""
-
-    args: ParsedArguments
-    positional: tuple[str, ...]
-
-    @property
-    def as_json(self) -> bool:
-        return "--json" in self.args
-
-    def print_result(self, reply: dict[str, Any]) -> None:
-        """Print the reply to a command that changes the job."""
-        if self.as_json:
-            print_json(reply)
-        else:
-            print(reply["done"])
-
-
-def parse_command(
-    command: str, argv: Sequence[str], help: str, flags: Sequence[Flag] = JOB_FLAGS, max_positional: int = 0
-) -> ParsedCommand:
-    args, positional = parse_mixed(flags, argv)
-    if "--help" in args:
-        raise HelpRequested(help)
-    if len(positional) > max_positional:
-        raise UsageError(f"{positional[max_positional]}: unexpected argument; see ripstop {command} --help")
-    return ParsedCommand(args, positional)
-
-
-def print_json(content: object) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False))
-
-
-def print_error(command: str, error: RipstopError) -> None:
-    """For errors in a command's threads; `main` prints those of its main thread."""
-    print(f"ripstop {command}: error: {error}", file=sys.stderr)
-
-
-# which job ------------------------------------------------------------------------------------------------------------
-
-
-class Target(Struct, frozen=True):
+class RunningJob(Struct, frozen=True):
     """A job and how to reach it: through a Unix socket, or at an endpoint."""
 
     name: str
-    socket: Path | None
+    socket_path: Path | None
     endpoint: Address | None
     token: str
     tls: ssl.SSLContext | None
 
-    @property
-    def host_header(self) -> str:
-        return str(self.endpoint or "localhost")
-
     def __str__(self) -> str:
-        return f"job {self.name} at {self.socket or self.endpoint}"
+        return f"job {self.name} at {self.socket_path or self.endpoint}"
+
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = json.loads(self._send("GET", PREFIX + path, query=query))
+        return reply
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = json.loads(self._send("POST", PREFIX + path, body=body))
+        return reply
+
+    def metrics(self) -> str:
+        return self._send("GET", "/metrics", accept="text/plain").decode("utf-8", "replace")
+
+    def stream_lines(self, path: str, accept: str, idle_timeout_s: float | None, **query: Any) -> Iterator[str]:
+        """Yield the lines of a stream until it ends; `idle_timeout_s` limits its silence."""
+        request = self._request("GET", PREFIX + path, query=query, accept=accept)
+        with self._translated_errors():
+            yield from http_client.stream_lines(
+                self._connect, request, timeout_s=REPLY_TIMEOUT_S, idle_timeout_s=idle_timeout_s
+            )
+
+    def _send(self, method: str, path: str, **options: Any) -> bytes:
+        request = self._request(method, path, **options)
+        with self._translated_errors():
+            return http_client.send(self._connect, request, timeout_s=REPLY_TIMEOUT_S, max_bytes=MAX_REPLY_BYTES)
+
+    def _request(self, method: str, path: str, **options: Any) -> http_client.Request:
+        return http_client.Request(method, path, str(self.endpoint or "localhost"), self.token, **options)
+
+    def _connect(self, timeout_s: float) -> socket.socket:
+        if self.socket_path is not None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(timeout_s)
+            try:
+                with socket_address(self.socket_path) as path:
+                    sock.connect(path)
+            except OSError:
+                sock.close()
+                raise
+            return sock
+        assert self.endpoint is not None, "a job has a socket or an endpoint"
+        sock = socket.create_connection((self.endpoint.host, self.endpoint.port), timeout_s)
+        enable_keepalive(sock)
+        return sock if self.tls is None else self.tls.wrap_socket(sock, server_hostname=self.endpoint.host)
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except http_client.ErrorReply as reply:
+            why = reply.error or f"{self} replied HTTP {reply.status}, so it is not a ripstop job; correct the endpoint"
+            if reply.status == http.client.UPGRADE_REQUIRED:
+                why = f"{self} requires TLS; add --rdzv-conf=tls_ca=FILE"
+            raise RequestRejected(why) from reply
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, ssl.SSLError):
+                from ripstop.transport.tls import describe_tls_error
+
+                why = describe_tls_error(error)
+            else:
+                why = describe_network_error(error)
+            raise JobUnreachable(f"cannot reach {self}: {why}; check that it runs, and its address") from error
 
 
-def find_job(args: ParsedArguments, environ: Mapping[str, str] | None = None) -> Target:
-    environ = os.environ if environ is None else environ
+# finding it -----------------------------------------------------------------------------------------------------------
+
+
+def find_job(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
     if "--endpoint" in args:
         return _at_endpoint(args, environ)
     if "--rdzv-conf" in args:
@@ -130,7 +138,7 @@ def find_job(args: ParsedArguments, environ: Mapping[str, str] | None = None) ->
     return _from_record(record, records[record])
 
 
-def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> Target:
+def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> RunningJob:
     endpoint = address("--endpoint", args.text("--endpoint"), default_port=COORDINATOR_PORT)
     run_id = identifier("--job", args.text("--job", "none"))
     conf = key_values("--rdzv-conf", args.text("--rdzv-conf"))
@@ -142,7 +150,7 @@ def _at_endpoint(args: ParsedArguments, environ: Mapping[str, str]) -> Target:
         from ripstop.protocol.secret import api_token
 
         token = api_token(token, run_id)
-    return Target(run_id, None, endpoint, token, _tls_context(certificates))
+    return RunningJob(run_id, None, endpoint, token, _tls_context(certificates))
 
 
 def _choose(records: list[JobRecord], name: str) -> JobRecord:
@@ -166,15 +174,15 @@ def _run_ids(records: list[JobRecord]) -> str:
     return ", ".join(dict.fromkeys(record.run_id for record in records))
 
 
-def _from_record(record: JobRecord, directory: Path) -> Target:
+def _from_record(record: JobRecord, directory: Path) -> RunningJob:
     if record.socket:
-        return Target(record.run_id, directory / Path(record.socket).name, None, "", None)
+        return RunningJob(record.run_id, directory / Path(record.socket).name, None, "", None)
     certificates = None
     if record.tls:
         cert, key, ca = (Path(path) if path else None for path in (record.tls_cert, record.tls_key, record.tls_ca))
         certificates = Tls(cert, key, ca)
     endpoint = address("endpoint", record.endpoint, default_port=COORDINATOR_PORT)
-    return Target(record.run_id, None, endpoint, record.token, _tls_context(certificates))
+    return RunningJob(record.run_id, None, endpoint, record.token, _tls_context(certificates))
 
 
 def _tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
@@ -186,97 +194,52 @@ def _tls_context(certificates: Tls | None) -> ssl.SSLContext | None:
     return client_context(certificates)
 
 
-# requests -------------------------------------------------------------------------------------------------------------
+# the command line -----------------------------------------------------------------------------------------------------
 
 
-def get(target: Target, path: str, **query: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(_request(target, "GET", PREFIX + path, query=query))
-    return reply
+class ParsedCommand(Struct, frozen=True):
+    """The command line of a command about a job."""
+
+    args: ParsedArguments
+    positional: tuple[str, ...]
+
+    @property
+    def as_json(self) -> bool:
+        return "--json" in self.args
+
+    def find_job(self) -> RunningJob:
+        return find_job(self.args, os.environ)
+
+    def rank(self) -> int | None:
+        """The argument RANK, None if it is absent."""
+        return integer("RANK", self.positional[0], minimum=0, maximum=2**31) if self.positional else None
+
+    def print(self, text: str, reply: object) -> None:
+        """Print the text, or with --json the reply."""
+        print(json.dumps(reply, indent=2, ensure_ascii=False) if self.as_json else text)
 
 
-def post(target: Target, path: str, **body: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(_request(target, "POST", PREFIX + path, body=body))
-    return reply
+class JobCommand(Struct, frozen=True):
+    """A command about a job: the function that runs it and returns its exit code (None: 0), its help and its flags."""
+
+    run: Callable[[ParsedCommand], int | None]
+    help: str
+    flags: tuple[Flag, ...] = JOB_FLAGS
+    max_positional: int = 0
 
 
-def get_text(target: Target, path: str) -> str:
-    """Get a page outside the API."""
-    return _request(target, "GET", path, accept="text/plain").decode("utf-8", "replace")
+def run_command(name: str, command: JobCommand, argv: Sequence[str]) -> int:
+    args, positional = parse_mixed(command.flags, argv)
+    if "--help" in args:
+        raise HelpRequested(command.help)
+    if len(positional) > command.max_positional:
+        raise UsageError(f"{positional[command.max_positional]}: unexpected argument; see ripstop {name} --help")
+    return command.run(ParsedCommand(args, positional)) or 0
 
 
-def _request(target: Target, method: str, path: str, **options: Any) -> bytes:
-    def send() -> bytes:
-        return client.request(
-            _connector(target),
-            method,
-            path,
-            host=target.host_header,
-            token=target.token,
-            timeout_s=REPLY_TIMEOUT_S,
-            max_bytes=MAX_REPLY_BYTES,
-            **options,
-        )
-
-    return _translate_errors(target, send)
-
-
-def stream_lines(target: Target, path: str, accept: str, idle_timeout_s: float | None, **query: Any) -> Iterator[str]:
-    """Yield the lines of a stream until it ends; `idle_timeout_s` limits its silence."""
-    lines = client.stream_lines(
-        _connector(target),
-        PREFIX + path,
-        host=target.host_header,
-        token=target.token,
-        query=query,
-        accept=accept,
-        timeout_s=REPLY_TIMEOUT_S,
-        idle_timeout_s=idle_timeout_s,
+def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-    while (line := _translate_errors(target, lambda: next(lines, None))) is not None:
-        yield line
-
-
-def _connector(target: Target) -> client.Connect:
-    def connect(timeout_s: float) -> socket.socket:
-        if target.socket is not None:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            try:
-                with socket_address(target.socket) as path:
-                    sock.connect(path)
-            except OSError:
-                sock.close()
-                raise
-            return sock
-        assert target.endpoint is not None, "a target has a socket or an endpoint"
-        sock = socket.create_connection((target.endpoint.host, target.endpoint.port), timeout_s)
-        enable_keepalive(sock)
-        if target.tls is None:
-            return sock
-        return target.tls.wrap_socket(sock, server_hostname=target.endpoint.host)
-
-    return connect
-
-
-def _translate_errors(target: Target, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except client.ErrorReply as reply:
-        raise RequestRejected(_rejection_reason(target, reply)) from reply
-    except (OSError, http.client.HTTPException) as error:
-        why = _network_problem(error)
-        raise JobUnreachable(f"cannot reach {target}: {why}; check that it runs, and its address") from error
-
-
-def _rejection_reason(target: Target, reply: client.ErrorReply) -> str:
-    if reply.status == http.client.UPGRADE_REQUIRED:
-        return f"{target} requires TLS; add --rdzv-conf=tls_ca=FILE"
-    return reply.error or f"{target} replied HTTP {reply.status}, so it is not a ripstop job; correct the endpoint"
-
-
-def _network_problem(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        from ripstop.transport.tls import describe_tls_error
-
-        return describe_tls_error(error)
-    return describe_network_error(error)

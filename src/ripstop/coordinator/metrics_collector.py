@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from ripstop.api.node_queries import ask_all
+from ripstop.api.job_interface import ask_all
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus

@@ -21,7 +21,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from ripstop.api.client import ErrorReply, request
+from ripstop.api.http_client import ErrorReply, Request, send
 from ripstop.kubernetes.kube_client import in_thread
 from ripstop.kubernetes.manifests import Owner, run_id
 from ripstop.kubernetes.spec import PORT, Json
@@ -61,18 +61,11 @@ class JobApi:
         self._request("POST", "scale", {"nodes": nodes}, address, secret, run_id)
 
     def _request(self, method: str, operation: str, body: Json | None, address: str, secret: str, run_id: str) -> Any:
+        host, token = str(Address(address, self._port)), self._api_token(secret, run_id)
+        request = Request(method, f"/api/v1/{operation}", host, token, body=body)
+        connect = partial(socket.create_connection, (address, self._port))
         try:
-            reply = request(
-                partial(socket.create_connection, (address, self._port)),
-                method,
-                f"/api/v1/{operation}",
-                host=str(Address(address, self._port)),
-                token=self._api_token(secret, run_id),
-                body=body,
-                timeout_s=TIMEOUT_S,
-                max_bytes=MAX_REPLY_BYTES,
-            )
-            return json.loads(reply)
+            return json.loads(send(connect, request, timeout_s=TIMEOUT_S, max_bytes=MAX_REPLY_BYTES))
         except ErrorReply as error:
             text = error.error or error.body[: 4 * MAX_TEXT_CHARACTERS].decode("utf-8", "replace")
             printable = "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT_CHARACTERS])

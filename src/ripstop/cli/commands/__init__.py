@@ -1,1 +1,1 @@
-"""The subcommands of `ripstop`: one module each."""
+"""The subcommands of `ripstop`."""

@@ -3,9 +3,10 @@
 The script is generated from the flags.  After the training script's name it completes file names.  Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 
-from ripstop.cli import COMMANDS
+from ripstop.cli import COMMANDS, JOB_COMMANDS
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import HelpRequested, UsageError
 
@@ -88,19 +89,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    from ripstop.cli.commands.run import FLAGS as RUN
-
     flags = commands_flags()
-    others = {command: own for command, own in flags.items() if command != "run"}
+    with_values = {flag.name: flag for own in flags.values() for flag in own if flag.metavar}
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     for name, value in {
         "COMMANDS": " ".join(COMMANDS),
         "SHELLS": " ".join(SHELLS),
         "BASH_FLAGS": "\n".join(_bash_flags(command, own) for command, own in flags.items()),
-        "BASH_CHOICES": "\n".join(_bash(flag) for flag in _with_values(flags)),
-        "ZSH_RUN": _zsh(RUN),
+        "BASH_CHOICES": "\n".join(map(_bash, with_values.values())),
+        "ZSH_RUN": _zsh(flags["run"]),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;" for command, own in others.items()
+            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;"
+            for command, own in flags.items()
+            if command != "run"
         ),
         "FISH_FLAGS": "\n".join(_fish(command, own) for command, own in flags.items()),
     }.items():
@@ -110,27 +111,18 @@ def script(shell: str) -> str:
 
 def commands_flags() -> dict[str, tuple[Flag, ...]]:
     """The flags of each command that has flags."""
-    from importlib import import_module
-
-    from ripstop.cli.job_client import JOB_FLAGS
-
-    names = [command for command in COMMANDS if command not in ("completion", "version")]
-    modules = {name: import_module(f"ripstop.cli.commands.{name}") for name in names}
-    return {name: getattr(module, "FLAGS", JOB_FLAGS) for name, module in modules.items()}
-
-
-def _with_values(flags: Mapping[str, Iterable[Flag]]) -> list[Flag]:
-    """Each flag once, even if several commands have it."""
-    return list({flag.name: flag for own in flags.values() for flag in own if flag.metavar}.values())
+    found: dict[str, tuple[Flag, ...]] = {}
+    for name in COMMANDS:
+        if name not in ("completion", "version"):
+            module = import_module(f"ripstop.cli.commands.{JOB_COMMANDS.get(name, name)}")
+            found[name] = module.COMMANDS[name].flags if name in JOB_COMMANDS else module.FLAGS
+    return found
 
 
 def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
-    values = _names(flag for flag in flags if flag.metavar)
-    return f"        {command}) flags='{_names(flags)}' with_value=' {values} ' ;;"
-
-
-def _names(flags: Iterable[Flag]) -> str:
-    return " ".join(name for flag in flags for name in _forms(flag))
+    names = " ".join(name for flag in flags for name in _forms(flag))
+    with_value = " ".join(name for flag in flags if flag.metavar for name in _forms(flag))
+    return f"        {command}) flags='{names}' with_value=' {with_value} ' ;;"
 
 
 def _forms(flag: Flag) -> list[str]:

@@ -5,21 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
+from ripstop.cli.options.tracing import tracing
+from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
 from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.model.parsers import (
-    HEALTH_CONF,
-    address,
-    identifier,
-    job_secret,
-    key_values,
-    node_range,
-    quarantine,
-    rank_by,
-    target,
-    timing,
-)
 
 HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]
@@ -47,36 +37,35 @@ FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 
 
 def main(argv: Sequence[str]) -> int:
-    if (config := configure(argv, os.environ)) is None:
-        raise HelpRequested(HELP)
+    config = configure(argv, os.environ)
     from ripstop.launch import coordinate
 
     return coordinate(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig | None:
-    """The configuration of a command line, None if it asks for help."""
+def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorConfig:
     args = parse(FLAGS, argv, environ)
     if "--help" in args:
-        return None
+        raise HelpRequested(HELP)
     if args.program:
         raise UsageError(f"{args.program[0]}: a coordinator runs no script; pass it to ripstop run")
     if "--rdzv-endpoint" not in args:
         raise UsageError("--rdzv-endpoint is missing; write --rdzv-endpoint=HOST[:PORT], the address to listen on")
     name = args.label("--rdzv-endpoint")
-    endpoint = address(name, args.text("--rdzv-endpoint"), default_port=COORDINATOR_PORT)
+    endpoint = parsers.address(name, args.text("--rdzv-endpoint"), default_port=COORDINATOR_PORT)
     if endpoint.port == 0:
         raise UsageError(f"{name}={endpoint}: nodes cannot connect to port 0; write {endpoint.host}:{COORDINATOR_PORT}")
-    min_nodes, max_nodes = node_range(*args.labelled("--nnodes", "1"))
+    min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     conf_name = args.label("--rdzv-conf")
-    conf = key_values(conf_name, args.text("--rdzv-conf"))
+    conf = parsers.key_values(conf_name, args.text("--rdzv-conf"))
     if "is_host" in conf:
         raise UsageError(
             f"{conf_name} is_host={conf['is_host']}: this command always runs the coordinator; leave is_host out"
         )
-    timeouts, notes = timing(conf_name, conf, shutdown=Timing().shutdown)
-    notes += [f"{conf_name} {key} has no effect here: set it on the nodes" for key in conf if key in HEALTH_CONF]
-    token, token_notes = job_secret(environ)
+    timeouts, notes = parsers.timing(conf_name, conf, shutdown=Timing().shutdown)
+    unused = (key for key in conf if key in parsers.HEALTH_CONF)
+    notes += [f"{conf_name} {key} has no effect here: set it on the nodes" for key in unused]
+    token, token_notes = parsers.job_secret(environ)
     tls = certificates(conf_name, conf, notes)
     if tls is not None and tls.cert is None:
         raise UsageError(
@@ -85,17 +74,17 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
     notes += token_notes if token else no_secret_warning(endpoint, tls)
     log_dir = args.text("--log-dir")
     return CoordinatorConfig(
-        run_id=identifier(*args.labelled("--rdzv-id", "none")),
+        run_id=parsers.identifier(*args.labelled("--rdzv-id", "none")),
         endpoint=endpoint,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        target=target(conf_name, conf, min_nodes, max_nodes),
-        rank_by=rank_by(conf_name, conf),
+        target=parsers.target(conf_name, conf, min_nodes, max_nodes),
+        rank_by=parsers.rank_by(conf_name, conf),
         budget=budget(args, notes),
         timing=timeouts,
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
-        tracing=tracing_if_configured(environ, notes),
-        quarantine=quarantine(conf_name, conf),
+        tracing=tracing(environ, notes),
+        quarantine=parsers.quarantine(conf_name, conf),
         token=token,
         tls=tls,
         notes=tuple(notes),

@@ -1,11 +1,11 @@
 """`ripstop events`: show a job's events."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, Target, find_job, get, parse_command, stream_lines
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import Flag
 from ripstop.model.events import from_json, log_line
 from ripstop.model.parsers import integer
@@ -20,36 +20,29 @@ line is a JSON object as in events.jsonl, with the event's number in the job.
   -f, --follow                continue with new events until the job ends
   --since N                   only events after number N
 {JOB_HELP}"""
-FLAGS = (
-    *JOB_FLAGS,
-    Flag("--follow", short="-f", from_environment=False),
-    Flag("--since", "N", from_environment=False),
-)
 IDLE_TIMEOUT_S = 60.0  # the stream has a keepalive every 15 s
 
 
-def main(argv: Sequence[str]) -> int:
-    command = parse_command("events", argv, HELP, FLAGS)
+def events(command: ParsedCommand) -> None:
     since = integer("--since", command.args.text("--since", "0"), minimum=0, maximum=2**53)
-    target = find_job(command.args)
-    for event in follow_events(target, since) if "--follow" in command.args else _past_events(target, since):
+    job = command.find_job()
+    for event in follow_events(job, since) if "--follow" in command.args else _past_events(job, since):
         line = json.dumps(event, ensure_ascii=False) if command.as_json else render(event)
         if line:
             print(line, flush=True)
-    return 0
 
 
-def _past_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def _past_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     more = True
     while more:
-        page = get(target, "/events", since=since)
+        page = job.get("/events", since=since)
         yield from page["events"]
         since, more = page["last"], page["more"]
 
 
-def follow_events(target: Target, since: int) -> Iterator[dict[str, Any]]:
+def follow_events(job: RunningJob, since: int) -> Iterator[dict[str, Any]]:
     """Yield the events after number `since`, past and new, until the job ends."""
-    for line in stream_lines(target, "/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
+    for line in job.stream_lines("/events", "text/event-stream", IDLE_TIMEOUT_S, since=since):
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
 
@@ -64,3 +57,6 @@ def render(event: dict[str, Any]) -> str:
         text = " ".join([event["kind"], *(f"{name}={value}" for name, value in event.items() if name not in known)])
     time = datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S.%f")[:-3]
     return f"{event['number']:>5} {time} {event['node'] or 'coordinator'}: {one_line(text)}" if text else ""
+
+
+COMMANDS = {"events": JobCommand(events, HELP, (*JOB_FLAGS, Flag("--follow", short="-f"), Flag("--since", "N")))}

@@ -8,12 +8,12 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct
+
 from ripstop.cli.kube import cluster, job
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse_mixed
-from ripstop.cli.options.job import HELP as HELP_FLAG
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse_mixed
 from ripstop.kubernetes.manifests import to_yaml
 from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.model.parsers import integer
 
 USAGE = """\
 usage: ripstop kube COMMAND …
@@ -43,30 +43,55 @@ usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
 {job.HELP}\
   --json                      print a JSON list instead of YAML
 """
-CONTEXT = Flag("--context", "NAME", from_environment=False)
-CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n", from_environment=False), CONTEXT)
-JSON = Flag("--json", from_environment=False)
-FILE = Flag("--file", "FILE", short="-f", from_environment=False)
-FOLLOW = Flag("--follow", short="-f", from_environment=False)
-TAIL = Flag("--tail", "N", from_environment=False)
-IMAGE = Flag("--image", "IMAGE", from_environment=False)
-HOME = Flag("--home", "NAMESPACE", from_environment=False)
-HEALTH = Flag("--health", "HOST:PORT", from_environment=False)
-DRY_RUN = Flag("--dry-run", from_environment=False)
-TIMEOUT = Flag("--timeout", "SECONDS", from_environment=False)
-_ALL = (*CLUSTER_FLAGS, *job.OWN_FLAGS, JSON, FILE, FOLLOW, TAIL, HOME, HEALTH, DRY_RUN, TIMEOUT)
+CONTEXT = Flag("--context", "NAME")
+CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n"), CONTEXT)
+JSON = Flag("--json")
+FILE = Flag("--file", "FILE", short="-f")
+
+
+class Subcommand(Struct, frozen=True):
+    """A command to a cluster: its function, its flags, and how many names it takes."""
+
+    run: Callable[[ParsedArguments, tuple[str, ...]], int]
+    flags: tuple[Flag, ...] = ()
+    least: int = 0
+    most: int = 0
+
+
+SUBCOMMANDS = {
+    "status": Subcommand(cluster.status, (JSON,), most=1),
+    "logs": Subcommand(cluster.logs, (Flag("--follow", short="-f"), Flag("--tail", "N")), least=1, most=2),
+    "stacks": Subcommand(cluster.stacks, least=1, most=2),
+    "scale": Subcommand(cluster.scale, least=2, most=2),
+    "delete": Subcommand(cluster.delete, least=1, most=1),
+    "install": Subcommand(cluster.install, (Flag("--image", "IMAGE"), Flag("--dry-run"), Flag("--timeout", "SECONDS"))),
+    "operator": Subcommand(cluster.operate, (Flag("--home", "NAMESPACE"), Flag("--health", "HOST:PORT"))),
+}
+COMMANDS = ("render", "submit", *SUBCOMMANDS)
+_ALL = (*CLUSTER_FLAGS, *job.OWN_FLAGS, JSON, FILE, *(flag for each in SUBCOMMANDS.values() for flag in each.flags))
 FLAGS = tuple({flag.name: flag for flag in _ALL}.values())  # of all subcommands, for completion
-MAX_TAIL_LINES = 1_000_000
-INSTALL_TIMEOUT_S, MAX_TIMEOUT_S = 120, 86_400
 
 
 def main(argv: Sequence[str]) -> int:
-    command, *rest = argv or ["--help"]
-    if command in ("-h", "--help", "help"):
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help", "help"):
         raise HelpRequested(USAGE)
-    if command not in COMMANDS:
-        raise UsageError(f"kube {command}: unknown command; write one of {', '.join(COMMANDS)}")
-    return COMMANDS[command](rest)
+    if name == "render":
+        return _render(rest)
+    if name == "submit":
+        return _submit(rest)
+    if name not in SUBCOMMANDS:
+        raise UsageError(f"kube {name}: unknown command; write one of {', '.join(COMMANDS)}")
+    command = SUBCOMMANDS[name]
+    args, names = parse_mixed((*CLUSTER_FLAGS, *command.flags), rest)
+    if "--help" in args:
+        raise HelpRequested(USAGE)
+    if not command.least <= len(names) <= command.most:
+        usage = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {name} "))
+        is_surplus = len(names) > command.most
+        problem = f"{names[command.most]}: unexpected argument" if is_surplus else "an argument is missing"
+        raise UsageError(f"kube {name}: {problem}; write ripstop kube {usage.partition('  ')[0]}")
+    return command.run(args, names)
 
 
 def _render(argv: Sequence[str]) -> int:
@@ -86,97 +111,8 @@ def _submit(argv: Sequence[str]) -> int:
     args = job.parse_arguments(argv, (FILE, CONTEXT))
     if "--help" in args:
         raise HelpRequested(RENDER)
-    if "--file" in args and (args.program or args.texts.keys() - {"--file", "--namespace", "--context"}):
+    if "--file" not in args:
+        return cluster.submit(args, job.objects(args, secrets.token_urlsafe(32)))
+    if args.program or args.texts.keys() - {"--file", "--namespace", "--context"}:
         raise UsageError("--file and a command line both describe a job; remove one of them")
-    objects = [] if "--file" in args else job.objects(args, secrets.token_urlsafe(32))
-    _require("kubernetes")
-    return cluster.submit(args, cluster.load(args.text("--file")) if "--file" in args else objects)
-
-
-def _status(argv: Sequence[str]) -> int:
-    args, names = _parse("status", argv, (JSON,), most=1)
-    _require("kubernetes")
-    return cluster.status(args, names[0] if names else "", as_json="--json" in args)
-
-
-def _logs(argv: Sequence[str]) -> int:
-    args, names = _parse("logs", argv, (FOLLOW, TAIL), least=1, most=2)
-    slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
-    tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
-    _require("kubernetes")
-    return cluster.logs(args, names[0], slot, tail, follow="--follow" in args)
-
-
-def _stacks(argv: Sequence[str]) -> int:
-    args, names = _parse("stacks", argv, (), least=1, most=2)
-    ranks = [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
-    _require("kubernetes")
-    return cluster.stacks(args, names[0], ranks)
-
-
-def _scale(argv: Sequence[str]) -> int:
-    args, names = _parse("scale", argv, (), least=2, most=2)
-    replicas = integer("N", names[1], minimum=1, maximum=2**31 - 1)
-    _require("kubernetes")
-    return cluster.scale(args, names[0], replicas)
-
-
-def _delete(argv: Sequence[str]) -> int:
-    args, names = _parse("delete", argv, (), least=1, most=1)
-    _require("kubernetes")
-    return cluster.delete(args, names[0])
-
-
-def _install(argv: Sequence[str]) -> int:
-    args, _ = _parse("install", argv, (IMAGE, DRY_RUN, TIMEOUT))
-    from ripstop.kubernetes import deploy
-    from ripstop.kubernetes.manifests import HOME as HOME_NAMESPACE
-
-    image, home = args.text("--image", deploy.IMAGE), args.text("--namespace", HOME_NAMESPACE)
-    timeout = integer("--timeout", args.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MAX_TIMEOUT_S)
-    if "--dry-run" in args:
-        print(to_yaml(deploy.objects(image, home)), end="")
-        return 0
-    _require("kubernetes")
-    return cluster.install(args, image, home, timeout)
-
-
-def _operator(argv: Sequence[str]) -> int:
-    args, _ = _parse("operator", argv, (HOME, HEALTH))
-    _require("kubernetes", "kopf")
-    return cluster.operate(args)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "render": _render,
-    "submit": _submit,
-    "status": _status,
-    "logs": _logs,
-    "stacks": _stacks,
-    "scale": _scale,
-    "delete": _delete,
-    "install": _install,
-    "operator": _operator,
-}
-
-
-def _require(*packages: str) -> None:
-    from importlib.util import find_spec
-
-    for package in packages:
-        if find_spec(package) is None:
-            raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
-
-
-def _parse(
-    command: str, argv: Sequence[str], flags: Sequence[Flag], least: int = 0, most: int = 0
-) -> tuple[ParsedArguments, tuple[str, ...]]:
-    """Flags and names in any order."""
-    args, names = parse_mixed((*CLUSTER_FLAGS, *flags), argv)
-    if "--help" in args:
-        raise HelpRequested(USAGE)
-    if not least <= len(names) <= most:
-        usage = next(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {command} "))
-        problem = f"{names[most]}: unexpected argument" if len(names) > most else "an argument is missing"
-        raise UsageError(f"kube {command}: {problem}; write ripstop kube {usage.partition('  ')[0]}")
-    return args, names
+    return cluster.submit(args, cluster.load(args.text("--file")))

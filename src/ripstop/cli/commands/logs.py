@@ -3,23 +3,12 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ripstop.api.routes import MAX_TAIL_LINES
 from ripstop.cli.commands.events import follow_events
-from ripstop.cli.job_client import (
-    JOB_FLAGS,
-    JOB_HELP,
-    RequestRejected,
-    Target,
-    find_job,
-    get,
-    parse_command,
-    print_error,
-    print_json,
-    stream_lines,
-)
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RequestRejected, RunningJob
 from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.parsers import integer
@@ -34,47 +23,37 @@ file is available; stdout needs --tee or --redirects.
   --tail N                    lines of each worker and stream (100)
   --stream NAME               only stdout or only stderr (both)
 {JOB_HELP}"""
-FLAGS = (
-    *JOB_FLAGS,
-    Flag("--follow", short="-f", from_environment=False),
-    Flag("--tail", "N", from_environment=False),
-    Flag("--stream", "NAME", choices=("stdout", "stderr"), from_environment=False),
-)
 STREAMS = ("stdout", "stderr")
+FLAGS = (*JOB_FLAGS, Flag("--follow", short="-f"), Flag("--tail", "N"), Flag("--stream", "NAME", choices=STREAMS))
 
 
-def main(argv: Sequence[str]) -> int:
-    command = parse_command("logs", argv, HELP, FLAGS, max_positional=1)
-    args = command.args
-    rank = integer("RANK", command.positional[0], minimum=0, maximum=2**31) if command.positional else None
+def logs(command: ParsedCommand) -> int:
+    args, rank = command.args, command.rank()
     tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
     stream = args.text("--stream")
     if stream not in ("", *STREAMS):
         raise UsageError(f"--stream={stream}: unknown stream; write stdout or stderr")
     if command.as_json and "--follow" in args:
         raise UsageError("--json and --follow cannot be combined; remove one of them")
-    target = find_job(args)
-    last_event = get(target, "/events", since=2**53)["last"]
-    ranks = [rank] if rank is not None else [found["rank"] for found in get(target, "/ranks")["ranks"]]
+    job = command.find_job()
+    last_event = job.get("/events", since=2**53)["last"]
+    ranks = [rank] if rank is not None else [found["rank"] for found in job.get("/ranks")["ranks"]]
     if not ranks:
         raise RequestRejected("no workers are running; ripstop status shows what the job waits for")
     streams = [stream] if stream else list(STREAMS)
-    logs, errors = _read_tails(target, ranks, streams, 0 if "--follow" in args else tail)
-    if errors and not logs:
+    found, errors = _read_tails(job, ranks, streams, 0 if "--follow" in args else tail)
+    if errors and not found:
         raise errors[0]
-    if command.as_json:
-        print_json(logs)
-    elif "--follow" in args:
-        return _follow(target, logs, streams, tail, last_event if rank is None else None)
-    else:
-        for log in logs:
-            for line in log["text"].splitlines():
-                print(_format(log["rank"], line, prefixed=rank is None))
+    if "--follow" in args:
+        return _follow(job, found, streams, tail, last_event if rank is None else None)
+    lines = [_format(log["rank"], line, prefixed=rank is None) for log in found for line in log["text"].splitlines()]
+    if lines or command.as_json:
+        command.print("\n".join(lines), found)
     return 0
 
 
 def _read_tails(
-    target: Target, ranks: list[int], streams: list[str], tail: int
+    job: RunningJob, ranks: list[int], streams: list[str], tail: int
 ) -> tuple[list[dict[str, Any]], list[RequestRejected]]:
     """The logs that exist, and the reasons for those that do not."""
     logs: list[dict[str, Any]] = []
@@ -82,29 +61,29 @@ def _read_tails(
     for rank in ranks:
         for stream in streams:
             try:
-                logs.append(get(target, f"/logs/{rank}", stream=stream, tail=tail))
+                logs.append(job.get(f"/logs/{rank}", stream=stream, tail=tail))
             except RequestRejected as error:
                 errors.append(error)
     return logs, errors
 
 
-def _follow(target: Target, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
+def _follow(job: RunningJob, logs: list[dict[str, Any]], streams: list[str], tail: int, since: int | None) -> int:
     """Follow these logs and, with `since`, those of ranks that start after that event."""
-    followers = _Followers(target, prefixed=since is not None)
+    followers = _Followers(job, prefixed=since is not None)
     sys.stdout.flush()
     for log in logs:
         followers.add(log["rank"], log["stream"], tail=tail)
     try:
-        for rank in _added_ranks(target, since, {log["rank"] for log in logs}) if since is not None else ():
-            for log in _read_tails(target, [rank], streams, 0)[0]:
+        for rank in _added_ranks(job, since, {log["rank"] for log in logs}) if since is not None else ():
+            for log in _read_tails(job, [rank], streams, 0)[0]:
                 followers.add(rank, log["stream"], offset=0)
     except RipstopError as error:
         followers.report_error(error)
     return followers.wait()
 
 
-def _added_ranks(target: Target, since: int, known: set[int]) -> Iterator[int]:
-    for event in follow_events(target, since):
+def _added_ranks(job: RunningJob, since: int, known: set[int]) -> Iterator[int]:
+    for event in follow_events(job, since):
         if event["kind"] == "workers_started":
             ranks = range(event["first_rank"], event["first_rank"] + len(event["pids"]))
             yield from (rank for rank in ranks if rank not in known)
@@ -114,8 +93,8 @@ def _added_ranks(target: Target, since: int, known: set[int]) -> Iterator[int]:
 class _Followers:
     """One connection and thread for each log.  A line is one write, so lines are not mixed."""
 
-    def __init__(self, target: Target, *, prefixed: bool) -> None:
-        self._target = target
+    def __init__(self, job: RunningJob, *, prefixed: bool) -> None:
+        self._job = job
         self._prefixed = prefixed
         self._threads: list[threading.Thread] = []
         self._errors: set[str] = set()
@@ -129,7 +108,7 @@ class _Followers:
         """Print it once, even if many logs have the same error."""
         if str(error) not in self._errors:
             self._errors.add(str(error))
-            print_error("logs", error)
+            print(f"ripstop logs: error: {error}", file=sys.stderr)
 
     def wait(self) -> int:
         """Wait until all logs have ended; the exit code."""
@@ -140,7 +119,7 @@ class _Followers:
     def _follow(self, rank: int, stream: str, start: dict[str, int]) -> None:
         query: dict[str, Any] = {"stream": stream, "follow": "true", **start}
         try:
-            for line in stream_lines(self._target, f"/logs/{rank}", "text/plain", None, **query):
+            for line in self._job.stream_lines(f"/logs/{rank}", "text/plain", None, **query):
                 os.write(1, f"{_format(rank, line, prefixed=self._prefixed)}\n".encode())
         except BrokenPipeError:
             os._exit(0)  # the reader of our output has closed it
@@ -150,3 +129,6 @@ class _Followers:
 
 def _format(rank: int, line: str, *, prefixed: bool) -> str:
     return f"[{rank}] {line}" if prefixed else line
+
+
+COMMANDS = {"logs": JobCommand(logs, HELP, FLAGS, max_positional=1)}

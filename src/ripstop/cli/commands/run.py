@@ -4,34 +4,29 @@ Rules: a wrong value is rejected before anything is started; a flag without effe
 """
 
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from ripstop.cli.options import handlers
+from msgspec.structs import asdict
+
+from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.health import health
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, tracing_if_configured
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
+from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import event_handler, logs
-from ripstop.cli.options.program import entrypoint, preload, start_method
-from ripstop.cli.options.rendezvous import RendezvousOptions, ranking, rendezvous_options
-from ripstop.cli.options.timers import timer_pipe
-from ripstop.model.config import API_PORT, MAX_SLOTS, STOP_SIGNALS, Backend, Binding, Etcd, Numa, RunConfig, Tls
-from ripstop.model.errors import HelpRequested, UsageError
-from ripstop.model.parsers import (
-    address,
-    duration,
-    etcd,
-    identifier,
-    integer,
-    job_secret,
-    key_values,
-    node_range,
-    port,
-    quarantine,
-    signals,
-    target,
-    timing,
+from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, start_method
+from ripstop.cli.options.rendezvous import (
+    BACKENDS,
+    RendezvousOptions,
+    handler_options,
+    rendezvous_options,
+    with_ranking,
 )
+from ripstop.cli.options.tracing import tracing
+from ripstop.model import parsers
+from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, Tls
+from ripstop.model.errors import HelpRequested, UsageError
 from ripstop.model.round import Address
 
 HELP = """\
@@ -166,12 +161,13 @@ FLAGS = (
     Flag("--linger", ours=True),
     Flag("--event-log-handler", "NAME", choices=("null", "console")),
 )
+HANDLER_PROGRAM = (
+    "import sys; sys.path.append({root!r}); from ripstop.compat.launcher.handler_link import main; sys.exit(main())"
+)
 
 
 def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = None) -> int:
     args = _parse(argv, os.environ)
-    if "--help" in args:
-        raise HelpRequested(HELP)
     config = _configuration(args, os.environ)
     if "--dry-run" in args:
         from ripstop.cli.dry_run import describe
@@ -179,21 +175,22 @@ def main(argv: Sequence[str], with_handler: Callable[[RunConfig], int] | None = 
         print(describe(config, os.environ), end="")
         return 0
     if config.handler is not None:
-        return with_handler(config) if with_handler is not None else handlers.replace_process(argv)
+        return with_handler(config) if with_handler is not None else _continue_with_handler(argv)
     from ripstop import launch
 
     return launch.run(config)
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig | None:
-    """The configuration of a command line, None if it asks for help; `registered` are additional backends."""
-    args = _parse(argv, environ)
-    return None if "--help" in args else _configuration(args, environ, registered)
+def configure(argv: Sequence[str], environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
+    """The configuration of a command line; `registered` are additional backends."""
+    return _configuration(_parse(argv, environ), environ, registered)
 
 
 def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
     args = parse(FLAGS, argv, environ)
-    if "--config" not in args or "--help" in args:
+    if "--help" in args:
+        raise HelpRequested(HELP)
+    if "--config" not in args:
         return args
     from ripstop.cli.options.job_file import with_job_file  # rarely needed
 
@@ -202,24 +199,27 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
 
 def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
-    _monitor_interval(args, notes)
+    if "--monitor-interval" in args:
+        parsers.duration(*args.labelled("--monitor-interval"))
+        notes.append(f"{args.label('--monitor-interval')} has no effect: worker exits are detected without polling")
     program = entrypoint(args, environ, notes)
     start = start_method(args, program, notes)
-    slots = _slots(args, environ)
-    _note_omp_threads(environ, slots, notes)
+    slots = workers_per_node(args, environ)
+    note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
-    handler = handlers.handler(args, registered)
-    conf = key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
-    min_nodes, max_nodes = node_range(*args.labelled("--nnodes", "1"))
+    handler = _handler(args, registered)
+    conf = parsers.key_values(conf_name, args.text("--rdzv-conf")) if handler is None else {}
+    min_nodes, max_nodes = parsers.node_range(*args.labelled("--nnodes", "1"))
     if handler is None:
-        rdzv = rendezvous_options(args, min_nodes, max_nodes, conf.get("is_host"), notes)
+        rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
-        rdzv = handlers.rendezvous_options(args, notes)
-    rank_order = ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
+        rdzv = handler_options(args, notes)
+    rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
+    is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
-        elector, conf = etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
-    timeouts, timeout_notes = timing(conf_name, conf, _shutdown_timeout(args, environ))
+        elector, conf = parsers.etcd(*args.labelled("--rdzv-endpoint"), conf_name, conf, environ)
+    timeouts, timeout_notes = parsers.timing(conf_name, conf, shutdown_timeout(args, environ))
     tls = certificates(conf_name, conf, notes)
     if elector is not None and tls is not None and tls.cert is None:
         raise UsageError(
@@ -227,53 +227,69 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
             "add tls_cert=FILE,tls_key=FILE"
         )
     alone = rdzv.endpoint is None and elector is None
-    token, token_notes = job_secret(environ)
-    api = _api(args, token, tls, local=rdzv.backend is Backend.LOCAL, notes=notes)
+    token, token_notes = parsers.job_secret(environ)
+    api = _api(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
     if not token and not alone and (max_nodes > 1 or elector is not None):  # else the coordinator's node creates one
         token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)
     return RunConfig(
         entry=program,
-        run_id=_run_id(args, local=rdzv.backend is Backend.LOCAL),
+        run_id=parsers.identifier(*args.labelled("--rdzv-id", _random_name() if is_local else "none")),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         target=_target(conf_name, conf, rdzv, min_nodes, max_nodes, notes),
         slots=slots,
-        role=identifier(*args.labelled("--role", "default")),
-        backend=rdzv.backend,
-        endpoint=rdzv.endpoint,
+        role=parsers.identifier(*args.labelled("--role", "default")),
+        **asdict(rdzv),
         etcd=elector,
         handler=handler,
-        is_host=rdzv.is_host,
-        local_addr=rdzv.local_addr,
-        node_rank=rdzv.node_rank,
-        rank_by=rank_order.by,
-        node_number=rank_order.number,
-        node_label=rank_order.label,
-        store_port=rdzv.store_port,
         budget=budget(args, notes),
         timing=timeouts,
         health=health(args, conf_name, conf, alone=alone),
-        quarantine=quarantine(conf_name, conf),
-        hang_timeout=_hang_timeout(args, notes),
+        quarantine=parsers.quarantine(conf_name, conf),
+        hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),
         logs=logs(args, environ, slots, notes),
-        bindings=_bindings(args, environ, slots, notes),
-        virtual_local_rank=_virtual_local_rank(args, environ, slots),
-        signals=signals(*args.labelled("--signals-to-handle")) if "--signals-to-handle" in args else STOP_SIGNALS,
+        bindings=bindings(args, environ, slots, notes),
+        virtual_local_rank=virtual_local_rank(args, environ, slots),
+        signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),
         event_handler=event_handler(args),
         timer_pipe=timer_pipe(environ, notes),
-        tracing=tracing_if_configured(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
-        token=token or (_random_name() if rdzv.backend is Backend.LOCAL and api is None else ""),
+        tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
+        token=token or (_random_name() if is_local and api is None else ""),
         tls=tls,
         api=api,
-        probe_port=_probe_port(args, environ),
+        probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
     )
+
+
+def _handler(args: ParsedArguments, registered: Collection[str]) -> Handler | None:
+    """The other package's rendezvous handler that --rdzv-backend names, if any.  Its settings are passed on unread."""
+    name = args.text("--rdzv-backend", "static")
+    if name in BACKENDS or "--standalone" in args:
+        return None
+    from importlib.metadata import entry_points
+
+    if name not in registered and name not in entry_points(group="torchrun.handlers").names:
+        return None
+    conf = parsers.key_values(*args.labelled("--rdzv-conf"))
+    return Handler(name, args.text("--rdzv-endpoint"), tuple(conf.items()))
+
+
+def _continue_with_handler(argv: Sequence[str]) -> int:
+    """Replace this process by `compat/launcher/handler_link.py`: this layer must not import torch or the handler.
+
+    `-P` keeps the current directory out of its module path.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    program = HANDLER_PROGRAM.format(root=str(Path(__file__).parents[3]))
+    os.execv(sys.executable, [sys.executable, "-P", "-c", program, *argv])
 
 
 def _target(
@@ -283,7 +299,7 @@ def _target(
         why = "on a single node" if rdzv.backend is Backend.LOCAL else "with static: all nodes have a rank"
         notes.append(f"{conf_name} target has no effect {why}")
         return None
-    return target(conf_name, conf, min_nodes, max_nodes)
+    return parsers.target(conf_name, conf, min_nodes, max_nodes)
 
 
 def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, notes: list[str]) -> Address | None:
@@ -293,7 +309,7 @@ def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, not
     if not local:
         notes.append(f"{name} has no effect on a job of several nodes: its API is at its coordinator's port")
         return None
-    endpoint = address(name, args.text("--api"), default_port=API_PORT)
+    endpoint = parsers.address(name, args.text("--api"), default_port=API_PORT)
     if not token and (tls is None or tls.ca is None):
         raise UsageError(
             f"{name}={endpoint}: the API needs the job's secret, and there is none; "
@@ -304,97 +320,6 @@ def _api(args: ParsedArguments, token: str, tls: Tls | None, *, local: bool, not
 
         check_coordinator_certificate(tls, endpoint.host)
     return endpoint
-
-
-def _monitor_interval(args: ParsedArguments, notes: list[str]) -> None:
-    if "--monitor-interval" in args:
-        duration(*args.labelled("--monitor-interval"))
-        notes.append(f"{args.label('--monitor-interval')} has no effect: worker exits are detected without polling")
-
-
-def _hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
-    timeout = duration(*args.labelled("--hang-timeout", "0"))
-    if not timeout and "--max-infra-restarts" in args:
-        label = args.label("--max-infra-restarts")
-        notes.append(f"{label} has no effect without --hang-timeout: hangs are not detected")
-    return timeout
-
-
-def _note_omp_threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
-    """`workers/environment.py` sets the variable."""
-    if slots > 1 and "OMP_NUM_THREADS" not in environ:
-        notes.append(f"OMP_NUM_THREADS is not set: using 1 for each of the {slots} workers, to avoid overload")
-
-
-def _slots(args: ParsedArguments, environ: Mapping[str, str]) -> int:
-    name, text = args.labelled("--nproc-per-node", "1")
-    if text not in ("auto", "gpu", "cpu"):
-        if text == "xpu":
-            raise UsageError(f"{name}=xpu: ripstop cannot count XPUs in this version; give their number")
-        return integer(name, text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
-    from ripstop.cli.options.devices import cpus, gpus
-
-    found = 0 if text == "cpu" else gpus(environ)
-    if text == "gpu" and not found:
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        why = "this node has no NVIDIA GPU" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} selects no GPU"
-        raise UsageError(f"{name}=gpu: {why}; give a number, or {name}=cpu")
-    return found or cpus()
-
-
-def _bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> tuple[Binding, ...]:
-    if "--numa-binding" not in args:
-        return ()
-    name, text = args.labelled("--numa-binding")
-    modes = {mode.value: mode for mode in Numa}
-    if text not in modes:
-        raise UsageError(f"{name}={text}: unknown mode; write {', '.join(modes)}")
-    if not hasattr(os, "sched_setaffinity"):
-        raise UsageError(f"{name}={text}: this system cannot bind a process to CPUs; leave {name} out")
-    from ripstop.system.linux import memory_policy_call
-    from ripstop.system.numa import bindings
-    from ripstop.system.numa_topology import read_topology, visible_gpus
-
-    gpus = visible_gpus(environ)
-    found = bindings(name, modes[text], read_topology(), gpus.nodes, slots)
-    if gpus.note:
-        notes.append(f"{name}={text}: {gpus.note}")
-    if memory_policy_call() is None:
-        notes.append(f"{name}={text}: memory is not bound: the kernel or the container forbids memory policies")
-    return found
-
-
-def _virtual_local_rank(args: ParsedArguments, environ: Mapping[str, str], slots: int) -> bool:
-    if "--virtual-local-rank" not in args:
-        return False
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and len(visible.split(",")) < slots:
-        name = args.label("--virtual-local-rank")
-        raise UsageError(
-            f"{name}: each of the {slots} workers needs a GPU, and CUDA_VISIBLE_DEVICES={visible} has fewer; "
-            f"add GPUs to it, or leave {name} out"
-        )
-    return True
-
-
-def _run_id(args: ParsedArguments, *, local: bool) -> str:
-    if local and "--rdzv-id" not in args:
-        return _random_name()
-    return identifier(*args.labelled("--rdzv-id", "none"))
-
-
-def _probe_port(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:
-    variable = "TORCHELASTIC_HEALTH_CHECK_PORT"
-    if "--probe-port" in args:
-        return port(*args.labelled("--probe-port"))
-    return port(variable, environ[variable]) if environ.get(variable) else None
-
-
-def _shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    if "--shutdown-timeout" not in args and environ.get(variable):
-        return duration(variable, environ[variable])
-    return duration(*args.labelled("--shutdown-timeout", "30"))
 
 
 def _random_name() -> str:

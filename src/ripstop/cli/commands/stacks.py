@@ -1,12 +1,10 @@
 """`ripstop stacks`: show workers' stacks, and the collectives they are in."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, find_job, get, parse_command, print_json
+from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand
 from ripstop.diagnostics.hang_analysis import describe_collectives, describe_position
 from ripstop.model.failure import CollectiveProgress
-from ripstop.model.parsers import integer
 from ripstop.model.text_formatting import rank_list
 
 HELP = f"""\
@@ -17,15 +15,10 @@ they are in.
 {JOB_HELP}"""
 
 
-def main(argv: Sequence[str]) -> int:
-    command = parse_command("stacks", argv, HELP, max_positional=1)
-    rank = integer("RANK", command.positional[0], minimum=0, maximum=2**31) if command.positional else None
-    reply = get(find_job(command.args), "/stacks", rank=rank)
-    if command.as_json:
-        print_json(reply)
-    else:
-        print("\n".join(render(reply)))
-    return 0
+def stacks(command: ParsedCommand) -> None:
+    rank = command.rank()
+    reply = command.find_job().get("/stacks", rank=rank)
+    command.print("\n".join(render(reply)), reply)
 
 
 def render(reply: dict[str, Any]) -> list[str]:
@@ -47,3 +40,6 @@ def render(reply: dict[str, Any]) -> list[str]:
     lines += [f"flight recorder of {rank_list(ranks)}: {why}" for why, ranks in unrecorded.items()]
     lines += [f"node {node['node']} did not reply: {node['why']}" for node in reply["unanswered"]]
     return lines
+
+
+COMMANDS = {"stacks": JobCommand(stacks, HELP, max_positional=1)}

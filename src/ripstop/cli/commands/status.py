@@ -1,25 +1,29 @@
-"""`ripstop status`: show the state of a job."""
+"""`ripstop status` and `ripstop metrics`: show the state of a job."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, find_job, get, parse_command, print_json
+from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, table
 
-HELP = f"""\
+STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
 
 Shows a job's phase, round, nodes and ranks, and its goodput if workers report their steps.
 {JOB_HELP}"""
+METRICS_HELP = f"""\
+usage: ripstop metrics [FLAGS]
+
+Prints a job's metrics in Prometheus' text format: its history, its state, and the resources its workers use.
+{JOB_HELP}"""
 
 
-def main(argv: Sequence[str]) -> int:
-    command = parse_command("status", argv, HELP)
-    status = get(find_job(command.args), "/status")
-    if command.as_json:
-        print_json(status)
-    else:
-        print(render(status), end="")
-    return 0
+def status(command: ParsedCommand) -> None:
+    reply = command.find_job().get("/status")
+    command.print(render(reply), reply)
+
+
+def metrics(command: ParsedCommand) -> None:
+    text = command.find_job().metrics()
+    command.print(text.removesuffix("\n"), {"metrics": text})
 
 
 def render(status: dict[str, Any]) -> str:
@@ -34,10 +38,8 @@ def render(status: dict[str, Any]) -> str:
         f"nodes {nodes}",
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
-    rows = [("NODE", "HOST", "STATE", "RANKS", "ROLE"), *(_row(node) for node in status["nodes"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    table = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join([f"job {status['run_id']}: {', '.join(facts)}", f"reason: {status['why']}", "", *table]) + "\n"
+    nodes_table = table([_row(node) for node in status["nodes"]], ("NODE", "HOST", "STATE", "RANKS", "ROLE"))
+    return f"job {status['run_id']}: {', '.join(facts)}\nreason: {status['why']}\n\n{nodes_table}"
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
@@ -53,3 +55,6 @@ def _duration(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+COMMANDS = {"status": JobCommand(status, STATUS_HELP), "metrics": JobCommand(metrics, METRICS_HELP)}

@@ -1,1 +1,1 @@
-"""`ripstop kube`: a command line to Kubernetes objects (`job`), and requests to a cluster (`cluster`)."""
+"""`ripstop kube`: from a command line to Kubernetes objects (`job`), and requests to a cluster (`cluster`)."""

@@ -12,43 +12,45 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ripstop.cli.job_client import table
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.kubernetes import deploy
 from ripstop.kubernetes.crd import supports_rules
 from ripstop.kubernetes.kube_client import Cluster, Conflict, NotFound, PodStreams, core_path, jobs_path
-from ripstop.kubernetes.manifests import HOME, JOB, SLOT
-from ripstop.kubernetes.spec import KIND, PLURAL
+from ripstop.kubernetes.manifests import HOME, JOB, SLOT, to_yaml
+from ripstop.kubernetes.spec import KIND
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.parsers import read_bounded, read_file
+from ripstop.model.parsers import integer, read_bounded, read_file
 
 Json = Mapping[str, Any]
 POLL_INTERVAL_S = 2.0  # between two looks for new pods
 UNSCHEDULED = ("PodScheduled", "False")  # a condition of a pod
+MAX_TAIL_LINES = 1_000_000
+INSTALL_TIMEOUT_S, MAX_TIMEOUT_S = 120, 86_400
 FINAL_PHASES = ("Succeeded", "Failed")
-PLURALS = {  # kinds that ripstop creates, and their names in API paths
-    KIND: PLURAL,
-    "CustomResourceDefinition": "customresourcedefinitions",
-    "Namespace": "namespaces",
-    "ServiceAccount": "serviceaccounts",
-    "ClusterRole": "clusterroles",
-    "ClusterRoleBinding": "clusterrolebindings",
-    "Role": "roles",
-    "RoleBinding": "rolebindings",
-    "Deployment": "deployments",
-    "Service": "services",
-    "Secret": "secrets",
-    "StatefulSet": "statefulsets",
-    "Job": "jobs",
-}
+KINDS = (  # of objects that ripstop creates
+    *(KIND, "CustomResourceDefinition", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role"),
+    *("RoleBinding", "Deployment", "Service", "Secret", "StatefulSet", "Job"),
+)
 CLUSTER_WIDE = frozenset({"CustomResourceDefinition", "Namespace", "ClusterRole", "ClusterRoleBinding"})
 POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def cluster(args: ParsedArguments) -> Cluster:
-    return Cluster(args.text("--context") or None)
+def _require(*packages: str) -> None:
+    from importlib.util import find_spec
+
+    for package in packages:
+        if find_spec(package) is None:
+            raise UsageError(f"the package {package} is not installed; pip install 'ripstop[kubernetes]'")
 
 
-def namespace(args: ParsedArguments) -> str:
+def _connect(args: ParsedArguments) -> tuple[str, Cluster]:
+    """The namespace and the cluster that a command is about."""
+    _require("kubernetes")
+    return _namespace(args), Cluster(args.text("--context") or None)
+
+
+def _namespace(args: ParsedArguments) -> str:
     """The namespace of --namespace, of this pod, or kubectl's current one."""
     if "--namespace" in args:
         return args.text("--namespace")
@@ -73,6 +75,7 @@ def namespace(args: ParsedArguments) -> str:
 
 def load(name: str) -> list[dict[str, Any]]:
     """Read the objects of a YAML or JSON file."""
+    _require("kubernetes")  # which needs yaml too
     import yaml
 
     try:
@@ -83,11 +86,14 @@ def load(name: str) -> list[dict[str, Any]]:
         raise UsageError(
             f"--file={name}: cannot be read: {why}; name a file with the output of `ripstop kube render`"
         ) from None
-    found = [item for document in documents for item in _items(document)]
+    found: list[Any] = []
+    for document in documents:
+        is_list = isinstance(document, dict) and document.get("kind") == "List"
+        found += (document.get("items") or ()) if is_list else (document,)
     for item in found:
-        if not isinstance(item, dict) or item.get("kind") not in PLURALS or not item.get("metadata", {}).get("name"):
+        if not isinstance(item, dict) or item.get("kind") not in KINDS or not item.get("metadata", {}).get("name"):
             raise UsageError(
-                f"--file={name}: contains an object without a name, or of another kind than {', '.join(PLURALS)}; "
+                f"--file={name}: contains an object without a name, or of another kind than {', '.join(KINDS)}; "
                 "use kubectl apply"
             )
     if not found:
@@ -95,14 +101,8 @@ def load(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _items(document: Any) -> list[Any]:
-    if isinstance(document, dict) and document.get("kind") == "List":
-        return list(document.get("items") or ())
-    return [document]
-
-
 def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
-    here, server = namespace(args), cluster(args)
+    here, server = _connect(args)
     for item in objects:
         item["metadata"].setdefault("namespace", here)
         kind, name = item["kind"], item["metadata"]["name"]
@@ -120,8 +120,9 @@ def submit(args: ParsedArguments, objects: Sequence[dict[str, Any]]) -> int:
     return 0
 
 
-def scale(args: ParsedArguments, name: str, replicas: int) -> int:
-    here, server = namespace(args), cluster(args)
+def scale(args: ParsedArguments, names: Sequence[str]) -> int:
+    name, replicas = names[0], integer("N", names[1], minimum=1, maximum=2**31 - 1)
+    here, server = _connect(args)
     spec = _job(server, here, name)["spec"]
     least, most = spec.get("minReplicas", 1), spec["maxReplicas"]
     if not least <= replicas <= most:
@@ -131,8 +132,9 @@ def scale(args: ParsedArguments, name: str, replicas: int) -> int:
     return 0
 
 
-def delete(args: ParsedArguments, name: str) -> int:
-    here, server = namespace(args), cluster(args)
+def delete(args: ParsedArguments, names: Sequence[str]) -> int:
+    name = names[0]
+    here, server = _connect(args)
     _job(server, here, name)
     server.delete(jobs_path(here, name), {"propagationPolicy": "Background"})
     print(f"deleting {here}/{name} and its pods")
@@ -149,20 +151,19 @@ def _job(server: Cluster, namespace: str, name: str) -> dict[str, Any]:
 # status, logs, stacks -------------------------------------------------------------------------------------------------
 
 
-def status(args: ParsedArguments, name: str, *, as_json: bool) -> int:
-    here, server = namespace(args), cluster(args)
-    if not name:
+def status(args: ParsedArguments, names: Sequence[str]) -> int:
+    here, server = _connect(args)
+    if not names:
         jobs = server.list(jobs_path(here))
-        print(json.dumps(jobs, indent=2) if as_json else table([row(job) for job in jobs], JOB_COLUMNS), end="")
+        print(json.dumps(jobs, indent=2) if "--json" in args else table([_job_row(job) for job in jobs], JOB_COLUMNS))
         return 0
+    name = names[0]
     job = _job(server, here, name)
     pods = _pods(server, here, name)
     about = f"involvedObject.kind={KIND},involvedObject.name={name}"
     events = server.list(core_path(here, "events"), fieldSelector=about)
-    if as_json:
-        print(json.dumps({"job": job, "pods": pods, "events": events}, indent=2))
-    else:
-        print(describe(job, pods, events), end="")
+    report: dict[str, Any] = {"job": job, "pods": pods, "events": events}
+    print(json.dumps(report, indent=2) if "--json" in args else describe(**report))
     return 0
 
 
@@ -171,25 +172,26 @@ POD_COLUMNS = ("POD", "PHASE", "READY", "NODE", "REASON")
 EVENT_COLUMNS = ("TIME", "EVENT", "COUNT", "MESSAGE")
 
 
-def row(job: Json) -> tuple[str, ...]:
+def _job_row(job: Json) -> tuple[str, ...]:
     state: Json = job.get("status") or {}
-    seen = ("phase", "readyReplicas", None, "round", "restarts", "goodput")
     wanted = job["spec"].get("replicas", job["spec"].get("maxReplicas", "-"))
-    return (job["metadata"]["name"], *(str(state.get(key, "-")) if key else str(wanted) for key in seen))
+    keys = ("phase", "readyReplicas", "round", "restarts", "goodput")
+    phase, nodes, *others = (str(state.get(key, "-")) for key in keys)
+    return (job["metadata"]["name"], phase, nodes, str(wanted), *others)
 
 
 def describe(job: Json, pods: Sequence[Json], events: Sequence[Json]) -> str:
     state: Json = job.get("status") or {}
-    parts = [table([row(job)], JOB_COLUMNS)]
+    lines = [table([_job_row(job)], JOB_COLUMNS)]
     conditions = [c for c in state.get("conditions", ()) if c["status"] == "True"]
-    parts += [f"{c['type']} since {c['lastTransitionTime']}: {c.get('message', '')}\n" for c in conditions]
+    lines += [f"{c['type']} since {c['lastTransitionTime']}: {c.get('message', '')}" for c in conditions]
     if failure := state.get("lastFailure"):
-        parts.append(f"last failure: {failure}\n")
-    parts.append("\n" + table([_pod_row(pod) for pod in pods], POD_COLUMNS))
+        lines.append(f"last failure: {failure}")
+    lines += ["", table([_pod_row(pod) for pod in pods], POD_COLUMNS)]
     if events:
         latest = sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))[-10:]
-        parts.append("\n" + table([_event_row(event) for event in latest], EVENT_COLUMNS))
-    return "".join(parts)
+        lines += ["", table([_event_row(event) for event in latest], EVENT_COLUMNS)]
+    return "\n".join(lines)
 
 
 def _pod_row(pod: Json) -> tuple[str, ...]:
@@ -207,23 +209,17 @@ def _event_row(event: Json) -> tuple[str, ...]:
     return str(when), str(event.get("reason")), str(event.get("count") or 1), str(event.get("message", ""))
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
-        for line in lines
-    )
-
-
 def _pods(server: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
     """The job's pods, ordered by slot."""
     found = server.list(core_path(namespace, "pods"), labelSelector=f"{JOB}={name}")
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get(SLOT, -1)))
 
 
-def logs(args: ParsedArguments, name: str, slot: int | None, tail: int, *, follow: bool) -> int:
-    here, server = namespace(args), cluster(args)
+def logs(args: ParsedArguments, names: Sequence[str]) -> int:
+    name, follow = names[0], "--follow" in args
+    slot = integer("SLOT", names[1], minimum=0, maximum=2**31) if len(names) > 1 else None
+    tail = integer("--tail", args.text("--tail", "100"), minimum=0, maximum=MAX_TAIL_LINES)
+    here, server = _connect(args)
     context = args.text("--context") or None
     followed: dict[str, threading.Thread] = {}
     job = _job(server, here, name)
@@ -233,8 +229,7 @@ def logs(args: ParsedArguments, name: str, slot: int | None, tail: int, *, follo
             if is_wanted and uid not in followed and _has_started(pod):
                 followed[uid] = threading.Thread(target=_show, args=(context, pod, tail, follow), daemon=True)
                 followed[uid].start()
-        over = (job.get("status") or {}).get("phase") in FINAL_PHASES
-        if not follow or over:
+        if not follow or (job.get("status") or {}).get("phase") in FINAL_PHASES:
             break
         time.sleep(POLL_INTERVAL_S)
         job = _job(server, here, name)
@@ -255,8 +250,7 @@ def _show(context: str | None, pod: Json, tail: int, follow: bool) -> None:
     """A line is one write, so lines of several pods are not mixed."""
     name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
-        lines = PodStreams(context).log(where, name, _trainer(pod), tail=tail, follow=follow)
-        for line in lines:
+        for line in PodStreams(context).log(where, name, _trainer(pod), tail=tail, follow=follow):
             sys.stdout.write(f"[{name}] {line}\n")
             sys.stdout.flush()
     except BrokenPipeError:
@@ -269,9 +263,10 @@ def _trainer(pod: Json) -> str:
     return str(pod["spec"]["containers"][0]["name"])
 
 
-def stacks(args: ParsedArguments, name: str, ranks: Sequence[str]) -> int:
+def stacks(args: ParsedArguments, names: Sequence[str]) -> int:
     """Run `ripstop stacks` in a pod, which has the coordinator's address and the job's secret."""
-    here, server = namespace(args), cluster(args)
+    name, ranks = names[0], [str(integer("RANK", rank, minimum=0, maximum=2**31)) for rank in names[1:]]
+    here, server = _connect(args)
     _job(server, here, name)
     running = [pod for pod in _pods(server, here, name) if (pod.get("status") or {}).get("phase") == "Running"]
     if not running:
@@ -296,9 +291,15 @@ def ripstop_command(pod: Json) -> list[str]:
 # the operator ---------------------------------------------------------------------------------------------------------
 
 
-def install(args: ParsedArguments, image: str, home: str, timeout: float) -> int:
+def install(args: ParsedArguments, _: Sequence[str]) -> int:
     """Create or update the operator's objects, and wait until the operator runs."""
-    server = cluster(args)
+    image, home = args.text("--image", deploy.IMAGE), args.text("--namespace", HOME)
+    timeout = integer("--timeout", args.text("--timeout", str(INSTALL_TIMEOUT_S)), minimum=0, maximum=MAX_TIMEOUT_S)
+    if "--dry-run" in args:
+        print(to_yaml(deploy.objects(image, home)), end="")
+        return 0
+    _require("kubernetes")
+    server = Cluster(args.text("--context") or None)
     for item in deploy.objects(image, home, rules=supports_rules(server.get("/version"))):
         kind, name = item["kind"], item["metadata"]["name"]
         try:
@@ -350,7 +351,8 @@ def waiting_reason(pod: Json) -> str:
     return f"pod {pod['metadata']['name']}: {' '.join(texts[0].split())}" if texts else ""
 
 
-def operate(args: ParsedArguments) -> int:
+def operate(args: ParsedArguments, _: Sequence[str]) -> int:
+    _require("kubernetes", "kopf")
     from ripstop.kubernetes.job_poller import JobApi
     from ripstop.kubernetes.operator import run_operator
     from ripstop.protocol.secret import api_token
@@ -368,6 +370,5 @@ def _path(item: Json) -> str:
     """The API path of objects of this kind."""
     version, kind = item["apiVersion"], item["kind"]
     root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
-    if kind in CLUSTER_WIDE:
-        return f"{root}/{PLURALS[kind]}"
-    return f"{root}/namespaces/{item['metadata']['namespace']}/{PLURALS[kind]}"
+    where = "" if kind in CLUSTER_WIDE else f"/namespaces/{item['metadata']['namespace']}"
+    return f"{root}{where}/{kind.lower()}s"

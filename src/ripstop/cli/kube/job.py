@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ripstop.cli.commands.run import FLAGS as RUN_FLAGS
-from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import HELP as HELP_FLAG
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments, parse
 from ripstop.cli.options.job import MAX_RESTARTS
 from ripstop.kubernetes import spec
 from ripstop.kubernetes.manifests import KINDS_WITHOUT_OPERATOR, objects_without_operator
-from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec, SpecProblem
+from ripstop.kubernetes.spec import GROUP, KIND, VERSION, Spec
 from ripstop.model.config import MAX_SLOTS
 from ripstop.model.errors import UsageError
 from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
@@ -35,18 +34,18 @@ HELP = """\
   --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
 """
 OWN_FLAGS = (
-    Flag("--name", "NAME", from_environment=False),
-    Flag("--namespace", "NAMESPACE", short="-n", from_environment=False),
-    Flag("--image", "IMAGE", from_environment=False),
-    Flag("--gpus", "N", from_environment=False),
-    Flag("--cpus", "N", from_environment=False),
-    Flag("--memory", "SIZE", from_environment=False),
-    Flag("--shared-memory", "SIZE", from_environment=False),
-    Flag("--env", "NAME=VALUE,…", from_environment=False),
-    Flag("--replicas", "N", from_environment=False),
-    Flag("--spares", "N", from_environment=False),
-    Flag("--secret-name", "NAME", from_environment=False),
-    Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR, from_environment=False),
+    Flag("--name", "NAME"),
+    Flag("--namespace", "NAMESPACE", short="-n"),
+    Flag("--image", "IMAGE"),
+    Flag("--gpus", "N"),
+    Flag("--cpus", "N"),
+    Flag("--memory", "SIZE"),
+    Flag("--shared-memory", "SIZE"),
+    Flag("--env", "NAME=VALUE,…"),
+    Flag("--replicas", "N"),
+    Flag("--spares", "N"),
+    Flag("--secret-name", "NAME"),
+    Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR),
 )
 SPEC_FLAGS = (
     *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
@@ -73,17 +72,13 @@ def objects(args: ParsedArguments, token: str) -> list[dict[str, Any]]:
     fields = _spec(args)
     found = spec.read(name, fields)
     if not isinstance(found, Spec):
-        raise UsageError(_problems_text(found))
+        raise UsageError("; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in found))
     if "--without-operator" not in args:
         return [{"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": fields}]
     kind = args.text("--without-operator")
     if kind not in KINDS_WITHOUT_OPERATOR:
         raise UsageError(f"--without-operator={kind}: unknown kind; write {' or '.join(KINDS_WITHOUT_OPERATOR)}")
     return objects_without_operator(kind, metadata, found, token)
-
-
-def _problems_text(problems: Sequence[SpecProblem]) -> str:
-    return "; ".join(f"{problem.where.removeprefix('spec.')} {problem.text}" for problem in problems)
 
 
 def _name(args: ParsedArguments) -> str:

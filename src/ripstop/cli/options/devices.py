@@ -1,10 +1,73 @@
-"""Count the CPUs and GPUs that workers can use, without torch."""
+"""The flags about the CPUs and GPUs of workers: how many workers, and which devices each one uses.  Without torch."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ripstop.cli.options.flags import ParsedArguments
+from ripstop.model.config import MAX_SLOTS, Binding, Numa
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import integer
+
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def note_omp_threads(environ: Mapping[str, str], slots: int, notes: list[str]) -> None:
+    """`workers/environment.py` sets the variable."""
+    if slots > 1 and "OMP_NUM_THREADS" not in environ:
+        notes.append(f"OMP_NUM_THREADS is not set: using 1 for each of the {slots} workers, to avoid overload")
+
+
+def workers_per_node(args: ParsedArguments, environ: Mapping[str, str]) -> int:
+    name, text = args.labelled("--nproc-per-node", "1")
+    if text not in ("auto", "gpu", "cpu"):
+        if text == "xpu":
+            raise UsageError(f"{name}=xpu: ripstop cannot count XPUs in this version; give their number")
+        return integer(name, text, minimum=1, maximum=MAX_SLOTS, remedy="give a number above 0, or auto, gpu or cpu")
+    found = 0 if text == "cpu" else gpus(environ)
+    if text == "gpu" and not found:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        why = "this node has no NVIDIA GPU" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} selects no GPU"
+        raise UsageError(f"{name}=gpu: {why}; give a number, or {name}=cpu")
+    return found or cpus()
+
+
+def bindings(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: list[str]) -> tuple[Binding, ...]:
+    if "--numa-binding" not in args:
+        return ()
+    name, text = args.labelled("--numa-binding")
+    modes = {mode.value: mode for mode in Numa}
+    if text not in modes:
+        raise UsageError(f"{name}={text}: unknown mode; write {', '.join(modes)}")
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"{name}={text}: this system cannot bind a process to CPUs; leave {name} out")
+    from ripstop.system import numa
+    from ripstop.system.linux import memory_policy_call
+    from ripstop.system.numa_topology import read_topology, visible_gpus
+
+    visible = visible_gpus(environ)
+    found = numa.bindings(name, modes[text], read_topology(), visible.nodes, slots)
+    if visible.note:
+        notes.append(f"{name}={text}: {visible.note}")
+    if memory_policy_call() is None:
+        notes.append(f"{name}={text}: memory is not bound: the kernel or the container forbids memory policies")
+    return found
+
+
+def virtual_local_rank(args: ParsedArguments, environ: Mapping[str, str], slots: int) -> bool:
+    if "--virtual-local-rank" not in args:
+        return False
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and len(visible.split(",")) < slots:
+        name = args.label("--virtual-local-rank")
+        raise UsageError(
+            f"{name}: each of the {slots} workers needs a GPU, and CUDA_VISIBLE_DEVICES={visible} has fewer; "
+            f"add GPUs to it, or leave {name} out"
+        )
+    return True
+
+
+# how many this machine has --------------------------------------------------------------------------------------------
 
 
 def cpus() -> int:

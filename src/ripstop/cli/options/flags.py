@@ -21,19 +21,21 @@ class Flag(Struct, frozen=True):
     """One flag.  `metavar` names its value in the help; "" for a switch.
 
     `choices` are the values that a shell offers: all of them, or the most common ones.  `ours`: torchrun has no flag of
-    this name.
+    this name.  Every flag but --help has a variable.
     """
 
     name: str
     metavar: str = ""
     short: str = ""
     choices: tuple[str, ...] = ()
-    from_environment: bool = True
     ours: bool = False
 
     @property
     def variable(self) -> str:
         return "PET_" + self.name.removeprefix("--").replace("-", "_").upper()
+
+
+HELP_FLAG = Flag("--help", short="-h")
 
 
 class ParsedArguments(Struct, frozen=True):
@@ -80,7 +82,7 @@ def parse(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str, str]
     sources: dict[str, str] = {}
     switched_off: set[str] = set()
     for flag in flags:
-        value = environ.get(flag.variable, "") if flag.from_environment else ""
+        value = environ.get(flag.variable, "") if flag.name != "--help" else ""
         if flag.name in texts or not value:
             continue
         if flag.metavar or boolean(flag.variable, value):

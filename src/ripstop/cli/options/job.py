@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
-from ripstop.cli.options.flags import Flag, ParsedArguments
-from ripstop.model.config import Budget, Tls, Tracing
+from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
+from ripstop.model.config import Budget, Tls
 from ripstop.model.parsers import duration, integer, tls
 
-HELP = Flag("--help", short="-h", from_environment=False)
 JOB_FLAGS = (
-    HELP,
+    HELP_FLAG,
     Flag("--nnodes", "N|MIN:MAX"),
     Flag("--rdzv-id", "NAME"),
     Flag("--rdzv-endpoint", "HOST[:PORT]"),
@@ -34,9 +33,7 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
         window=duration(*args.labelled("--restart-window", str(default.window))),
         backoff=duration(*args.labelled("--restart-backoff", str(default.backoff))),
         max_infra_restarts=integer(
-            *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)),
-            minimum=0,
-            maximum=MAX_RESTARTS,
+            *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)), minimum=0, maximum=MAX_RESTARTS
         ),
     )
 
@@ -60,12 +57,3 @@ def no_secret_warning(endpoint: object, tls: Tls | None) -> list[str]:
         f"no RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: anyone who can reach {endpoint} can join this job and end it; "
         "set the same secret on all nodes (openssl rand -hex 32)"
     ]
-
-
-def tracing_if_configured(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
-    """The tracing options; `tracing` is imported only if an endpoint is set."""
-    if not any(environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_")):
-        return None
-    from ripstop.cli.options.tracing import tracing
-
-    return tracing(environ, notes, coordinated=coordinated)

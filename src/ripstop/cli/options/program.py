@@ -1,4 +1,4 @@
-"""The flags about the program that workers run, and how workers are started."""
+"""The flags about the program that workers run, and how workers are started and stopped."""
 
 import os
 from collections.abc import Mapping
@@ -7,6 +7,9 @@ from pathlib import Path
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import Entrypoint, Executable, Module, Script, StartMethod
 from ripstop.model.errors import UsageError
+from ripstop.model.parsers import duration
+
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def entrypoint(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> Entrypoint:
@@ -65,6 +68,16 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
         if not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name}={text}: {module!r} is not a module name; write {name}=torch,numpy or {name}=none")
     return modules
+
+
+def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
+    if "--shutdown-timeout" in args:
+        return duration(*args.labelled("--shutdown-timeout"))
+    return default_shutdown_timeout(environ)
+
+
+def default_shutdown_timeout(environ: Mapping[str, str]) -> float:
+    return duration(SHUTDOWN_VARIABLE, environ.get(SHUTDOWN_VARIABLE) or "30")
 
 
 def _existing(script: str) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ripstop.cli.options.flags import ParsedArguments
 from ripstop.model.config import COORDINATOR_PORT, ETCD_PORT, MASTER_PORT, MAX_NODES, Backend
@@ -23,7 +24,7 @@ NODE_NUMBER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of Slurm, an
 
 
 class RendezvousOptions(Struct, frozen=True):
-    """Where the nodes meet, and this node's identity; the fields are `RunConfig`'s."""
+    """Where the nodes meet, and this node's identity and rank; the fields are `RunConfig`'s."""
 
     backend: Backend
     endpoint: Address | None = None
@@ -31,48 +32,54 @@ class RendezvousOptions(Struct, frozen=True):
     node_rank: int | None = None
     local_addr: str | None = None
     store_port: int = 0
-
-
-class Ranking(Struct, frozen=True):
-    """The order of first ranks, and this node's key in it."""
-
-    by: RankBy = RankBy.JOIN
-    number: int | None = None
-    label: str = ""
+    rank_by: RankBy = RankBy.JOIN
+    node_number: int | None = None
+    node_label: str = ""
 
 
 def rendezvous_options(
-    args: ParsedArguments, min_nodes: int, max_nodes: int, is_host_text: str | None, notes: list[str]
+    args: ParsedArguments, conf: Mapping[str, str], min_nodes: int, max_nodes: int, notes: list[str]
 ) -> RendezvousOptions:
-    conf_name = args.label("--rdzv-conf")
-    is_host = None if is_host_text is None else boolean(f"{conf_name} is_host", is_host_text)
-    local_addr = local_address(args)
+    name = args.label("--rdzv-conf")
+    is_host = boolean(f"{name} is_host", conf["is_host"]) if "is_host" in conf else None
+    found = _of_backend(args, min_nodes, max_nodes, notes)
+    if found.backend is Backend.COORDINATOR:
+        return replace(found, is_host=is_host)
+    if is_host is not None:
+        reasons = {
+            Backend.LOCAL: "on a single node",
+            Backend.STATIC: "with static: node 0 is the host",
+            Backend.ETCD: f"with {args.quoted('--rdzv-backend')}: etcd elects the host",
+        }
+        notes.append(f"{name} is_host has no effect {reasons[found.backend]}")
+    return found
+
+
+def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: list[str]) -> RendezvousOptions:
+    local_addr = _local_address(args)
+    single_node = RendezvousOptions(Backend.LOCAL, local_addr=local_addr)
     if "--standalone" in args:
         if max_nodes != 1:
             raise UsageError(f"{args.quoted('--nnodes')}: --standalone is for one node; remove one of the two")
-        note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
-        return _single_node(local_addr, is_host, conf_name, notes)
+        _note_no_effect(args, (*ENDPOINT_FLAGS, *MASTER_FLAGS, "--node-rank"), "with --standalone", notes)
+        return single_node
     node_rank = _node_rank(args, max_nodes)
     match backend := args.text("--rdzv-backend", "static"):
         case "c10d":
-            note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
-            endpoint = _endpoint(args, max_nodes)
-            if endpoint is None:
-                return _single_node(local_addr, is_host, conf_name, notes)
-            return RendezvousOptions(Backend.COORDINATOR, endpoint, is_host, node_rank, local_addr)
+            _note_no_effect(args, MASTER_FLAGS, "with --rdzv-backend=c10d: the endpoint is --rdzv-endpoint", notes)
+            if (endpoint := _endpoint(args, max_nodes)) is None:
+                return single_node
+            return RendezvousOptions(Backend.COORDINATOR, endpoint, node_rank=node_rank, local_addr=local_addr)
         case "static" if max_nodes == 1:
-            master = _master(args, notes)
-            store_port = master.port if master and ("--master-port" in args or "--rdzv-endpoint" in args) else 0
-            return _single_node(local_addr or (master.host if master else None), is_host, conf_name, notes, store_port)
+            if (master := _master(args, notes)) is None:
+                return single_node
+            has_port = "--master-port" in args or "--rdzv-endpoint" in args
+            return replace(single_node, local_addr=local_addr or master.host, store_port=master.port if has_port else 0)
         case "static":
-            if is_host is not None:
-                notes.append(f"{conf_name} is_host has no effect with static: node 0 is the host")
-            return _static(args, min_nodes, max_nodes, node_rank, local_addr, notes)
+            master = _static_master(args, min_nodes, max_nodes, node_rank, notes)
+            return RendezvousOptions(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
         case "etcd" | "etcd-v2":
             _check_etcd(args, backend, notes)
-            if is_host is not None:
-                reason = f"with {args.quoted('--rdzv-backend')}: etcd elects the host"
-                notes.append(f"{conf_name} is_host has no effect {reason}")
             return RendezvousOptions(Backend.ETCD, node_rank=node_rank, local_addr=local_addr)
     raise UsageError(
         f"{args.label('--rdzv-backend')}={backend}: unknown backend; write c10d, etcd or static, or install the "
@@ -80,14 +87,21 @@ def rendezvous_options(
     )
 
 
-def ranking(
+def handler_options(args: ParsedArguments, notes: list[str]) -> RendezvousOptions:
+    why = f"with {args.quoted('--rdzv-backend')}: its handler does the rendezvous"
+    _note_no_effect(args, (*MASTER_FLAGS, "--node-rank"), why, notes)
+    return RendezvousOptions(Backend.HANDLER, local_addr=_local_address(args))
+
+
+def with_ranking(
     args: ParsedArguments,
     conf: Mapping[str, str],
     rdzv: RendezvousOptions,
     environ: Mapping[str, str],
     hostname: str,
     notes: list[str],
-) -> Ranking:
+) -> RendezvousOptions:
+    """Add the order of first ranks, and this node's key in it."""
     name = args.label("--rdzv-conf")
     by = rank_by(name, conf)
     if "rank_by" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
@@ -95,15 +109,16 @@ def ranking(
         notes.append(f"{name} rank_by has no effect {why}")
         by = RankBy.JOIN
     if by is not RankBy.LABEL:
-        note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
+        _note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
     match by:
         case RankBy.SLOT:
-            return Ranking(by, number=_node_number(name, rdzv.node_rank, environ, hostname, notes))
+            number = _node_number(name, rdzv.node_rank, environ, hostname, notes)
+            return replace(rdzv, rank_by=by, node_number=number)
         case RankBy.LABEL if "--node-label" not in args:
             raise UsageError(f"{name} rank_by=label: this node has no label; add one such as --node-label=rack7")
         case RankBy.LABEL:
-            return Ranking(by, label=identifier(*args.labelled("--node-label")))
-    return Ranking(by)
+            return replace(rdzv, rank_by=by, node_label=identifier(*args.labelled("--node-label")))
+    return replace(rdzv, rank_by=by)
 
 
 def _node_number(name: str, node_rank: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]) -> int:
@@ -121,16 +136,8 @@ def _node_number(name: str, node_rank: int | None, environ: Mapping[str, str], h
     )
 
 
-def local_address(args: ParsedArguments) -> str | None:
+def _local_address(args: ParsedArguments) -> str | None:
     return host(*args.labelled("--local-addr")) if "--local-addr" in args else None
-
-
-def _single_node(
-    local_addr: str | None, is_host: bool | None, conf_name: str, notes: list[str], store_port: int = 0
-) -> RendezvousOptions:
-    if is_host is not None:
-        notes.append(f"{conf_name} is_host has no effect on a single node")
-    return RendezvousOptions(Backend.LOCAL, local_addr=local_addr, store_port=store_port)
 
 
 def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
@@ -140,19 +147,14 @@ def _check_etcd(args: ParsedArguments, backend: str, notes: list[str]) -> None:
         raise UsageError(
             f"{flag}: the address of etcd is missing; write --rdzv-endpoint=HOST:{ETCD_PORT}, or several with commas"
         )
-    note_no_effect(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
+    _note_no_effect(args, MASTER_FLAGS, f"with {flag}: etcd's endpoint is --rdzv-endpoint", notes)
     if backend == "etcd-v2":
         notes.append(f"{flag} means etcd: ripstop uses etcd's v3 API")
 
 
-def _static(
-    args: ParsedArguments,
-    min_nodes: int,
-    max_nodes: int,
-    node_rank: int | None,
-    local_addr: str | None,
-    notes: list[str],
-) -> RendezvousOptions:
+def _static_master(
+    args: ParsedArguments, min_nodes: int, max_nodes: int, node_rank: int | None, notes: list[str]
+) -> Address:
     flag = args.quoted("--nnodes")
     if min_nodes != max_nodes:
         raise UsageError(
@@ -169,7 +171,7 @@ def _static(
             f"{flag}: static needs each node's rank; write --node-rank=N, 0 on {master.host}, "
             "or --rdzv-backend=c10d, which assigns ranks"
         )
-    return RendezvousOptions(Backend.STATIC, master, node_rank == 0, node_rank, local_addr)
+    return master
 
 
 def _endpoint(args: ParsedArguments, max_nodes: int) -> Address | None:
@@ -193,15 +195,14 @@ def _endpoint(args: ParsedArguments, max_nodes: int) -> Address | None:
 def _master(args: ParsedArguments, notes: list[str]) -> Address | None:
     """The address of static's node 0; None if no flag names it."""
     if args.text("--rdzv-endpoint"):
-        note_no_effect(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
+        _note_no_effect(args, MASTER_FLAGS, "with --rdzv-endpoint", notes)
         return address(*args.labelled("--rdzv-endpoint"), default_port=MASTER_PORT)
     if not any(flag in args for flag in MASTER_FLAGS):
         return None
     if "--master-addr" not in args and args.text("--nnodes", "1") not in ("1", "1:1"):
         notes.append("no --master-addr: using 127.0.0.1, so all nodes must be on this machine")
     return Address(
-        host(*args.labelled("--master-addr", "127.0.0.1")),
-        port(*args.labelled("--master-port", str(MASTER_PORT))),
+        host(*args.labelled("--master-addr", "127.0.0.1")), port(*args.labelled("--master-port", str(MASTER_PORT)))
     )
 
 
@@ -212,5 +213,5 @@ def _node_rank(args: ParsedArguments, max_nodes: int) -> int | None:
     return integer(*args.labelled("--node-rank"), minimum=0, maximum=max_nodes - 1, remedy=remedy)
 
 
-def note_no_effect(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def _note_no_effect(args: ParsedArguments, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes.extend(f"{args.label(flag)} has no effect {why}" for flag in flags if flag in args)

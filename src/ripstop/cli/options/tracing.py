@@ -7,26 +7,26 @@ runs without traces.
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
-from urllib.parse import urlsplit
 
 from ripstop.model.config import Tracing
 
 OTLP = "OTEL_EXPORTER_OTLP_"
 SDK_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-TRACEPARENT = re.compile(
+TRACEPARENT = (
     "(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
 
 
-def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool) -> Tracing | None:
+def tracing(environ: Mapping[str, str], notes: list[str], *, coordinated: bool = True) -> Tracing | None:
     """None: no traces.  `coordinated`: the job has a coordinator, which is the process that sends traces."""
+    name, endpoint = _setting(environ, "ENDPOINT")
+    if not endpoint:
+        return None
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     if "otlp" not in [name.strip() for name in (environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(",")]:
         return None
-    name, endpoint = _setting(environ, "ENDPOINT")
-    traceparent = TRACEPARENT.fullmatch(environ.get("TRACEPARENT", "").strip())
+    traceparent = re.fullmatch(TRACEPARENT, environ.get("TRACEPARENT", "").strip())
     problem = ""
     if not coordinated:
         problem = f"{name} has no effect on nodes that meet through another package's handler"
@@ -50,6 +50,8 @@ def _setting(environ: Mapping[str, str], setting: str) -> tuple[str, str]:
 
 
 def _is_installed() -> bool:
+    from importlib.util import find_spec
+
     try:
         return all(find_spec(module) for module in SDK_MODULES)
     except ModuleNotFoundError:  # a parent package is missing
@@ -58,6 +60,8 @@ def _is_installed() -> bool:
 
 def _without_secrets(endpoint: str) -> str:
     """The address for log lines: users, passwords and query strings are left out."""
+    from urllib.parse import urlsplit
+
     try:
         parts = urlsplit(endpoint.strip())
         return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

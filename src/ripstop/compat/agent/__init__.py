@@ -6,7 +6,7 @@
 override the documented hooks; `elastic_launch` and `ripstop run` use ripstop's engine.
 """
 
-from ripstop.cli.options.timers import ENABLE as TORCHELASTIC_ENABLE_FILE_TIMER
+from ripstop.cli.options.monitoring import ENABLE_TIMERS as TORCHELASTIC_ENABLE_FILE_TIMER
 from ripstop.compat.agent.group import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from ripstop.compat.agent.health_check import (
     TORCHELASTIC_HEALTH_CHECK_PORT,

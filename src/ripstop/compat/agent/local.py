@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ripstop.cli.options.timers import ENABLE
+from ripstop.cli.options.monitoring import ENABLE_TIMERS
 from ripstop.compat import events
 from ripstop.compat.agent import health_check
 from ripstop.compat.agent.group import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -89,7 +89,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _start_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Start the timer server if a variable enables it, and tell the workers its path."""
         path = os.environ.get(TIMER_FILE)
-        if os.environ.get(ENABLE) == "1":
+        if os.environ.get(ENABLE_TIMERS) == "1":
             path = path or str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
             run_id = self._worker_group.spec.rdzv_handler.get_run_id()
             self._worker_watchdog = FileTimerServer(

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure
+from ripstop.cli.options.program import default_shutdown_timeout
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
 from ripstop.compat.launcher.spawners import METHODS
@@ -25,7 +26,6 @@ from ripstop.compat.rendezvous import rendezvous_handler_registry
 from ripstop.logs.plugin import PluginLogs
 from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, StartMethod
 from ripstop.model.errors import StartError, UsageError
-from ripstop.model.parsers import duration
 from ripstop.model.round import Place
 
 log = logging.getLogger("ripstop.compat")
@@ -73,9 +73,8 @@ class LaunchConfig:
 
 
 def _shutdown_timeout() -> float:
-    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     try:
-        seconds = duration(name, os.environ.get(name) or "30")
+        seconds = default_shutdown_timeout(os.environ)
     except UsageError as error:
         raise ValueError(str(error)) from None
     return int(seconds) if seconds.is_integer() else seconds  # torch's is an int, and some programs print it
@@ -105,9 +104,7 @@ def _parsed(config: LaunchConfig) -> RunConfig:
     if config.log_line_prefix_template is not None:
         environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
     registered = {config.rdzv_backend} if _is_handler(config.rdzv_backend) else set()
-    run = configure([*_flags(config), "--no-python", sys.executable], environ, registered)
-    assert run is not None, "there is no --help among the flags"
-    return run
+    return configure([*_flags(config), "--no-python", sys.executable], environ, registered)
 
 
 def _is_handler(backend: str) -> bool:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -34,21 +36,21 @@ class ErrorReply(Exception):
         self.error = _error_text(body)
 
 
-def request(
-    connect: Connect,
-    method: str,
-    path: str,
-    *,
-    host: str = "localhost",
-    token: str = "",
-    query: Mapping[str, Any] = {},
-    body: Mapping[str, Any] | None = None,
-    accept: str = "application/json",
-    timeout_s: float,
-    max_bytes: int,
-) -> bytes:
+class Request(Struct, frozen=True):
+    """One request.  `host` is the Host header; parameters of the query that are None are left out."""
+
+    method: str
+    path: str
+    host: str = "localhost"
+    token: str = ""
+    query: Mapping[str, Any] = {}
+    body: Mapping[str, Any] | None = None
+    accept: str = "application/json"
+
+
+def send(connect: Connect, request: Request, *, timeout_s: float, max_bytes: int) -> bytes:
     """Return the body of the reply.  Raises `ErrorReply`, `OSError` or `http.client.HTTPException`."""
-    with _reply(connect, method, path, host, token, query, body, accept, timeout_s) as (response, _):
+    with _reply(connect, request, timeout_s) as (response, _):
         content = response.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise http.client.HTTPException(f"the reply is larger than {max_bytes} bytes")
@@ -56,18 +58,10 @@ def request(
 
 
 def stream_lines(
-    connect: Connect,
-    path: str,
-    *,
-    host: str = "localhost",
-    token: str = "",
-    query: Mapping[str, Any] = {},
-    accept: str,
-    timeout_s: float,
-    idle_timeout_s: float | None,
+    connect: Connect, request: Request, *, timeout_s: float, idle_timeout_s: float | None
 ) -> Iterator[str]:
     """Yield the lines of a stream until it ends.  `idle_timeout_s` is the longest silence; None: no limit."""
-    with _reply(connect, "GET", path, host, token, query, None, accept, timeout_s) as (response, reader):
+    with _reply(connect, request, timeout_s) as (response, reader):
         reader.wait_at_most(idle_timeout_s)
         while line := response.readline(MAX_LINE_BYTES):
             yield line.decode("utf-8", "replace").rstrip("\n")
@@ -75,31 +69,23 @@ def stream_lines(
 
 @contextmanager
 def _reply(
-    connect: Connect,
-    method: str,
-    path: str,
-    host: str,
-    token: str,
-    query: Mapping[str, Any],
-    body: Mapping[str, Any] | None,
-    accept: str,
-    timeout_s: float,
+    connect: Connect, request: Request, timeout_s: float
 ) -> Iterator[tuple[http.client.HTTPResponse, "_Reader"]]:
     deadline = time.monotonic() + timeout_s
-    headers = {"Host": host, "Accept": accept, "Connection": "close"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    if body is not None:
+    headers = {"Host": request.host, "Accept": request.accept, "Connection": "close"}
+    if request.token:
+        headers["Authorization"] = f"Bearer {request.token}"
+    if request.body is not None:
         headers["Content-Type"] = "application/json"
-    parameters = urlencode({name: value for name, value in query.items() if value is not None})
+    parameters = urlencode({name: value for name, value in request.query.items() if value is not None})
+    url = f"{request.path}?{parameters}" if parameters else request.path
     connection = http.client.HTTPConnection("localhost")
     connection.sock = sock = connect(timeout_s)
     try:
         sock.settimeout(_remaining(deadline))
-        url = f"{path}?{parameters}" if parameters else path
-        connection.request(method, url, None if body is None else json.dumps(body), headers)
+        connection.request(request.method, url, None if request.body is None else json.dumps(request.body), headers)
         reader = _Reader(sock, deadline)
-        response = http.client.HTTPResponse(sock, method=method)
+        response = http.client.HTTPResponse(sock, method=request.method)
         response.fp.close()
         response.fp = io.BufferedReader(reader)
         with response:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from ripstop.api import node_queries
-from ripstop.api.node_queries import ask_all
+from ripstop.api import job_interface
+from ripstop.api.job_interface import ask_all
 from ripstop.model.errors import QueryFailed
 
 
@@ -27,7 +27,7 @@ def test_each_node_has_its_reply_or_an_error() -> None:
 
 
 def test_the_number_of_concurrent_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_queries, "MAX_CONCURRENT_NODES", 3)
+    monkeypatch.setattr(job_interface, "MAX_CONCURRENT_NODES", 3)
     running = most = 0
 
     async def ask(node: str) -> None:

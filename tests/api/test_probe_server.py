@@ -11,7 +11,7 @@ import pytest
 
 from ripstop import launch
 from ripstop.agent.machine_io import ExitAgent
-from ripstop.api.probes import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen, reply, serve
+from ripstop.api.probe_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, listen, reply, serve
 from ripstop.logs.directory import LogDirectory
 from ripstop.model.config import Logs, RunConfig, Script
 from ripstop.model.errors import UsageError

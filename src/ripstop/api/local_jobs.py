@@ -1,5 +1,4 @@
-"""The registry of this user's jobs on this machine: each agent has a file with its job's address
-in the socket directory.
+"""The jobs of this user on this machine: each agent has a file in the socket directory with its job's address.
 
 Rules: (1) an agent holds a lock on its file as long as it lives; a file that can be locked belongs to a dead agent, and
 the process that finds it removes it with its socket; (2) a file is written atomically; (3) file and directory are
@@ -78,22 +77,14 @@ def _read(path: Path) -> JobRecord | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _decode(data)
+                return msgspec.json.decode(data, type=JobRecord)
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return _read(path)  # a living agent has replaced the file meanwhile
             path.with_suffix(".sock").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-    except OSError:
-        pass  # removed meanwhile, or not accessible
+    except (OSError, msgspec.DecodeError):
+        pass  # removed meanwhile, or not accessible, or of an incompatible version
     return None
-
-
-def _decode(data: bytes) -> JobRecord | None:
-    """None for a record of an incompatible version."""
-    try:
-        return msgspec.json.decode(data, type=JobRecord)
-    except msgspec.DecodeError:
-        return None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.api.registry import JobRecord, Registration, job_records, socket_address
+from ripstop.api.local_jobs import JobRecord, Registration, job_records, socket_address
 
 
 def record(run_id: str = "job", since: float = 1.0, **more: str) -> JobRecord:

@@ -1,0 +1,94 @@
+"""The commands that control a running job: `ripstop restart`, `drain`, `scale` and `stop`; and `token` for its API."""
+
+import os
+
+from ripstop.cli.job_client import BASIC_FLAGS, JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
+from ripstop.cli.options.flags import Flag
+from ripstop.model.config import MAX_NODES
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import identifier, integer, job_secret
+from ripstop.protocol.secret import api_token
+
+RESTART_HELP = f"""\
+usage: ripstop restart [FLAGS]
+
+Restarts all workers of a job on the same nodes, as a new round.  Does not count against --max-restarts.
+{JOB_HELP}"""
+DRAIN_HELP = f"""\
+usage: ripstop drain NODE [FLAGS]
+
+Removes a node: it stops its workers and leaves the job; the other nodes continue.  NODE is a name that `ripstop status`
+shows, or an unambiguous prefix of one.
+{JOB_HELP}"""
+SCALE_HELP = f"""\
+usage: ripstop scale N [FLAGS]
+
+Sets the number of nodes the job runs on, within its --nnodes=MIN:MAX.  Surplus nodes become spares.  To grow, the job
+takes spares and new nodes.
+{JOB_HELP}"""
+STOP_HELP = f"""\
+usage: ripstop stop [--why TEXT] [FLAGS]
+
+Ends a job on all its nodes.  Workers get SIGTERM and their --shutdown-timeout; agents print a report and exit with
+code 1.
+
+  --why TEXT                  the reason, for the report
+{JOB_HELP}"""
+TOKEN_HELP = """\
+usage: ripstop token [--job NAME] [--json]
+
+Prints the access token of a job's API, derived from RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id:
+
+  curl -H "Authorization: Bearer $(ripstop token --job=job7)" http://head:29400/api/v1/status
+
+  -j, --job NAME              the job's id (none)
+  --json                      print JSON
+"""
+
+
+def restart(command: ParsedCommand) -> None:
+    _send(command, command.find_job(), "/restart")
+
+
+def drain(command: ParsedCommand) -> None:
+    if not command.positional:
+        raise UsageError("NODE is missing; write ripstop drain NODE; ripstop status lists the nodes")
+    prefix, job = command.positional[0], command.find_job()
+    names = [node["name"] for node in job.get("/members")["members"]]
+    matching = [name for name in names if name.startswith(prefix)]
+    if len(matching) > 1 and prefix not in names:
+        raise UsageError(f"{prefix}: ambiguous: {' or '.join(matching)}; write more of the name")
+    _send(command, job, "/drain", node=matching[0] if len(matching) == 1 else prefix)
+
+
+def scale(command: ParsedCommand) -> None:
+    if not command.positional:
+        raise UsageError("N, the number of nodes, is missing; write ripstop scale N")
+    nodes = integer("N", command.positional[0], minimum=1, maximum=MAX_NODES)
+    _send(command, command.find_job(), "/scale", nodes=nodes)
+
+
+def stop(command: ParsedCommand) -> None:
+    _send(command, command.find_job(), "/stop", why=command.args.text("--why"))
+
+
+def token(command: ParsedCommand) -> None:
+    secret, _ = job_secret(os.environ)
+    if not secret:
+        raise UsageError("the token is derived from the job's secret; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
+    found = api_token(secret, identifier("--job", command.args.text("--job", "none")))
+    command.print(found, {"token": found})
+
+
+def _send(command: ParsedCommand, job: RunningJob, path: str, **body: str | int) -> None:
+    reply = job.post(path, **body)
+    command.print(reply["done"], reply)
+
+
+COMMANDS = {
+    "restart": JobCommand(restart, RESTART_HELP),
+    "drain": JobCommand(drain, DRAIN_HELP, max_positional=1),
+    "scale": JobCommand(scale, SCALE_HELP, max_positional=1),
+    "stop": JobCommand(stop, STOP_HELP, (*JOB_FLAGS, Flag("--why", "TEXT"))),
+    "token": JobCommand(token, TOKEN_HELP, BASIC_FLAGS),
+}

@@ -1,0 +1,81 @@
+"""The flags about monitoring this node: health checks, hangs, probes, and torch's timers in workers."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ripstop.cli.options.flags import ParsedArguments
+from ripstop.model.config import HealthLimits
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import duration, health_limits, port
+from ripstop.workers.environment import TIMER_FILE
+
+ENABLE_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
+PROBE_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+
+def health(args: ParsedArguments, conf_name: str, conf: Mapping[str, str], *, alone: bool) -> HealthLimits:
+    """The limits of a healthy node; a single node, which no other can replace, has no limit on its disk by default."""
+    found = health_limits(conf_name, conf)
+    if alone and "min_disk" not in conf:
+        found = replace(found, min_disk=0)
+    if "--health-interval" in args:
+        found = replace(found, interval=duration(*args.labelled("--health-interval"), positive=True))
+    if "--health-check" in args:
+        found = replace(found, command=_command(*args.labelled("--health-check")))
+    return found
+
+
+def _command(name: str, text: str) -> tuple[str, ...]:
+    import shlex  # rarely needed
+    import shutil
+
+    try:
+        command = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{name}={text}: {str(error).lower()}; quote it as for a shell") from None
+    if not command:
+        raise UsageError(f"{name}: the command is empty; write a program and its arguments, or leave {name} out")
+    if shutil.which(command[0]) is None:
+        problem = "not an executable file" if os.path.lexists(command[0]) else "no such program"
+        raise UsageError(
+            f"{name}={text}: {problem}: {command[0]}; give its path, or write sh -c '…' for a shell command"
+        )
+    return command
+
+
+def hang_timeout(args: ParsedArguments, notes: list[str]) -> float:
+    timeout = duration(*args.labelled("--hang-timeout", "0"))
+    if not timeout and "--max-infra-restarts" in args:
+        label = args.label("--max-infra-restarts")
+        notes.append(f"{label} has no effect without --hang-timeout: hangs are not detected")
+    return timeout
+
+
+def probe_port(args: ParsedArguments, environ: Mapping[str, str]) -> int | None:
+    if "--probe-port" in args:
+        return port(*args.labelled("--probe-port"))
+    text = environ.get(PROBE_PORT_VARIABLE)
+    return port(PROBE_PORT_VARIABLE, text) if text else None
+
+
+def timer_pipe(environ: Mapping[str, str], notes: list[str]) -> Path | None:
+    """The path of the pipe on which workers set timers, None if timers are off."""
+    enabled = environ.get(ENABLE_TIMERS, "0")
+    if enabled != "1":
+        if enabled not in ("", "0"):
+            notes.append(f"{ENABLE_TIMERS}={enabled} has no effect: timers are off; write 1 to enable them")
+        return None
+    from tempfile import gettempdir
+
+    from ripstop.diagnostics.timer_pipe import check_path, in_use
+
+    file = environ.get(TIMER_FILE)
+    path = Path(file).absolute() if file else Path(gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+    if in_use(path):  # for example in a worker that starts a job itself
+        path = path.with_name(f"{path.name}_{os.urandom(4).hex()}")
+        notes.append(f"{TIMER_FILE}={file}: another agent uses this pipe; this job uses {path}")
+    check_path(f"{TIMER_FILE}={file}" if file else f"{path}", path)
+    return path
