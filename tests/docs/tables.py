@@ -48,6 +48,13 @@ def of_metrics() -> str:
     return _table(("name", "type", "labels", "meaning"), rows)
 
 
+def of_causes() -> str:
+    """One row for each cause of a round's end; its comment is the meaning."""
+    rows = re.findall(r'= "(\w+)"  # (.*)', inspect.getsource(RoundEndCause))
+    assert [name for name, _ in rows] == list(RoundEndCause), "every cause has a comment"
+    return _table(("cause", "meaning"), [(f"`{name}`", f"{text[0].upper()}{text[1:]}.") for name, text in rows])
+
+
 def of_source_tree() -> str:
     """One row for each package: the first sentence of its docstring, and its modules."""
     packages = sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
@@ -78,7 +85,7 @@ TABLES = {
     "events of an agent": lambda: of_events(agents=True),
     "metrics": of_metrics,
     "source tree": of_source_tree,
-    "causes": lambda: ", ".join(f"`{cause}`" for cause in RoundEndCause) + ".",
+    "causes": of_causes,
 }
 
 

@@ -37,21 +37,21 @@ class RoundEndCause(StrEnum):
     """Why a round ended."""
 
     APPLICATION = "application"  # a worker failed
-    INFRASTRUCTURE = "infrastructure"  # not a fault of the workers
-    NODE_LOST = "node_lost"
-    NODE_LEFT = "node_left"
-    NODE_JOINED = "node_joined"
-    NODE_UNFIT = "node_unfit"  # an unhealthy or quarantined node was replaced
+    INFRASTRUCTURE = "infrastructure"  # a worker hung
+    NODE_LOST = "node_lost"  # a node was lost
+    NODE_LEFT = "node_left"  # a node left the job
+    NODE_JOINED = "node_joined"  # a new node joined
+    NODE_UNFIT = "node_unfit"  # an unhealthy or quarantined node lost its place
     SCALED = "scaled"  # an operator reduced the number of nodes
     OPERATOR = "operator"  # an operator requested a new round
-    COORDINATOR = "coordinator"  # a new coordinator could not continue the round it found
+    COORDINATOR = "coordinator"  # a new coordinator could not continue the round that it found
 
 
 # the coordinator's ----------------------------------------------------------------------------------------------------
 
 
 class NodeJoined(_Event, frozen=True):
-    """A node joined the job; it may not be ready yet."""
+    """A node joined the job.  It may not be ready yet."""
 
     name: str
     host: str
@@ -59,21 +59,21 @@ class NodeJoined(_Event, frozen=True):
 
 
 class NodeRejected(_Event, frozen=True):
-    """A node was rejected."""
+    """The coordinator rejected a node."""
 
     name: str
     why: str
 
 
 class NodeLeaving(_Event, frozen=True):
-    """A node is stopping its workers and leaves the job."""
+    """A node stops its workers and leaves the job."""
 
     name: str
     why: str
 
 
 class NodeGone(_Event, frozen=True):
-    """A node is no longer part of the job: it left, or was lost."""
+    """A node is no longer part of the job.  `lost`: it was lost; otherwise it left."""
 
     name: str
     why: str
@@ -81,7 +81,7 @@ class NodeGone(_Event, frozen=True):
 
 
 class NodeUnhealthy(_Event, frozen=True):
-    """Health checks of a node fail."""
+    """A node became unhealthy."""
 
     name: str
     problems: tuple[str, ...]
@@ -94,7 +94,7 @@ class NodeHealthy(_Event, frozen=True):
 
 
 class NodeQuarantined(_Event, frozen=True):
-    """A node failed too often: for `seconds`, other nodes replace it where possible."""
+    """A node failed too often and is in quarantine for `seconds`."""
 
     name: str
     why: str
@@ -115,7 +115,7 @@ class UnhealthyNodeRetained(_Event, frozen=True):
 
 
 class RoundFormed(_Event, frozen=True):
-    """A round is committed; `nodes` are sorted by group rank, `store` is the address of the round's store."""
+    """A new round starts.  `nodes` are in the order of group ranks; `store` is the address of the round's store."""
 
     round: Int64
     nodes: tuple[str, ...]
@@ -136,21 +136,21 @@ class RankRequestDenied(_Event, frozen=True):
 
 
 class RoundFound(_Event, frozen=True):
-    """A new coordinator found a running round, and waits for its nodes to rejoin."""
+    """A new coordinator found a running round of this many nodes, and waits until they rejoin."""
 
     round: Int64
     nodes: Int64
 
 
 class RoundResumed(_Event, frozen=True):
-    """All nodes of the round that was found have rejoined; training was not interrupted."""
+    """All nodes of the round that a new coordinator found have rejoined.  Training was not interrupted."""
 
     round: Int64
     nodes: Int64
 
 
 class RoundEnded(_Event, frozen=True):
-    """A round is over.  The next one is formed as soon as possible, but not before `delay` seconds."""
+    """A round is over.  The next one starts as soon as possible, but not before `delay` seconds have passed."""
 
     round: Int64
     cause: str
@@ -159,7 +159,11 @@ class RoundEnded(_Event, frozen=True):
 
 
 class BudgetCharged(_Event, frozen=True):
-    """A failure was charged to the restart budget: `used` of `limit` are spent; `allowed`: the job restarts."""
+    """A failure or a hang needs a restart.
+
+    `used` of `limit` restarts of its budget are spent.  If not `allowed`, the budget was spent before, and the job
+    fails.
+    """
 
     round: Int64
     cause: str
@@ -170,7 +174,7 @@ class BudgetCharged(_Event, frozen=True):
 
 
 class HangDiagnosed(_Event, frozen=True):
-    """A round hangs and all its nodes were inspected: `odd` are the ranks that the others wait for."""
+    """A round hangs, and its nodes were inspected.  `odd` lists the suspect ranks, which the others wait for."""
 
     round: Int64
     odd: tuple[Int64, ...]
@@ -178,7 +182,7 @@ class HangDiagnosed(_Event, frozen=True):
 
 
 class BudgetRefunded(_Event, frozen=True):
-    """The last charge is taken back: the failure was caused by the loss of this node."""
+    """The last charge is taken back, because the loss of this node caused the failure."""
 
     round: Int64
     name: str
@@ -193,7 +197,7 @@ class ScaleRequested(_Event, frozen=True):
 
 
 class JobClosing(_Event, frozen=True):
-    """The job has failed or is ending; agents stop their workers and send evidence."""
+    """The job has failed or an operator stopped it.  Agents stop their workers and send evidence."""
 
     outcome: str
     why: str
@@ -209,7 +213,7 @@ class JobClosed(_Event, frozen=True):
 
 
 class OperatorAction(_Event, frozen=True):
-    """An operator's command: who sent it, and the result."""
+    """An operator's command, who sent it, and the result."""
 
     action: str
     by: str
@@ -229,7 +233,10 @@ class WarmedUp(_Event, frozen=True):
 
 
 class WorkersStarted(_Event, frozen=True):
-    """The workers of a round run on this node; `pids` by local rank, `pause` seconds after the earlier ones failed."""
+    """The workers of a round run on this node.
+
+    `pids` are in the order of local ranks; `pause` is the time in seconds since the earlier workers failed.
+    """
 
     round: Int64
     first_rank: Int64
@@ -242,10 +249,10 @@ class WorkersStarted(_Event, frozen=True):
 
 
 class Recovered(_Event, frozen=True):
-    """This node's workers run again: the seconds that each phase took; 0 for a phase without this node.
+    """This node's workers run again.  Each field is the seconds that one phase took; 0 if the node skipped the phase.
 
-    detect: from the fault until the agent noticed it.  decide: until the agent received its next round.  stop: until
-    all old workers had exited.  start: until the new workers ran.
+    `detect`: from the fault until the agent noticed it.  `decide`: until the agent received its next round.  `stop`:
+    until all old workers had exited.  `start`: until the new workers ran.
     """
 
     round: Int64
@@ -256,7 +263,7 @@ class Recovered(_Event, frozen=True):
 
 
 class FirstStep(_Event, frozen=True):
-    """The first step that a worker of this node reported in a round, `seconds` after the workers were started."""
+    """A worker of this node reported the first step of the round, `seconds` after the workers were started."""
 
     round: Int64
     rank: Int64
@@ -265,7 +272,7 @@ class FirstStep(_Event, frozen=True):
 
 
 class StepsDone(_Event, frozen=True):
-    """A round ended on this node: the first and last step that its workers reported, and the time between."""
+    """A round ended on this node.  A worker reported the steps from `first` to `last`, `seconds` apart."""
 
     round: Int64
     rank: Int64
@@ -302,7 +309,7 @@ class TimersMissed(_Event, frozen=True):
 
 
 class WorkerHangs(_Event, frozen=True):
-    """A worker made no progress for `seconds`: `sign` is the symptom, `where` its position in the code."""
+    """A worker made no progress for `seconds`.  `sign` is the symptom, `where` the worker's position in the code."""
 
     round: Int64
     rank: Int64

@@ -34,26 +34,29 @@ class Metric(Struct, frozen=True):
 _NODE, _RANK, _GPU = ("node",), ("rank", "node"), ("gpu", "node")
 
 JOB_METRICS = (  # of a JobStatus
-    Metric("ripstop_job_info", "gauge", "1; the label names the job", ("run_id",)),
+    Metric("ripstop_job_info", "gauge", "Always 1; the label names the job", ("run_id",)),
     Metric("ripstop_phase", "gauge", "1 for the phase the job is in, 0 for the others", ("phase",)),
     Metric("ripstop_phase_seconds", "gauge", "Time since the job entered its phase", field="seconds"),
     Metric("ripstop_round", "gauge", "Number of the current round, or of the last one", field="round"),
     Metric("ripstop_world_size", "gauge", "Workers of the current round; 0 between rounds", field="world_size"),
-    Metric("ripstop_nodes", "gauge", "Nodes of the job by state; running ones are members", ("state",)),
+    Metric("ripstop_nodes", "gauge", "Nodes of the job, by state", ("state",)),
     Metric("ripstop_nodes_min", "gauge", "Minimum number of nodes", field="min_nodes"),
     Metric("ripstop_nodes_max", "gauge", "Maximum number of nodes", field="max_nodes"),
     Metric("ripstop_nodes_target", "gauge", "Target number of nodes", field="target"),
-    Metric(
-        "ripstop_restart_budget", "gauge", "Failures that the restart budget allows in its window", field="max_restarts"
-    ),
-    Metric("ripstop_restart_budget_used", "gauge", "Failures that count against the budget now", field="charged"),
+    Metric("ripstop_restart_budget", "gauge", "Restarts that --max-restarts allows", field="max_restarts"),
+    Metric("ripstop_restart_budget_used", "gauge", "Restarts charged to --max-restarts now", field="charged"),
 )
 HISTORY_METRICS = (  # of the Totals
     Metric("ripstop_events_total", "counter", "Events of the job, by kind", ("kind",)),
     Metric("ripstop_rounds_total", "counter", "Rounds that were formed", field="rounds"),
-    Metric("ripstop_restarts_total", "counter", "Rounds that ended before another one, by cause", ("cause",)),
-    Metric("ripstop_charges_total", "counter", "Failures charged to the restart budget", field="charged"),
-    Metric("ripstop_refunds_total", "counter", "Charges refunded because a lost node explained them", field="refunded"),
+    Metric("ripstop_restarts_total", "counter", "Rounds that ended while the job continued, by cause", ("cause",)),
+    Metric("ripstop_charges_total", "counter", "Failures and hangs charged to a restart budget", field="charged"),
+    Metric(
+        "ripstop_refunds_total",
+        "counter",
+        "Charges taken back because a lost node caused the failure",
+        field="refunded",
+    ),
     Metric(
         "ripstop_worker_failures_total", "counter", "Workers that died or could not be started", field="worker_failures"
     ),
@@ -64,14 +67,28 @@ HISTORY_METRICS = (  # of the Totals
     Metric("ripstop_recovery_seconds", "histogram", "How long a node took for each phase of a recovery", ("phase",)),
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
     Metric("ripstop_checkpoint_step", "gauge", "Step of the latest checkpoint"),
-    Metric("ripstop_checkpoint_timestamp_seconds", "gauge", "When it was saved, in seconds since 1970"),
+    Metric(
+        "ripstop_checkpoint_timestamp_seconds", "gauge", "When the latest checkpoint was saved, in seconds since 1970"
+    ),
 )
 GOODPUT_METRICS = (  # of the time Spent
-    Metric("ripstop_goodput_ratio", "gauge", "Share of the job's time spent in steps that were kept", field="ratio"),
+    Metric(
+        "ripstop_goodput_ratio", "gauge", "Share of the job's time spent in steps that were not lost", field="ratio"
+    ),
     Metric("ripstop_job_seconds", "gauge", "Time since the job began"),
-    Metric("ripstop_kept_steps_seconds", "gauge", "Time spent in steps that were kept", field="kept"),
-    Metric("ripstop_lost_steps_seconds", "gauge", "Time spent in steps that were repeated", field="lost"),
-    Metric("ripstop_lost_steps_total", "counter", "Steps that were repeated", field="steps_lost"),
+    Metric("ripstop_kept_steps_seconds", "gauge", "Time spent in steps that were not lost", field="kept"),
+    Metric(
+        "ripstop_lost_steps_seconds",
+        "gauge",
+        "Time spent in steps that were lost, so that a later round repeated them",
+        field="lost",
+    ),
+    Metric(
+        "ripstop_lost_steps_total",
+        "counter",
+        "Steps that were lost, so that a later round repeated them",
+        field="steps_lost",
+    ),
 )
 NODE_METRICS = (  # of a NodeSample
     Metric("ripstop_node_up", "gauge", "1 if the node replied in time for this page, else 0", ("node", "host")),
@@ -79,17 +96,25 @@ NODE_METRICS = (  # of a NodeSample
     Metric("ripstop_agent_memory_bytes", "gauge", "Resident memory of the node's agent", _NODE, "memory"),
 )
 RANK_METRICS = (  # of a RankSample
-    Metric("ripstop_worker_cpu_seconds_total", "counter", "CPU time of a worker and its processes", _RANK, "cpu"),
-    Metric("ripstop_worker_memory_bytes", "gauge", "Resident memory of a worker and its processes", _RANK, "memory"),
-    Metric("ripstop_worker_threads", "gauge", "Threads of a worker and its processes", _RANK, "threads"),
-    Metric("ripstop_worker_processes", "gauge", "A worker and its processes", _RANK, "processes"),
+    Metric("ripstop_worker_cpu_seconds_total", "counter", "CPU time of a worker and its child processes", _RANK, "cpu"),
+    Metric(
+        "ripstop_worker_memory_bytes", "gauge", "Resident memory of a worker and its child processes", _RANK, "memory"
+    ),
+    Metric("ripstop_worker_threads", "gauge", "Threads of a worker and its child processes", _RANK, "threads"),
+    Metric(
+        "ripstop_worker_processes",
+        "gauge",
+        "Number of processes: the worker and its child processes",
+        _RANK,
+        "processes",
+    ),
     Metric(
         "ripstop_worker_log_bytes_total", "counter", "Bytes in a worker's log files of this round", _RANK, "log_bytes"
     ),
     Metric("ripstop_worker_step", "gauge", "Latest step that a worker reported", _RANK, "step"),
-    Metric("ripstop_worker_steps_per_second", "gauge", "Rate of its steps", _RANK, "steps_per_second"),
+    Metric("ripstop_worker_steps_per_second", "gauge", "Steps per second of a worker", _RANK, "steps_per_second"),
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
-    Metric("ripstop_worker_heartbeat_age_seconds", "gauge", "Time since its last heartbeat", _RANK, "age"),
+    Metric("ripstop_worker_heartbeat_age_seconds", "gauge", "Time since the last heartbeat of a worker", _RANK, "age"),
 )
 GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_utilization_ratio", "gauge", "Share of time in which a GPU was busy", _GPU, "utilisation"),
