@@ -1,7 +1,9 @@
 """What no test may leave behind for the next one in its process."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +23,10 @@ def _adopts_nobody() -> Iterator[None]:
     yield
     if linux.is_subreaper():
         linux.stop_being_subreaper()
+
+
+@pytest.fixture
+def short_tmp_path() -> Iterator[Path]:
+    """A directory with a short path: a Unix socket's path has at most 107 bytes, and pytest's own can be long."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rs-") as folder:
+        yield Path(folder)

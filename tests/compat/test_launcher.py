@@ -50,7 +50,7 @@ Program = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
+def program(tmp_path: Path, short_tmp_path: Path) -> Iterator[Program]:
     """Starts a program that launches; it and its children are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
@@ -59,7 +59,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
         path.write_text(PRELUDE.replace("LAUNCHER", launcher) + textwrap.dedent(source))
         process = subprocess.Popen(
             [sys.executable, str(path), *args],
-            env=os.environ | {"TMPDIR": str(tmp_path)} | env,
+            env=os.environ | {"TMPDIR": str(short_tmp_path)} | env,  # forkserver makes a socket there
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -136,9 +136,9 @@ def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(t
 
 
 def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    short_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "run"
+    folder = short_tmp_path / "run"
     folder.mkdir()
 
     async def scenario() -> list[bool]:
