@@ -13,8 +13,8 @@ LONGEST = 20.0  # seconds from a death to the next step: what takes longer hangs
 
 
 @dataclass(frozen=True)
-class LeaderKnown:
-    """What the agent has at a moment."""
+class AgentResources:
+    """What the agent uses at one time."""
 
     fds: int
     children: int
@@ -22,7 +22,7 @@ class LeaderKnown:
     memory: int
 
     @classmethod
-    def by(cls, pid: int) -> "LeaderKnown":
+    def by(cls, pid: int) -> "AgentResources":
         proc = Path(f"/proc/{pid}")
         children = sum(len(task.read_text().split()) for task in proc.glob("task/*/children"))
         resident = int((proc / "statm").read_text().split()[1]) * 4096
@@ -52,10 +52,10 @@ def test_recovery_after_recovery_none_hangs_and_nothing_piles_up(tmp_path: Path,
             return True if agent.out.count(f"restart {restart} rank ") == 2 else None
 
         wait_until(lambda: met(0), why=job.describe)
-        before = LeaderKnown.by(agent.pid)
+        before = AgentResources.by(agent.pid)
         Path(f"{go}-0").touch()
         wait_until(lambda: met(times), times * LONGEST, why=job.describe)
-        after = LeaderKnown.by(agent.pid)
+        after = AgentResources.by(agent.pid)
         Path(f"{go}-{times}").touch()
         assert agent.wait() == 0
         logs = {
