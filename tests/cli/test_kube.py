@@ -191,11 +191,11 @@ def test_the_objects_are_valid_in_several_versions_of_kubernetes(kind: str, vers
         ("install --timeout=soon", "--timeout=soon: not a whole number"),
         (
             f"render {IMAGE} --standalone t.py",
-            "--standalone: not for the whole job: each pod sets it itself; leave it out",
+            "--standalone: not available on Kubernetes: every pod gets its own settings; leave it out",
         ),
         (
             f"render {IMAGE} --node-rank=0 t.py",
-            "--node-rank: not for the whole job: each pod sets it itself; leave it out",
+            "--node-rank: not available on Kubernetes: every pod gets its own settings; leave it out",
         ),
         (f"render {IMAGE} --rdzv-backend=static t.py", "--rdzv-backend=static: not available on Kubernetes"),
         (f"render {IMAGE} --rdzv-endpoint=h t.py", "--rdzv-endpoint=h: with c10d the endpoint is the first pod"),

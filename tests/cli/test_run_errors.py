@@ -121,8 +121,8 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
         ),
         (
             "--nnodes=2 --master-addr=a train.py",
-            "--nnodes=2: static needs each node's rank; write --node-rank=N, 0 on a, or --rdzv-backend=c10d, "
-            "which assigns ranks",
+            "--nnodes=2: static needs the rank of each node; write --node-rank=0 on a and --node-rank=N on the others, "
+            "or --rdzv-backend=c10d, which assigns ranks",
         ),
         (
             "--nnodes=2 --node-rank=2 --master-addr=a train.py",

@@ -18,7 +18,7 @@ FREE = frozenset(field.name for field in FIELDS if not field.fixed)
 def tables() -> str:
     schema = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     spec, status = schema["spec"], schema["status"]
-    lines = ["| field of `spec` | type | default | can change | meaning |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| field of `spec` | type | default | may be changed later | meaning |", "| --- | --- | --- | --- | --- |"]
     lines += [_row(path, field, spec["required"]) for path, field in _fields("", spec["properties"])]
     lines += ["", "| field of `status` | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | {_type(field)} | {field.get('description', '')} |" for name, field in _known(status)]
@@ -40,7 +40,7 @@ def _known(status: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _row(path: str, field: dict[str, Any], required: list[str]) -> str:
-    default = "needed" if path in required else f"`{_word(field['default'])}`" if "default" in field else ""
+    default = "required" if path in required else f"`{_word(field['default'])}`" if "default" in field else ""
     changes = "yes" if path in FREE else ""
     text = " ".join(field.get("description", "").split())
     return f"| `{path}` | {_type(field)} | {default} | {changes} | {text} |"

@@ -28,11 +28,13 @@ from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.socket_directory import socket_directories
 
 JOB_HELP = """
-  -j, --job NAME              the job's id, or one of its nodes; optional if one job runs on this machine
-  --endpoint HOST[:PORT]      the coordinator's address, for a job on other machines (port 29400); --job is the job's
-                              id (none), RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE its secret
+  -j, --job NAME              the job's id, or the name of one of its nodes (the only job on this machine)
+  --endpoint HOST[:PORT]      the coordinator's address, for a job on other machines (port 29400).  Give the job's id
+                              with --job (none), and its secret in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE
   --rdzv-conf tls_…=FILE,…    certificates for --endpoint, as in ripstop run
   --json                      print JSON
+
+Defaults are in parentheses.
 """
 BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
 JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))

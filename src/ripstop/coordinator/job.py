@@ -50,19 +50,19 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.RUNNING: "enough nodes are ready",
         Phase.RECOVERING: "a node reports a round to a new coordinator",
         Phase.GATHERING: "a node reports a newer round",
-        Phase.CLOSING: "too few nodes for join_timeout, an operator stops the job, or a node reports its end",
+        Phase.CLOSING: "too few nodes for join_timeout, an operator stops the job, or a node reports the job's end",
     },
     Phase.RECOVERING: {
         Phase.RUNNING: "all nodes of the round returned",
         Phase.GATHERING: "some nodes did not return within a lease",
         Phase.RECOVERING: "a node reports a newer round",
-        Phase.CLOSING: "an operator stops the job, or a node reports its end",
+        Phase.CLOSING: "an operator stops the job, or a node reports the job's end",
     },
     Phase.RUNNING: {
-        Phase.GATHERING: "a failure, a node that joins or leaves, a node with a newer round, or an operator's restart",
-        Phase.CLOSING: "all workers exited 0, the budget is spent, an operator's stop, or a node reports its end",
+        Phase.GATHERING: "a failure, a node joins, leaves, is lost or reports a newer round, or an operator restarts",
+        Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops, or a node reports the job's end",
     },
-    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, or every node's failures arrived, or the timeout expired"},
+    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, all nodes reported their failures, or the timeout expired"},
     Phase.CLOSED: {},
 }
 

@@ -36,17 +36,24 @@ class Field(Struct, frozen=True):
 FIELDS = (
     Field("minReplicas", int, 1, "Minimum number of nodes.", 1, MAX_REPLICAS, fixed=True),
     Field("maxReplicas", int, None, "Maximum number of nodes.", 1, MAX_REPLICAS, fixed=True),
-    Field("replicas", int, None, "Number of nodes; set by `kubectl scale`.  Default: maxReplicas.", 1, MAX_REPLICAS),
-    Field("spares", int, 0, "Additional pods that wait, warmed up, to replace a lost one.", 0, 1000),
+    Field(
+        "replicas",
+        int,
+        None,
+        "Number of nodes that train; see `kubectl scale`.  Default: maxReplicas.",
+        1,
+        MAX_REPLICAS,
+    ),
+    Field("spares", int, 0, "Additional pods that wait, with modules imported, to replace a lost pod.", 0, 1000),
     Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
-    Field("maxRestarts", int, 3, "Restarts after worker failures.", 0, 1_000_000, fixed=True),
-    Field("restartWindow", str, "", "Window in which restarts are counted: `1h`.  Empty: the whole run.", fixed=True),
+    Field("maxRestarts", int, 3, "How often the job may restart after a failed worker.", 0, 1_000_000, fixed=True),
+    Field("restartWindow", str, "", "Count only restarts within this time: `1h`.  Empty: the whole run.", fixed=True),
     Field("shutdownTimeout", int, 30, "Seconds between SIGTERM and SIGKILL for workers.", 0, 86_400, fixed=True),
     Field("secretName", str, "", "A Secret with the key `token`.  Empty: the operator creates one.", fixed=True),
-    Field("suspend", bool, False, "If true, all pods are deleted; afterwards the job continues from its checkpoint."),
-    Field("activeDeadlineSeconds", int, None, "The job fails after this running time.", 1, 2**31 - 1),
-    Field("ttlSecondsAfterFinished", int, None, "The job is deleted this long after its end.", 0, 2**31 - 1),
-    Field("disruptionBudget", bool, False, "Create a PodDisruptionBudget for minReplicas pods.", fixed=True),
+    Field("suspend", bool, False, "True deletes all pods; false lets the job continue from its checkpoint."),
+    Field("activeDeadlineSeconds", int, None, "The job fails if it runs longer than this.", 1, 2**31 - 1),
+    Field("ttlSecondsAfterFinished", int, None, "The job is deleted this many seconds after its end.", 0, 2**31 - 1),
+    Field("disruptionBudget", bool, False, "A PodDisruptionBudget keeps minReplicas pods during drains.", fixed=True),
 )
 
 

@@ -12,25 +12,25 @@ from ripstop.protocol.secret import api_token
 RESTART_HELP = f"""\
 usage: ripstop restart [FLAGS]
 
-Restarts all workers of a job on the same nodes, as a new round.  Does not count against --max-restarts.
+Restarts all workers of a job in a new round, on the same nodes.  This is not charged to --max-restarts.
 {JOB_HELP}"""
 DRAIN_HELP = f"""\
 usage: ripstop drain NODE [FLAGS]
 
-Removes a node: it stops its workers and leaves the job; the other nodes continue.  NODE is a name that `ripstop status`
-shows, or an unambiguous prefix of one.
+Removes a node.  The node stops its workers and leaves the job.  The other nodes continue.  NODE is a name that
+`ripstop status` shows, or an unambiguous prefix of one.
 {JOB_HELP}"""
 SCALE_HELP = f"""\
 usage: ripstop scale N [FLAGS]
 
-Sets the number of nodes the job runs on, within its --nnodes=MIN:MAX.  Surplus nodes become spares.  To grow, the job
-takes spares and new nodes.
+Sets the number of nodes that the job uses, within its --nnodes=MIN:MAX.  If it has more nodes, the others become
+spares.  If it has fewer, it adds spares and new nodes.
 {JOB_HELP}"""
 STOP_HELP = f"""\
 usage: ripstop stop [--why TEXT] [FLAGS]
 
-Ends a job on all its nodes.  Workers get SIGTERM and their --shutdown-timeout; agents print a report and exit with
-code 1.
+Ends a job on all its nodes.  Workers get SIGTERM, and SIGKILL after their --shutdown-timeout.  Agents print a report
+and exit with code 1.
 
   --why TEXT                  the reason, for the report
 {JOB_HELP}"""
@@ -75,7 +75,7 @@ def stop(command: ParsedCommand) -> None:
 def token(command: ParsedCommand) -> None:
     secret, _ = job_secret(os.environ)
     if not secret:
-        raise UsageError("the token is derived from the job's secret; set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
+        raise UsageError("the token is derived from the job's secret; set it in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE")
     found = api_token(secret, identifier("--job", command.args.text("--job", "none")))
     command.print(found, {"token": found})
 

@@ -14,7 +14,7 @@ from ripstop.model.errors import HelpRequested, UsageError
 HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]
 
-Runs a job's coordinator without workers until the job ends.  The nodes use the same endpoint and id:
+Runs the coordinator of a job, without workers, until the job ends.  The nodes use the same endpoint and id:
 
   ripstop coordinator --rdzv-id=job7 --rdzv-endpoint=head:29400 --nnodes=2:4 --max-restarts=3
   ripstop run --rdzv-backend=c10d --rdzv-conf=is_host=0 --rdzv-id=job7 --rdzv-endpoint=head:29400 --nnodes=2:4 train.py
@@ -22,15 +22,16 @@ Runs a job's coordinator without workers until the job ends.  The nodes use the 
   --rdzv-endpoint HOST[:PORT]   address to listen on (port 29400)
   --rdzv-id NAME                the job's id (none)
   --nnodes N | MIN:MAX          number of nodes (1)
-  --max-restarts N              restarts after failures, for the whole job (0)
+  --max-restarts N              how often the whole job may restart after a failed worker (0)
   --restart-window TIME         count only the restarts within this time (the whole run)
-  --restart-backoff TIME        longest delay before a restart when rounds fail early (30)
-  --max-infra-restarts N        restarts after hangs within an hour, counted separately (3)
+  --restart-backoff TIME        longest delay before a restart if workers fail again within seconds; 0: no delay (30)
+  --max-infra-restarts N        how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, target, tls_cert,
                                 tls_key, tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
-  --log-dir DIR                 write the job's events to DIR/NAME/job-events.jsonl (not written)
+  --log-dir DIR                 write the job's events to DIR/NAME/job-events.jsonl (no file)
 
-TIME is in seconds, or has a unit: 90s, 10m, 1h.  Every flag has an environment variable: PET_RDZV_ID=job7.
+Defaults are in parentheses.  TIME is in seconds, or has a unit: 90s, 10m, 1h.
+Every flag has an environment variable: PET_RDZV_ID=job7.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.  OTEL_EXPORTER_OTLP_ENDPOINT: collector for traces.
 """
 FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))

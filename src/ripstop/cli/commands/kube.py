@@ -25,15 +25,15 @@ usage: ripstop kube COMMAND …
   stacks NAME [RANK]                              print the stacks of its workers
   scale NAME N                                    set its number of pods
   delete NAME                                     delete the job and its pods
-  install [--image=IMAGE] [--timeout S] [--dry-run]  install the ElasticJob resource and its operator, and wait up to
-                                                  S seconds until it runs (120; 0: do not wait)
+  install [--image=IMAGE] [--timeout S] [--dry-run]  install the ElasticJob resource and its operator, and wait at most
+                                                  S seconds until the operator runs; 0: do not wait (120)
   operator [--home NAMESPACE] [--health HOST:PORT]  run the operator, for one namespace or all; --home holds its key
 
   -n, --namespace NAMESPACE   the job's namespace (kubectl's current one)
   --context NAME              the context in KUBECONFIG (the current one)
   --json                      print JSON instead of YAML or a table
 
-All commands except render need the kubernetes package: pip install 'ripstop[kubernetes]'.
+Defaults are in parentheses.  All commands except render --json need: pip install 'ripstop[kubernetes]'.
 """
 RENDER = f"""\
 usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]

@@ -34,60 +34,61 @@ usage: ripstop run [FLAGS] SCRIPT [ARGS]
 
   ripstop run --standalone --nproc-per-node=8 train.py --lr 0.1         one machine
   ripstop run --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-id=job7 \\
-      --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py          one to four machines; run it on each
-  ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py     fixed ranks; --node-rank=1 on the other
+      --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py          one to four machines: run it on each
+  ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py     fixed ranks: --node-rank=1 on node 1
   ripstop run --config=job.toml --dry-run                               show what a file of flags would run
 
 program
-  SCRIPT [ARGS]               run `python -u SCRIPT ARGS`; all arguments after SCRIPT are the script's
+  SCRIPT [ARGS]               run `python -u SCRIPT ARGS`; all arguments after SCRIPT go to the script
   -m, --module                SCRIPT is a module: `python -u -m SCRIPT ARGS`
-  --no-python                 SCRIPT is an executable
-  --run-path                  SCRIPT is a script; overrides --module and --no-python
-  --nproc-per-node N          workers on this node: a number, auto, gpu or cpu (1)
+  --no-python                 SCRIPT is an executable, not a Python script
+  --run-path                  SCRIPT is a Python script, even with --module or --no-python
+  --nproc-per-node N          number of workers on this node; gpu or cpu: one for each; auto: gpu if there are any (1)
   --start-method HOW          zygote: fork workers from a process with their imports; exec: start a new interpreter for
                               each (zygote).  torch's fork, forkserver and spawn are accepted
   --preload MODULE,…          modules that the zygote imports, or none (the script's imports)
-  --role NAME                 the workers' role (default)
+  --role NAME                 the role of this node's workers (default)
   --numa-binding MODE         bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex
   --virtual-local-rank        each worker sees only its own GPU, and LOCAL_RANK is 0
-  --config FILE               read flags from a TOML file; the command line and variables override it
+  --config FILE               read flags from a TOML file; flags and variables override it
   --dry-run                   print the configuration and each worker's environment; start nothing
 
 rendezvous
-  --standalone                a job of this node only
+  --standalone                the job has only this node
   --nnodes N | MIN:MAX        number of nodes (1)
-  --rdzv-backend NAME         c10d: a coordinator at the endpoint; etcd: a coordinator that etcd elects, with failover;
-                              static: fixed ranks (static); or an entry point torchrun.handlers of another package
-  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); etcd's: HOST[:PORT],…
+  --rdzv-backend NAME         c10d: a coordinator listens at the endpoint; etcd: etcd elects the coordinator's node;
+                              static: fixed ranks; or an entry point torchrun.handlers of another package (static)
+  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); with etcd, the addresses of
+                              its members: HOST[:PORT],…
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
   --rdzv-conf KEY=VALUE,…     settings, see below
-  --node-rank N               static: this node's rank; other backends: its preferred rank
+  --node-rank N               with static: this node's rank; with other backends: the rank it prefers
   --node-label NAME           this node's rack or switch, for rank_by=label
-  --master-addr HOST, --master-port PORT                              static: the address of node 0 (port 29500)
-  --local-addr HOST           this node's address for other nodes
+  --master-addr HOST, --master-port PORT                         with static: the address of node 0 (port 29500)
+  --local-addr HOST           address at which other nodes reach this node
   --api HOST[:PORT]           serve the API of a one-node job over the network; needs RIPSTOP_TOKEN (port 29480)
 
 failures
-  --max-restarts N            restarts after failures, for the whole job (0)
+  --max-restarts N            how often the whole job may restart after a failed worker (0)
   --restart-window TIME       count only the restarts within this time (the whole run)
-  --restart-backoff TIME      longest delay before a restart when rounds fail early (30)
-  --hang-timeout TIME         diagnose and restart workers without progress for this time (0: never)
-  --max-infra-restarts N      restarts after hangs within an hour, counted separately (3)
-  --shutdown-timeout TIME     time between SIGTERM and SIGKILL (30)
+  --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
+  --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
+  --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
+  --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
-  --monitor-interval TIME     accepted for torchrun's sake; no effect: worker exits are detected without polling
+  --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
 
 node health
-  --health-check COMMAND      run before this node joins and periodically; a failure or timeout excludes the node.
-                              There is no shell; write sh -c '…' for one
-  --health-interval TIME      interval of the health checks, and timeout of the command (30)
+  --health-check COMMAND      command that checks this node before it joins and while it trains; any exit code but 0, or
+                              a timeout, means unhealthy.  It runs without a shell; for shell syntax: sh -c '…'
+  --health-interval TIME      time between two health checks, and timeout of the command (30)
 
 output
-  --log-dir DIR               directory for logs (a new temporary one); /dev/null keeps none
-  -r, --redirects WHICH       write to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2 (0)
-  -t, --tee WHICH             write to files and to the console (0)
+  --log-dir DIR               directory for logs; /dev/null keeps none (a new temporary directory)
+  -r, --redirects WHICH       streams that go to files: 0 none, 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2 (0)
+  -t, --tee WHICH             streams that go to files and to the console, in the same form (0)
   --local-ranks-filter RANK,…            show only these workers on the console
-  --duplicate-stdout-filters WORD,…      also write teed lines with one of these words to filtered_stdout.log
+  --duplicate-stdout-filters WORD,…      also write lines of --tee with one of these words to filtered_stdout.log
   --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
   --logs-specs NAME           a plugin that chooses the log files (entry point torchrun.logs_specs)
   --event-log-handler NAME    a handler for torch's events: null, console, or a plugin (entry point
@@ -95,30 +96,30 @@ output
 
 containers
   --probe-port PORT           serve GET /livez (the agent is alive) and /readyz (its workers run or can start)
-  --linger                    after the job has ended, wait for a signal; for pods that restart when they exit
+  --linger                    after the job has ended, wait for a signal: for pods that are restarted when they exit
 
 settings: --rdzv-conf KEY=VALUE,…
-  join_timeout=600            time for the minimum number of nodes to join
-  last_call_timeout=30        additional time for more nodes before the first round
-  lease=3                     a node without heartbeats for this time is lost
-  coordinator_timeout=600     time to wait for a lost coordinator
-  is_host=1|0                 whether this node runs the coordinator (the node that can bind the endpoint)
-  rank_by=join                order of first ranks: join, address, slot or label; the same on all nodes
-  target=MAX                  initial number of nodes, within --nnodes=MIN:MAX; further nodes are spares
-  min_disk=32M                free disk space that a healthy node needs for logs and temporary files; 0: any
-  max_clock_skew=60           largest clock difference of a joining node; 0: any
-  quarantine_failures=3       failures of a node within quarantine_window=600 that exclude it for
+  join_timeout=600            how long to wait for the minimum number of nodes, and at the start for a coordinator
+  last_call_timeout=30        how long the first round waits for more nodes after the minimum is ready
+  lease=3                     a node that sends nothing for this time is lost
+  coordinator_timeout=600     how long an agent without running workers waits for a lost coordinator
+  is_host=1|0                 whether this node hosts the coordinator (the first node that can bind the endpoint)
+  rank_by=join                how new nodes are sorted: join, address, slot or label; the same on all nodes
+  target=MAX                  number of nodes at first, within --nnodes=MIN:MAX; further nodes are spares
+  min_disk=32M                free disk space that a healthy node needs for logs and temporary files; 0: no check
+  max_clock_skew=60           largest clock difference of a joining node; 0: no check
+  quarantine_failures=3       a node with this many faults within quarantine_window=600 is excluded for
                               quarantine_cooldown=600, if the job has enough other nodes; 0: never
   tls_cert, tls_key, tls_ca   PEM files for TLS between agents and coordinator
   etcd only                   protocol=https, cacert=, cert=, key=, etcd_prefix=/ripstop, coordinator_port=0
 
-TIME is in seconds, or has a unit: 90s, 10m, 1h.  Flags may be written with underscores.
+Defaults are in parentheses.  TIME is in seconds, or has a unit: 90s, 10m, 1h.  Flags may have underscores.
 Every flag has an environment variable: PET_NNODES=2.  Other variables:
   RIPSTOP_TOKEN, RIPSTOP_TOKEN_FILE             the job's secret, or a file with it; the same on all nodes
   RIPSTOP_ETCD_USER, RIPSTOP_ETCD_PASSWORD      credentials for etcd
   RIPSTOP_TERMINATION_LOG                       file for the result of the job, as JSON
-  TORCHELASTIC_ENABLE_FILE_TIMER=1              let workers set timers (on the pipe TORCHELASTIC_TIMER_FILE); a worker
-                                                with an expired timer is killed
+  TORCHELASTIC_ENABLE_FILE_TIMER=1              let workers set timers (through the pipe TORCHELASTIC_TIMER_FILE); if a
+                                                timer expires, its worker is killed
   OTEL_EXPORTER_OTLP_ENDPOINT                   collector for traces, such as http://collector:4318
 `ripstop completion bash|zsh|fish` prints a completion script for your shell.
 """

@@ -19,19 +19,20 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
 
 HELP = """\
-  --name NAME                 the job's name (the script's)
-  -n, --namespace NAMESPACE   its namespace (kubectl's current one)
+  --name NAME                 the job's name (the name of the script)
+  -n, --namespace NAMESPACE   the job's namespace (kubectl's current one)
   --image IMAGE               the container image, with ripstop and the script
   --gpus N                    NVIDIA GPUs of each pod; also sets --nproc-per-node
   --cpus N, --memory SIZE     resources of each pod, as Kubernetes quantities: 8, 500m, 64Gi
-  --shared-memory SIZE        size of /dev/shm in each pod (64 MiB); NCCL and data loaders may need more
+  --shared-memory SIZE        size of /dev/shm in each pod; NCCL and data loaders may need more (64 MiB)
   --env NAME=VALUE,…          environment variables of the script
   --replicas N                pods at the start (the maximum of --nnodes)
   --spares N                  additional pods that wait to replace a lost one (0)
   --secret-name NAME          the Secret whose key `token` holds the job's secret (a new one)
   --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
-  and of ripstop run: --nnodes, --nproc-per-node, --max-restarts, --restart-window, --shutdown-timeout, --rdzv-conf,
-  --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
+  These flags of ripstop run become fields of the job: --nnodes, --nproc-per-node, --max-restarts, --restart-window,
+  --shutdown-timeout, --rdzv-conf, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its output go
+  into the command of the pods.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
@@ -97,7 +98,7 @@ def _program(args: ParsedArguments) -> tuple[str, ...]:
 def _spec(args: ParsedArguments) -> dict[str, Any]:
     for flag in REJECTED_FLAGS:
         if flag in args:
-            raise UsageError(f"{flag}: not for the whole job: each pod sets it itself; leave it out")
+            raise UsageError(f"{flag}: not available on Kubernetes: every pod gets its own settings; leave it out")
     least, most = node_range("--nnodes", args.text("--nnodes", "1"))
     fields: dict[str, Any] = {"minReplicas": least, "maxReplicas": most}
     fields["replicas"] = _whole(args, "--replicas", least, most, default=most)

@@ -23,7 +23,7 @@ def logs(args: ParsedArguments, environ: Mapping[str, str], slots: int, notes: l
     redirects, tee = (_stream_map(args, flag, slots, notes, kept=kept) for flag in ("--redirects", "--tee"))
     prefix = environ.get(PREFIX_VARIABLE, "")
     if prefix and not any(tee.of(rank) for rank in range(slots)):
-        notes.append(f"{PREFIX_VARIABLE} has no effect without --tee: only teed lines have a prefix")
+        notes.append(f"{PREFIX_VARIABLE} has no effect without --tee: only lines of --tee have a prefix")
     shown = args.labelled("--local-ranks-filter")
     return Logs(
         directory=directory,
@@ -67,7 +67,7 @@ def _filters(
         return ()
     name = args.label(flag)
     if not any(stream in tee.of(rank) for rank in range(slots)):
-        notes.append(f"{name} has no effect without --tee={stream.value}: only teed lines are filtered")
+        notes.append(f"{name} has no effect without --tee={stream.value}: only lines of --tee are filtered")
     return comma_separated(name, args.text(flag))
 
 

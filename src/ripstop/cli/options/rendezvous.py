@@ -168,8 +168,8 @@ def _static_master(
         )
     if node_rank is None:
         raise UsageError(
-            f"{flag}: static needs each node's rank; write --node-rank=N, 0 on {master.host}, "
-            "or --rdzv-backend=c10d, which assigns ranks"
+            f"{flag}: static needs the rank of each node; write --node-rank=0 on {master.host} and --node-rank=N on "
+            "the others, or --rdzv-backend=c10d, which assigns ranks"
         )
     return master
 
