@@ -42,7 +42,7 @@ def assert_recovered(job: Job, *agents: Agent) -> None:
 
 def test_the_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_recovers(job: Job) -> None:
     env = {"HANG": "sleep:1", "GLOO": "1", "BEAT": "1"}
-    agents = [job.node("--hang-timeout=3", TORCH, nnodes="2", script=HANG, env=env) for _ in range(2)]
+    agents = [job.node("--hang-timeout=8", TORCH, nnodes="2", script=HANG, env=env) for _ in range(2)]
     assert_recovered(job, *agents)
     stacks = r"rank 0 waits in all_reduce \(hang.py:\d+\); rank 1 is in load_batch \(hang.py:\d+\)"
     recorded = r"flight recorder: rank 0 is in all_reduce #4, not entered by rank 1 \(last: all_reduce #3\)"
