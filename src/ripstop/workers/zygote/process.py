@@ -68,8 +68,8 @@ class Zygote:
         settings, _ = self.channel.receive()
         self.agent_pid: int = settings["agent"]
         self.forks: bool = settings["forks"]
-        self.preload = Preload(home, settings["entry"], settings["preload"])
         self.title = title.ProcessTitle()
+        self.preload = Preload(home, settings, self.title.prctl)
         title.rename_process(title.ZYGOTE)
         self.title.detach_environment()
         self.title.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
@@ -125,13 +125,19 @@ class Zygote:
         """Preload, and report the result to the agent."""
         began = time.monotonic()
         gc.disable()  # a collection would write to every page that workers are to share
-        if self.forks and (unfit := self.preload.run()):
-            self.channel.send({"unfit": unfit})
+        if self.forks and (end := self.preload.run()):
+            self.channel.send({**end, "seconds": time.monotonic() - began})
             os._exit(0)
         gc.freeze()
         self.can_release_pages = bool(self.preload.loaded)
         self.title.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # from now on it must outlive the agent (rule 4)
-        self.channel.send({"preloaded": tuple(self.preload.loaded), "seconds": time.monotonic() - began})
+        self.channel.send(
+            {
+                "preloaded": self.preload.packages(),
+                "left_out": self.preload.left_out,
+                "seconds": time.monotonic() - began,
+            }
+        )
 
     def _release_library_pages(self) -> None:
         """Unmap, once, the library pages that importing has touched.
@@ -152,6 +158,9 @@ class Zygote:
 
     def _spawn(self, requests: list[dict[str, Any]], fds: list[int]) -> Worker | None:
         """Fork these workers.  Returns a `Worker` in each of them, None in the zygote."""
+        if any(request["what"] == "run" for request in requests) and (path := self.preload.changed_file()):
+            self.channel.send({"changed": path})  # the agent replaces this zygote
+            os._exit(0)
         go_pipe = os.pipe()
         report_pipe = os.pipe()
         try:
