@@ -188,7 +188,7 @@ class Spawner:
             "forks": self._start is StartMethod.ZYGOTE,
             "preload": self._preload,
             "plan": self._plan,
-            "entry": _entry_key(self._entry),
+            "entry": entry_key(self._entry),
         }
         ours.sendall(channel.encode(settings))
         ours.setblocking(False)
@@ -308,11 +308,11 @@ class Spawner:
             "stacks": spec.stacks and (int(spec.stacks[0]), os.fspath(spec.stacks[1])),
             "recorder": spec.recorder,
         }
-        key = _entry_key(self._entry)
+        key = entry_key(self._entry)
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
-            case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
+            case entry if self._start is StartMethod.ZYGOTE and entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
                 return request | {"what": "exec", "argv": command_line(entry)}
@@ -374,7 +374,7 @@ def command_line(entry: Entrypoint) -> list[str]:
             return list(argv)
 
 
-def _entry_key(entry: Entrypoint) -> tuple[str, str]:
+def entry_key(entry: Entrypoint) -> tuple[str, str]:
     """One zygote can run all entrypoints with this key; their arguments may differ."""
     match entry:
         case Script(path=path):

@@ -54,6 +54,8 @@ class Preload:
         self.loaded: list[str] = []
         self.left_out: dict[str, str] = {}
         self.added: dict[str, str] = {}  # variables that the imports have added, for the workers
+        self.names: list[str] = []
+        self.texts: list[str] = []  # files that were read to find the names, and not imported
         self.files: dict[str, tuple[int, int, int]] = {}
 
     def run(self) -> dict[str, Any]:
@@ -77,23 +79,24 @@ class Preload:
         return result
 
     def packages(self) -> tuple[str, ...]:
-        """What was imported, apart from Python's own modules."""
-        return tuple(name for name in self.loaded if root(name) not in sys.stdlib_module_names)
+        """The imports of this list, or those of the script without Python's own modules."""
+        own = sys.stdlib_module_names if self.wanted is None else ()
+        return tuple(name for name in self.loaded if root(name) not in own)
 
     def changed_file(self) -> str:
-        """A file that has changed since it was imported (or read, for the script), or an empty text.
+        """A file that has changed since it was imported, or the script if it has other imports now; or an empty text.
 
         Call it before workers are forked.  If a file has changed, this zygote must be replaced.
         """
         for path, identity in self.files.items():
-            if file_identity(path) != identity:
+            if file_identity(path) != identity and (path not in self.texts or self._scan()[1] != self.names):
                 return path
         return ""
 
     # the script's imports -------------------------------------------------------------------------------------------
 
     def _import_script(self) -> dict[str, Any]:
-        self.key, self.sources, scanned = self._scan()
+        self.key, self.names, self.texts, scanned = self._scan()
         plan = scanned | (self.plan or {})
         self.left_out = dict(plan["left_out"])
         with Observer(set(plan["variables"])) as observer:
@@ -107,6 +110,7 @@ class Preload:
         """Import by this plan.  Return the plan for the next zygote if something was unfit."""
         read_by: dict[str, str] = {}  # a package that read a variable, and why that is unfit
         brought: dict[str, list[str]] = {}  # what the steps with such packages have loaded
+        clean: set[str] = set()  # what was loaded before the first of them
         queue, done = list(plan["steps"]), 0
         while queue:
             step = queue.pop(0)
@@ -127,12 +131,13 @@ class Preload:
             except Unfit as unfit:
                 if not unfit.readers:
                     end_children()
-                    new = without(plan, read_by, brought)
+                    new = without(plan, read_by, brought, clean)
                     return {**new, "careful": True, "fit": min(done, common_steps(plan, new))}
+                clean = clean or before
                 read_by |= dict.fromkeys((*unfit.readers, package), str(unfit))
                 brought[step[0]] = [module for module in sys.modules if module not in before]
             done += 1
-        return without(plan, read_by, brought) if read_by else None
+        return without(plan, read_by, brought, clean) if read_by else None
 
     def _do(self, name: str, modules: list[str]) -> None:
         """One step.  A module that does not exist is the script's business."""
@@ -169,23 +174,25 @@ class Preload:
 
     # files ----------------------------------------------------------------------------------------------------------
 
-    def _scan(self) -> tuple[str, list[str], Plan]:
-        """The key of the script's imports, the files they were read from, and the plan: a remembered one, or a new one.
+    def _scan(self) -> tuple[str, list[str], list[str], Plan]:
+        """The key of the script's imports, the imports, the files they were read from, and a plan, perhaps remembered.
 
         In a separate process: the scanner's modules must not stay here.
         """
 
-        def scan() -> tuple[str, list[str], Plan]:
-            sys.path.insert(0, self.home)
+        def scan() -> tuple[str, list[str], list[str], Plan]:
+            first = self._first_path()
+            path = sys.path if first is None else [first, *sys.path]
+            sys.path = [self.home, *sys.path]
             import imports  # type: ignore[import-not-found]
             import verdicts  # type: ignore[import-not-found]
 
-            names, sources = imports.to_preload(self.kind, self.target, sys.path[1:], sys.argv[1:])
-            key = verdicts.key(names, sources, sys.path[1:])
-            return key, list(sources), verdicts.recall(key) or new_plan(names)
+            names, sources = imports.to_preload(self.kind, self.target, path, sys.argv[1:])
+            key = verdicts.key(names, sources, path)
+            return key, names, list(sources), verdicts.recall(key) or new_plan(names)
 
         result = in_fork(scan) if self.kind in ("script", "module") else None
-        return result or ("", [], new_plan([]))  # Python reports a script that cannot be read or parsed
+        return result or ("", [], [], new_plan([]))  # Python reports a script that cannot be read or parsed
 
     def _remember(self, plan: Plan) -> None:
         def remember() -> None:
@@ -200,8 +207,10 @@ class Preload:
     def _note_files(self, modules: Iterable[str]) -> None:
         """Keep the identity of the files behind these modules."""
         paths = {getattr(sys.modules.get(name), "__dict__", {}).get("__file__") for name in modules}
-        for path in (*sorted(path for path in paths if isinstance(path, str)), *getattr(self, "sources", ())):
-            self.files[path] = file_identity(path)
+        self.texts = [path for path in self.texts if path not in paths]
+        for path in (*self.texts, *paths):
+            if isinstance(path, str):
+                self.files[path] = file_identity(path)
 
     def _first_path(self) -> str | None:
         """The script's sys.path[0]."""
@@ -239,9 +248,9 @@ def new_plan(names: Iterable[str]) -> Plan:
     return {"steps": steps, "left_out": {}, "variables": [], "careful": False, "fit": 0}
 
 
-def without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]]) -> Plan:
+def without(plan: Plan, read_by: dict[str, str], brought: dict[str, list[str]], clean: set[str]) -> Plan:
     """The plan without these packages and those that depend on them, but with what they bring from others."""
-    loaded = {root(module) for modules in brought.values() for module in modules}
+    loaded = {root(module) for module in sys.modules if module not in clean}
     unfit = read_by | {package: f"it imports {of}" for package, of in dependents(set(read_by), loaded).items()}
     steps: list[tuple[str, list[str]]] = []
     left_out = dict(plan["left_out"])
@@ -315,6 +324,7 @@ def end_children() -> None:
     """Kill the processes that an import has started."""
     for pid in children().split():
         os.kill(int(pid), _signal.SIGKILL)
+        os.waitpid(int(pid), 0)
 
 
 def check_fork_safety() -> str:

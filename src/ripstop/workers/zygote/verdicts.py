@@ -1,8 +1,8 @@
 """Remembers how a script's imports are preloaded, so that the next start need not find out again.
 
 A file for each key in `$XDG_CACHE_HOME/ripstop` or `~/.cache/ripstop`.  The key has the interpreter, the installed
-packages, the imports and the text they were read from.  An old entry cannot do harm: the zygote observes every import
-in any case.  It could only leave out too much, so it is forgotten after a week.
+packages, the script's imports and the text of its own modules.  An old entry cannot do harm: the zygote observes every
+import in any case.  It could only leave out too much, so it is forgotten after a week.
 
 Only a directory and files of this user are read.  Errors are silent: then nothing is remembered.  This file runs in a
 separate process of the zygote's, and in a dry run, and imports nothing of ripstop.
@@ -30,20 +30,19 @@ MAX_BYTES = 4_000_000
 
 
 def key(names: Iterable[str], sources: Mapping[str, bytes], path: Iterable[str]) -> str:
-    """What a verdict depends on, as a file name."""
+    """What a verdict depends on, as a file name.  The first source is the script, which the zygote does not import."""
     from _blake2 import blake2b  # hashlib would load OpenSSL
 
-    inputs = (VERSION, sys.version, sys.prefix, list(names), list(sources.items()))
+    inputs = (VERSION, sys.version, sys.prefix, list(names), list(sources.items())[1:])
     digest = blake2b(marshal.dumps(inputs), digest_size=16)
     for directory in path:
-        digest.update(marshal.dumps((directory, _installed(directory))))
+        if directory.endswith("-packages"):
+            digest.update(marshal.dumps((directory, _installed(directory))))
     return str(digest.hexdigest())
 
 
 def _installed(directory: str) -> list[tuple[str, int]]:
     """The distributions in this directory, and when they were installed."""
-    if not directory.endswith("-packages"):
-        return []
     try:
         with os.scandir(directory) as entries:
             return sorted(
