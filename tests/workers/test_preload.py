@@ -127,6 +127,18 @@ def test_a_module_that_depends_on_an_unfit_one_is_left_out(stage, site):
     assert (outcome.ready.left_out["unfit"], set(imports)) == ("it reads RANK", {"other", "mine"})
 
 
+def test_a_package_that_an_unfit_one_has_patched_is_still_preloaded(stage, site):
+    site(
+        patched__in____init__="from patched import part",
+        patched__in__part="def f(): pass",
+        unfit="import patched.part, warnings\ndef other(*a): pass\n"
+        "patched.part.f = warnings.showwarning = other\nos.environ.get('RANK')",
+    )
+    outcome, found = preloaded(stage, "import unfit", "unfit", "patched", "patched.part")
+    assert outcome.ready.left_out == {"unfit": "it reads RANK"}
+    assert found == ["patched", "patched.part"]
+
+
 def test_a_module_that_reads_what_an_unfit_one_sets_is_left_out(stage, site):
     stage.env |= {"KNOWN": "1"}
     site(setter="os.environ['KNOWN'] = '2'", reader="SEEN = os.environ['KNOWN']", fit="")

@@ -279,19 +279,23 @@ def grouped(modules: Iterable[str], unfit: set[str]) -> list[tuple[str, list[str
 
 
 def dependents(packages: set[str], among: set[str]) -> dict[str, str]:
-    """Which of the others refer to one of these packages, directly or not, and to which."""
+    """Which of the others import from one of these packages, directly or not, and from which.
+
+    Python's own modules do not.  A function under another name was not imported: a package has replaced one of theirs.
+    """
     found: dict[str, str] = {}
+    among = among - packages - sys.stdlib_module_names
     size = -1
     while size < len(found):
         size = len(found)
         for name, module in list(sys.modules.items()):
-            if root(name) not in among or root(name) in packages or root(name) in found:
+            if root(name) not in among or root(name) in found:
                 continue
-            for value in list(getattr(module, "__dict__", {}).values()):
+            for key, value in list(getattr(module, "__dict__", {}).items()):
                 owner = None
                 if isinstance(value, MODULE):
                     owner = value.__dict__.get("__name__")
-                elif isinstance(value, (type, FUNCTION)):
+                elif isinstance(value, type) or (isinstance(value, FUNCTION) and value.__name__ == key):
                     owner = value.__module__
                 if isinstance(owner, str) and (root(owner) in packages or root(owner) in found):
                     found[root(name)] = root(owner)
