@@ -17,6 +17,14 @@ for _signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
 pytest_plugins = ["tests.coordinator_fixtures", "tests.worker_fixtures"]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Zygotes remember what they found out about scripts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _adopts_nobody() -> Iterator[None]:
     """An agent's parts make their process a subreaper; later tests would find other tests' orphans among their own."""

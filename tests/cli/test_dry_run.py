@@ -70,3 +70,21 @@ def test_a_dry_run_does_not_import_torch() -> None:
     code = "import sys; from ripstop.cli import main; main(['run', '--dry-run', 'train.py']); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "torch" not in result.stdout.splitlines()[-1].split()
+
+
+def test_what_the_last_start_has_not_preloaded_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "unfit.py").write_text("import os; os.environ.get('RANK')")
+    (tmp_path / "train.py").write_text("import unfit")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def ripstop(*words: str) -> str:
+        command = [sys.executable, "-m", "ripstop", "run", *words, "--standalone", "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout + done.stderr
+
+    assert "left out" not in ripstop("--dry-run")
+    assert " left_out='unfit: it reads RANK'" in ripstop()
+    assert "  preload: unfit left out: it reads RANK\n" in ripstop("--dry-run")

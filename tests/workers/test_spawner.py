@@ -212,7 +212,7 @@ def main():
 main()
 """)
     outcome = stage.run(path, preload=None, workers=2)
-    assert outcome.ready.preloaded[0] == "numpy"
+    assert outcome.ready.preloaded == ("numpy", "torch")
     assert outcome.ready.start is StartMethod.ZYGOTE, outcome.ready.fallback_reason
     assert [end.exitcode for end in outcome.exits] == [0, 0], outcome.err
 

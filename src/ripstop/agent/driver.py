@@ -152,7 +152,9 @@ class Driver:
 
     async def _warm_up(self) -> None:
         ready = await self._spawner.wait_ready()
-        self._recorder.record(WarmedUp(ready.start.value, tuple(ready.preloaded), ready.seconds, ready.fallback_reason))
+        packages = tuple(dict.fromkeys(name.partition(".")[0] for name in ready.preloaded))
+        left_out = tuple(f"{name}: {why}" for name, why in ready.left_out.items())
+        self._recorder.record(WarmedUp(ready.start.value, packages, ready.seconds, ready.fallback_reason, left_out))
         self._feed(WarmupDone())
 
     async def _check_health(self) -> None:

@@ -3,6 +3,7 @@
 Nothing is started, bound or written.  Values that only the rendezvous decides are marked; secrets are not shown.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -12,11 +13,13 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from ripstop.logs.directory import file_name
-from ripstop.model.config import Backend, Binding, Executable, Module, RunConfig, Script
+from ripstop.model.config import Backend, Binding, Executable, Module, RunConfig, Script, StartMethod
 from ripstop.model.round import Address, Place
 from ripstop.system.numa import format_ranges
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.spawner import command_line
+from ripstop.workers.spawner import command_line, entry_key
+from ripstop.workers.zygote import verdicts
+from ripstop.workers.zygote.imports import to_preload
 
 AFTER_RENDEZVOUS = "(after the rendezvous)"
 SET_BY_RENDEZVOUS = (
@@ -32,9 +35,22 @@ def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
     for local_rank in range(config.slots):
         lines += ["", f"worker {local_rank}: the {len(environ)} variables of this shell, and"]
         lines += [f"  {name}={value}" for name, value in sorted(_environment(config, environ, local_rank).items())]
-    if config.notes:
-        lines += ["", "notes", *(f"  {note}" for note in config.notes)]
+    if notes := [*config.notes, *_left_out(config)]:
+        lines += ["", "notes", *(f"  {note}" for note in notes)]
     return "\n".join(lines) + "\n"
+
+
+def _left_out(config: RunConfig) -> Iterator[str]:
+    """What an earlier start has found unfit for preloading."""
+    if config.preload is not None or config.start is not StartMethod.ZYGOTE or isinstance(config.entry, Executable):
+        return
+    kind, target = entry_key(config.entry)
+    home = str(Path(target).resolve() if Path(target).is_dir() else Path(target).resolve().parent)
+    path = [home if kind == "script" else str(Path.cwd()), *sys.path[1:]]
+    names, sources = to_preload(kind, target, path, config.entry.args)
+    plan = verdicts.recall(verdicts.key(names, sources, path))
+    for name, why in plan["left_out"].items() if plan else ():
+        yield f"preload: {name} left out: {why}"
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:

@@ -23,6 +23,7 @@ from ripstop.model.text_formatting import ascii_json, truncate
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
 MAX_LINE = 1 << 20  # characters of one record
+MAX_LISTED = 5  # names in one line of the log
 
 
 def _snake_case(name: str) -> str:
@@ -224,12 +225,16 @@ class OperatorAction(_Event, frozen=True):
 
 
 class WarmedUp(_Event, frozen=True):
-    """Workers can be started: by which method, with which modules preloaded, and why another method is not used."""
+    """Workers can be started: by which method, with which packages preloaded, and why another method is not used.
+
+    `left_out` are imports of the script that every worker does itself, and why.
+    """
 
     start: str
     preloaded: tuple[str, ...]
     seconds: float
     why: str
+    left_out: tuple[str, ...] = ()
 
 
 class WorkersStarted(_Event, frozen=True):
@@ -428,9 +433,10 @@ def log_line(event: Event) -> str:
             return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
         case ScaleRequested(nodes, accepted, why):
             return f"scale to {nodes} nodes" + ("" if accepted else f" rejected: {why}")
-        case WarmedUp(start, preloaded, seconds, why):
-            what = f" preloaded={','.join(preloaded)}" if preloaded else ""
-            return f"start={start}{what} seconds={seconds:.2f}" + (f" why={why!r}" if why else "")
+        case WarmedUp(start, preloaded, seconds, why, left_out):
+            what = f" preloaded={_first_few(preloaded, ',')}" if preloaded else ""
+            without = f" left_out={_first_few(left_out, '; ')!r}" if left_out else ""
+            return f"start={start}{what} seconds={seconds:.2f}{without}" + (f" why={why!r}" if why else "")
         case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why):
             ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
             paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
@@ -472,3 +478,8 @@ def from_json(line: str) -> EventRecord | None:
         return EventRecord(header.seq, header.at, header.node, _event_decoder().decode(data))
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return None
+
+
+def _first_few(texts: tuple[str, ...], separator: str) -> str:
+    more = len(texts) - MAX_LISTED
+    return separator.join((*texts[:MAX_LISTED], *((f"{more} more",) if more > 0 else ())))

@@ -35,16 +35,21 @@ _ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zy
 _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
+_MAX_PLANS = 5  # a script needs one or two
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class PreloadResult(Struct, frozen=True):
-    """How workers will start, what the zygote has imported, and why not as requested ("": as requested)."""
+    """How workers will start, what the zygote has imported, and why not as requested ("": as requested).
+
+    `left_out` are the packages of the script's imports that the workers import themselves, and why.
+    """
 
     start: StartMethod
     preloaded: tuple[str, ...]
     fallback_reason: str
     seconds: float
+    left_out: Mapping[str, str] = {}
 
 
 class ServeStore(Struct, frozen=True):
@@ -103,12 +108,15 @@ class Spawner:
         self._entry = entry
         self._env = env
         self._preload = preload
+        self._plan: dict[str, Any] | None = None  # `zygote/preload.py`: what a zygote leaves to its successor
+        self._plans = 0  # how many zygotes in a row have left one
         self._fallback_reason = "" if start is StartMethod.EXEC else _why_not_fork(env)
         self._start = StartMethod.EXEC if self._fallback_reason else start
         self._lock: asyncio.Lock | None = None
         self._ready: PreloadResult | None = None
         self._pid = 0
         self._last_death = ""
+        self._has_changed = False  # the last zygote ended because a file that it had imported has changed
         self._preparing: asyncio.Task[PreloadResult] | None = None
         self._launch()
 
@@ -138,10 +146,13 @@ class Spawner:
         May be cancelled until the zygote is ready.  From then on the processes start, and a cancelled call ends them
         before it raises.
         """
-        for _ in range(2):
+        attempts = 2
+        while attempts:
             await self.wait_ready()
+            self._has_changed = False
             if (pids := await uninterrupted(self.children, self._spawn(specs))) is not None:
                 return pids
+            attempts -= not self._has_changed
         raise StartError(f"no worker can be started: the zygote {self._last_death} twice; see the kernel's log.")
 
     def close(self) -> None:
@@ -176,7 +187,8 @@ class Spawner:
             "agent": os.getpid(),
             "forks": self._start is StartMethod.ZYGOTE,
             "preload": self._preload,
-            "entry": _entry_key(self._entry),
+            "plan": self._plan,
+            "entry": entry_key(self._entry),
         }
         ours.sendall(channel.encode(settings))
         ours.setblocking(False)
@@ -190,16 +202,36 @@ class Spawner:
     async def _receive_result(self) -> PreloadResult:
         if not self._pid:
             self._launch()
+        seconds = 0.0
         while self._ready is None:
             match await self._receive():
+                case None if self._start is StartMethod.ZYGOTE and self._preload is None and not self._plans:
+                    self._reap()  # an import of the script's has ended it
+                    self._try_again({"careful": True})
                 case None:
                     self._fall_back(f"the zygote {self._reap()} while it was preloading")
                 case {"unfit": str(why)}:
                     self._reap()
                     self._fall_back(why)
-                case {"preloaded": preloaded, "seconds": seconds}:
-                    self._ready = PreloadResult(self._start, preloaded, self._fallback_reason, seconds)
+                case {"again": plan, "seconds": spent}:
+                    seconds += spent
+                    self._reap()
+                    self._try_again(plan)
+                case {"preloaded": preloaded, "left_out": left_out, "seconds": spent}:
+                    seconds += spent
+                    self._ready = PreloadResult(self._start, preloaded, self._fallback_reason, seconds, left_out)
+        self._plan, self._plans = None, 0
         return self._ready
+
+    def _try_again(self, plan: dict[str, Any]) -> None:
+        """Start another zygote, with the plan that the last one has left."""
+        self._socket.close()
+        self._plan = plan
+        self._plans += 1
+        if self._plans > _MAX_PLANS:
+            self._fall_back("the script's imports are unfit in a different way each time")
+        else:
+            self._launch()
 
     def _fall_back(self, why: str) -> None:
         """After a failed preload: execute workers instead of forking them."""
@@ -242,6 +274,13 @@ class Spawner:
                 match await self._receive():
                     case None:
                         return None
+                    case {"changed": path}:
+                        import logging  # late, as asyncio
+
+                        log = logging.getLogger("ripstop.workers")
+                        log.info("preload: %s has changed; a new zygote imports it", path)
+                        self._has_changed = True
+                        return None
                     case {"error": str(why)}:
                         raise StartError(f"no worker can be started: {why}; check the limits on processes and files.")
                     case {"pids": forked}:
@@ -269,11 +308,11 @@ class Spawner:
             "stacks": spec.stacks and (int(spec.stacks[0]), os.fspath(spec.stacks[1])),
             "recorder": spec.recorder,
         }
-        key = _entry_key(self._entry)
+        key = entry_key(self._entry)
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
-            case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
+            case entry if self._start is StartMethod.ZYGOTE and entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
                 return request | {"what": "exec", "argv": command_line(entry)}
@@ -335,7 +374,7 @@ def command_line(entry: Entrypoint) -> list[str]:
             return list(argv)
 
 
-def _entry_key(entry: Entrypoint) -> tuple[str, str]:
+def entry_key(entry: Entrypoint) -> tuple[str, str]:
     """One zygote can run all entrypoints with this key; their arguments may differ."""
     match entry:
         case Script(path=path):

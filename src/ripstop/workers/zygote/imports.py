@@ -1,31 +1,43 @@
-"""Finds the modules that a script imports, and selects those worth importing before the workers are forked.
+"""Finds the modules that a script imports, and selects those to import before the workers are forked.
 
-Pure functions of source text, and a small file reader; no code is executed.  Imports anywhere in the text count, also
-in functions, because many scripts import torch in `main()`.  Modules in the script's directory are followed, up to a
-limit; so are those beside a module of the current directory.  For a module elsewhere, only its own package is followed:
-an installed module has all other installed packages beside it.  This file runs in a separate process of the zygote's
-and imports nothing of ripstop.
+Pure functions of source text, and a small file reader; no code is executed.
+
+Rules
+1.  What the script imports before its first other statement is preloaded, in its order.  Docstrings, constants, `if
+    TYPE_CHECKING`, and `try` for an ImportError are no other statements.  Later statements may depend on the worker, or
+    change what an import does.
+2.  A module of the user's own, outside Python's library and site-packages, is preloaded if it has only imports and
+    definitions.  Any other is code that the script runs: only its first imports are preloaded, and nothing after it.
+3.  torch and numpy are preloaded wherever the script or its own modules import them: many scripts import torch in
+    `main()`.  So is torch for a package that is known to import it.
+4.  For `-m`, the packages that contain the module are imported first.  Of an installed module, only its own text is
+    read: all other installed packages are beside it.  Arguments that are Python files count for rule 3:
+    `-m pytest test_x.py`.
+
+This file runs in a separate process of the zygote's, and in a dry run, and imports nothing of ripstop.
 """
 
 # Every job waits for this: `ast` and `pathlib` take longer to import than a script takes to parse.
-# ruff: noqa: PTH109, PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
+# ruff: noqa: PTH112, PTH113, PTH118, PTH120, PTH123, PTH202
 
 from __future__ import annotations
 
 import _ast as ast
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Any
 
 MAX_FILES = 200
 MAX_FILE_BYTES = 2_000_000
 
-# Packages that can be forked after import, and are slow to import.
+# Packages that are preloaded wherever they are imported (rule 3).
 PRELOAD_ROOTS = ("torch", "numpy")
 
-# Packages that import torch.  The worker imports them itself: not all of them can be forked.
+# Packages that import torch.
 TORCH_DEPENDENTS = frozenset(
     (  # noqa: SIM905 - a column of sixty names is too long
         "accelerate bitsandbytes deepspeed detectron2 diffusers fairscale fairseq fairseq2 flash_attn ignite kornia "
@@ -131,41 +143,190 @@ def _with_parents(names: set[str]) -> set[str]:
     return names | {name[:dot] for name in names for dot in range(1, len(name)) if name[dot] == "."}
 
 
-def imported_by(kind: str, target: str, path: Sequence[str]) -> set[str]:
-    """The imports of the script at `target`, or of the module of that name on `path`."""
+def to_preload(kind: str, target: str, path: Sequence[str], args: Sequence[str]) -> tuple[list[str], dict[str, bytes]]:
+    """What to import for this script or module, in order, and the texts that this was concluded from, by path."""
+    scan = _Scan(path)
+    names: set[str] = set()
     if kind == "script":
-        home = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
-        source = _text(os.path.join(target, "__main__.py") if os.path.isdir(target) else target)
-        return set() if source is None else follow(source, "", lambda name: _module(name, home))
-    root = target.partition(".")[0]
-    home = next((home for home in path if _module(root, home) or os.path.isdir(os.path.join(home, root))), "")
-    if not home:
-        return set()
-    main = _module(f"{target}.__main__", home) or _module(target, home)
-    is_installed = os.path.realpath(home) != os.getcwd()
-
-    def read(name: str) -> tuple[bytes, str] | None:
-        return None if is_installed and name.partition(".")[0] != root else _module(name, home)
-
-    return set() if main is None else follow(*main, read) | {target}
+        main = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
+        source = scan.text(main)
+        if source is not None:
+            scan.head(source, "")
+            names = follow(source, "", scan.own_module)
+    else:
+        names = scan.module_head(target)
+        files = [arg for arg in args if arg.endswith(".py")]
+        for source in filter(None, map(scan.text, files)):
+            names |= follow(source, "", lambda name: None)
+    return list(dict.fromkeys([*scan.names, *worth_preloading(names)])), scan.sources
 
 
-def _module(name: str, home: str) -> tuple[bytes, str] | None:
-    """Text and package of this module below `home`."""
-    stem = os.path.join(home, *name.split("."))
-    if (source := _text(os.path.join(stem, "__init__.py"))) is not None:
-        return source, name
-    if (source := _text(f"{stem}.py")) is not None:
-        return source, name.rpartition(".")[0]
-    return None
+class _Scan:
+    """The imports of a program before its first other statement (rules 1, 2 and 4)."""
 
+    def __init__(self, path: Sequence[str]) -> None:
+        self.path = path
+        self.names: list[str] = []  # to preload, in order
+        self.sources: dict[str, bytes] = {}  # by path
+        self.visited: set[str] = set()
+        self.homes: dict[str, str | None] = {}
 
-def _text(path: str) -> bytes | None:
-    """The file's content; None if it does not exist or is too large."""
-    try:
-        if not os.path.isfile(path) or os.path.getsize(path) > MAX_FILE_BYTES:
-            return None
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
+    def module_head(self, target: str) -> set[str]:
+        """Read the module that `-m` names; return all names that it imports anywhere."""
+        home = self._find(target.partition(".")[0])
+        if home is None:
+            return set()
+        package = f"{target}.__main__" if self._read(f"{target}.__main__", home) else target
+        main = self._read(package, home)
+        if main is None:
+            return set()
+        parents = package.split(".")[:-1]
+        is_complete = all(self._import(".".join(parents[: n + 1])) for n in range(len(parents)))
+        if is_complete:
+            self.head(*main)
+        return follow(*main, self.own_module)
+
+    def head(self, source: bytes, package: str, is_main: bool = True) -> bool:
+        """Collect the imports before the first other statement; return whether there is none."""
+        if len(self.sources) > MAX_FILES:
+            return False
+        try:
+            tree: Any = compile(source, "script", "exec", ast.PyCF_ONLY_AST)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+        return self._statements(tree.body, package, is_main)
+
+    def _statements(self, body: Sequence[ast.stmt], package: str, is_main: bool) -> bool:
+        return all(self._statement(node, package, is_main) for node in body)
+
+    def _statement(self, node: ast.stmt, package: str, is_main: bool) -> bool:
+        match node:
+            case ast.Import(names=aliases):
+                return all(self._import(alias.name) for alias in aliases)
+            case ast.ImportFrom(module="__future__"):
+                return True
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                base = _absolute(module or "", package, level)
+                return bool(base) and self._import(base) and all(self._import_from(base, a.name) for a in aliases)
+            case ast.If(test=test, orelse=orelse) if _is_type_checking(test):
+                return self._statements(orelse, package, is_main)
+            case ast.Try(body=tried, handlers=handlers, orelse=orelse, finalbody=final):
+                return (
+                    all(_is_import_error(handler.type) and _is_harmless(handler.body) for handler in handlers)
+                    and self._statements(tried, package, is_main)
+                    and self._statements([*orelse, *final], package, is_main)
+                )
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return not is_main
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                return not is_main
+        return _is_harmless([node])
+
+    def _import(self, name: str) -> bool:
+        """`import name`: return whether the statements after it can be preloaded."""
+        home = self._home(name)
+        if home is None:
+            self.names.append(name)
+            return True
+        parts = name.split(".")
+        for module in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if module in self.visited:
+                continue
+            self.visited.add(module)
+            main = self._read(module, home)
+            if main is not None and not self.head(*main, is_main=False):
+                return False
+            self.names.append(module)
+        return True
+
+    def _import_from(self, base: str, name: str) -> bool:
+        if name == "*":
+            return True
+        full = f"{base}.{name}"
+        home = self._home(base)
+        if home is None:
+            self.names.append(full)
+            return True
+        return self._import(full) if self._read(full, home) is not None else True
+
+    def own_module(self, name: str) -> tuple[bytes, str] | None:
+        """Text and package of a module of the user's own."""
+        home = self._home(name)
+        return None if home is None else self._read(name, home)
+
+    def _home(self, name: str) -> str | None:
+        """The directory of the user's own that has this module; None for any other module."""
+        root = name.partition(".")[0]
+        if root not in self.homes:
+            self.homes[root] = None if root in sys.builtin_module_names else self._find(root)
+        home = self.homes[root]
+        return None if home is None or is_installed(home) else home
+
+    def _find(self, root: str) -> str | None:
+        """Where Python finds this package: a directory without `__init__.py` counts only if there is nothing else."""
+        for home in self.path:
+            stem = os.path.join(home, root)
+            if os.path.isfile(f"{stem}.py") or os.path.isfile(os.path.join(stem, "__init__.py")):
+                return home
+        return next((home for home in self.path if os.path.isdir(os.path.join(home, root))), None)
+
+    def _read(self, name: str, home: str) -> tuple[bytes, str] | None:
+        """Text and package of this module below `home`."""
+        stem = os.path.join(home, *name.split("."))
+        if (source := self.text(os.path.join(stem, "__init__.py"))) is not None:
+            return source, name
+        if (source := self.text(f"{stem}.py")) is not None:
+            return source, name.rpartition(".")[0]
         return None
+
+    def text(self, path: str) -> bytes | None:
+        """The file's content; None if it does not exist or is too large."""
+        if path not in self.sources:
+            try:
+                if not os.path.isfile(path) or os.path.getsize(path) > MAX_FILE_BYTES:
+                    return None
+                with open(path, "rb") as file:
+                    self.sources[path] = file.read()
+            except OSError:
+                return None
+        return self.sources[path]
+
+
+def is_installed(home: str) -> bool:
+    """Whether this directory is Python's library, or has installed packages."""
+    return home.endswith(("site-packages", "dist-packages")) or home == os.path.dirname(os.__file__)
+
+
+def _is_import_error(test: ast.expr | None) -> bool:
+    match test:
+        case ast.Name(id="ImportError" | "ModuleNotFoundError" | "Exception"):
+            return True
+        case ast.Tuple(elts=tests):
+            return all(map(_is_import_error, tests))
+    return False
+
+
+def _is_harmless(body: Sequence[ast.stmt]) -> bool:
+    """Whether these statements only define constants, or import."""
+    for node in body:
+        match node:
+            case ast.Pass() | ast.Import() | ast.ImportFrom():
+                continue
+            case ast.Expr(value=value) if _is_constant(value):
+                continue
+            case ast.Assign(targets=targets, value=value) if _is_constant(value):
+                if all(isinstance(target, ast.Name) for target in targets):
+                    continue
+            case ast.AnnAssign(target=ast.Name(), value=value) if value is None or _is_constant(value):
+                continue
+        return False
+    return True
+
+
+def _is_constant(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.UnaryOp() | ast.BinOp():
+            return all(map(_is_constant, (child for child in _children(value) if isinstance(child, ast.expr))))
+    return False

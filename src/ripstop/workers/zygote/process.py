@@ -20,7 +20,7 @@ Every module that this folder imports at the top is imported in every worker, so
 """
 
 # Pathlib is slow to import, and every worker would import it.
-# ruff: noqa: PTH109, PTH110, PTH112, PTH115, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH110, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ import time
 
 from ripstop.workers.zygote import title, worker_hooks
 from ripstop.workers.zygote.channel import CHANNEL_FD_VARIABLE, PADDING_VARIABLE, Channel
+from ripstop.workers.zygote.preload import Preload
 from ripstop.workers.zygote.worker_setup import BROKEN, GO, PR_SET_PDEATHSIG, Worker
 
 TYPE_CHECKING = False  # typing itself would be imported in every worker
@@ -67,9 +68,8 @@ class Zygote:
         settings, _ = self.channel.receive()
         self.agent_pid: int = settings["agent"]
         self.forks: bool = settings["forks"]
-        self.preload: tuple[str, ...] | None = settings["preload"]
-        self.kind, self.target = settings["entry"]
         self.title = title.ProcessTitle()
+        self.preload = Preload(home, settings, self.title.prctl)
         title.rename_process(title.ZYGOTE)
         self.title.detach_environment()
         self.title.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
@@ -125,87 +125,19 @@ class Zygote:
         """Preload, and report the result to the agent."""
         began = time.monotonic()
         gc.disable()  # a collection would write to every page that workers are to share
-        loaded: list[str] = []
-        unfit = (self._import_preload(loaded) or self._check_fork_safety()) if self.forks else ""
-        if unfit:
-            self.channel.send({"unfit": unfit})
+        if self.forks and (end := self.preload.run()):
+            self.channel.send({**end, "seconds": time.monotonic() - began})
             os._exit(0)
         gc.freeze()
-        self.can_release_pages = bool(loaded)
+        self.can_release_pages = bool(self.preload.loaded)
         self.title.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # from now on it must outlive the agent (rule 4)
-        self.channel.send({"preloaded": tuple(loaded), "seconds": time.monotonic() - began})
-
-    def _import_preload(self, loaded: list[str]) -> str:
-        """Import the preload list with the script's sys.path; return an error text."""
-        first = self._first_path()
-        if first is not None:
-            sys.path.insert(0, first)
-        try:
-            for name in self._scan() if self.preload is None else self.preload:
-                try:
-                    __import__(name)
-                    loaded.append(name)
-                except ModuleNotFoundError as error:
-                    guessed = (
-                        self.preload is None and error.name is not None and f"{name}.".startswith(f"{error.name}.")
-                    )
-                    if not guessed:
-                        return f"preloading {name} failed: {error}"
-                except BaseException as error:
-                    return f"preloading {name} failed: {type(error).__name__}: {error}"
-        finally:
-            if first is not None:
-                sys.path.remove(first)
-                sys.path_importer_cache.pop(first, None)  # the worker scans the directory again
-        return ""
-
-    def _first_path(self) -> str | None:
-        """The script's sys.path[0]."""
-        if sys.flags.safe_path:
-            return None
-        if self.kind != "script":
-            return os.getcwd()
-        path: str = os.path.realpath(self.target)
-        return path if os.path.isdir(path) else os.path.dirname(path)
-
-    def _scan(self) -> list[str]:
-        """Read the imports of the script, in a separate process: the scanner's modules must not stay here."""
-        if self.kind not in ("script", "module"):
-            return []
-        read_end, write_end = os.pipe()
-        scanner = os.fork()
-        if scanner == 0:
-            try:
-                sys.path.insert(0, self.home)
-                import imports  # type: ignore[import-not-found]
-
-                names = imports.worth_preloading(imports.imported_by(self.kind, self.target, sys.path[1:]))
-                os.write(write_end, "\n".join(names).encode())
-            finally:  # Python reports a script that cannot be read or parsed
-                os._exit(0)
-        os.close(write_end)
-        with open(read_end, encoding="utf-8") as file:
-            names = file.read().split()
-        os.waitpid(scanner, 0)
-        return names
-
-    def _check_fork_safety(self) -> str:
-        """Return why workers must not be forked from here, or an empty text (rule 1)."""
-        # BLAS libraries start threads when imported and stop them at a fork, until they are used again.
-        trial = os.fork()
-        if trial == 0:
-            os._exit(0)
-        os.waitpid(trial, 0)
-        threads = len(os.listdir("/proc/self/task")) - 1
-        if threads:
-            return f"what was imported left {threads} thread{'s' * (threads > 1)} running"
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia"):
-                    return "what was imported has initialised the GPU driver"
-            except OSError:  # the descriptor of the listing itself
-                continue
-        return ""
+        self.channel.send(
+            {
+                "preloaded": self.preload.packages(),
+                "left_out": self.preload.left_out,
+                "seconds": time.monotonic() - began,
+            }
+        )
 
     def _release_library_pages(self) -> None:
         """Unmap, once, the library pages that importing has touched.
@@ -226,6 +158,9 @@ class Zygote:
 
     def _spawn(self, requests: list[dict[str, Any]], fds: list[int]) -> Worker | None:
         """Fork these workers.  Returns a `Worker` in each of them, None in the zygote."""
+        if any(request["what"] == "run" for request in requests) and (path := self.preload.changed_file()):
+            self.channel.send({"changed": path})  # the agent replaces this zygote
+            os._exit(0)
         go_pipe = os.pipe()
         report_pipe = os.pipe()
         try:

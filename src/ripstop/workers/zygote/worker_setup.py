@@ -107,6 +107,7 @@ class Worker:
     def _prepare_script(self) -> None:
         for fd in self.fds:
             os.close(fd)
+        os.environ.update(self.zygote.preload.added)
         args = self.request["args"]
         sys.argv[1:] = args
         sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
