@@ -44,6 +44,15 @@ class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
     ecc_uncorrected: Int64 | None = None
 
 
+class StandbySample(Struct, frozen=True, forbid_unknown_fields=True):
+    """One standby; its memory is known when it is ready, and is what only this process uses."""
+
+    local_rank: Int64
+    ready: bool
+    memory: Int64 = 0
+    gpu_memory: Int64 = 0
+
+
 class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
     """One node at the time `at` of its own clock; `round` is the round of its workers, or 0."""
 
@@ -53,3 +62,4 @@ class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
     memory: Int64
     ranks: Items[RankSample] = ()
     gpus: Items[GpuSample] = ()
+    standbys: Items[StandbySample] = ()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Entrypoint, Executable, Module, Script, StartMethod
+from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration
+from ripstop.model.parsers import duration, integer
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -68,6 +68,38 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
         if not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name}={text}: {module!r} is not a module name; write {name}=torch,numpy or {name}=none")
     return modules
+
+
+def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
+    name, text = args.labelled("--standby", "off")
+    warm_up = _warm_up(args)
+    if text == "auto":
+        count = slots
+    elif text == "off":
+        count = 0
+    else:
+        count = integer(
+            name, text, minimum=0, maximum=slots, remedy=f"give 0 to {slots} (the workers of a node), auto or off"
+        )
+    if not count:
+        if warm_up:
+            notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
+        return Standby()
+    if start is StartMethod.EXEC:
+        why = f"{entry.argv[0]} is no Python script" if isinstance(entry, Executable) else "--start-method is exec"
+        raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
+    return Standby(count, text == "auto", warm_up)
+
+
+def _warm_up(args: ParsedArguments) -> str:
+    """The user's function, whose top-level module exists; importing it is the standby's work."""
+    if "--standby-warmup" not in args:
+        return ""
+    name, text = args.labelled("--standby-warmup")
+    module, _, function = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise UsageError(f"{name}={text}: not a function; write {name}=package.module:function")
+    return text
 
 
 def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:
