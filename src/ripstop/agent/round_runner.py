@@ -40,6 +40,7 @@ from ripstop.model.config import RunConfig
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
+from ripstop.model.usage import StandbySample
 from ripstop.workers.environment import local_environment, worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
@@ -125,6 +126,9 @@ class RoundRunner:
             for rank in range(config.standby.count)
         ]
         return Standbys(spawner, config.standby, places, self._recorder.record)
+
+    def standbys(self) -> tuple[StandbySample, ...]:
+        return self._standbys.samples() if self._standbys is not None else ()
 
     def workers(self) -> Workers | None:
         """The workers that run, or ran last, for queries."""

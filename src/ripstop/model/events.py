@@ -243,12 +243,12 @@ class WorkersStarted(_Event, frozen=True):
 
 
 class StandbysReady(_Event, frozen=True):
-    """Standbys for these local ranks have warmed up; memory in bytes, of all of them together."""
+    """Standbys have warmed up: all that are ready now, by local rank, and their memory in bytes."""
 
     local_ranks: tuple[Int64, ...]
+    memory: tuple[Int64, ...]
+    gpu_memory: tuple[Int64, ...]
     seconds: float
-    memory: Int64
-    gpu_memory: Int64
 
 
 class StandbyDiscarded(_Event, frozen=True):
@@ -442,9 +442,9 @@ def log_line(event: Event) -> str:
         case WarmedUp(start, preloaded, seconds, why):
             what = f" preloaded={','.join(preloaded)}" if preloaded else ""
             return f"start={start}{what} seconds={seconds:.2f}" + (f" why={why!r}" if why else "")
-        case StandbysReady(made, seconds, memory, gpu_memory):
-            used = f"memory={memory >> 20}M gpu_memory={gpu_memory >> 20}M"
-            return f"standbys={len(made)} are ready seconds={seconds:.2f} {used}"
+        case StandbysReady(ready, memory, gpu_memory, seconds):
+            used = f"memory={sum(memory) >> 20}M gpu_memory={sum(gpu_memory) >> 20}M"
+            return f"standbys={len(ready)} ready seconds={seconds:.2f} {used}"
         case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why, standbys):
             ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
             paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""

@@ -45,12 +45,11 @@ class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StandbySample(Struct, frozen=True, forbid_unknown_fields=True):
-    """One standby; its memory is known when it is ready, and is what only this process uses."""
+    """One standby that is ready; `memory` is what only this process uses."""
 
     local_rank: Int64
-    ready: bool
-    memory: Int64 = 0
-    gpu_memory: Int64 = 0
+    memory: Int64
+    gpu_memory: Int64
 
 
 class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):

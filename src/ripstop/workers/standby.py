@@ -51,7 +51,6 @@ class _Process(Struct, eq=False):
     pid: int
     control: socket.socket
     generation: int  # of its zygote
-    began: float
     memory: int = 0
     gpu_memory: int = 0
 
@@ -67,7 +66,7 @@ class Standbys:
         self._loop = asyncio.get_running_loop()
         self._policy = policy.StandbyPolicy(config.count)
         self._processes: dict[int, _Process] = {}  # by local rank
-        self._unrecorded: list[_Process] = []  # ready, but their event waits for the others
+        self._began: float | None = None  # when the standbys that warm up were made
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -116,10 +115,11 @@ class Standbys:
         self._feed(policy.RoundStopping())
 
     def samples(self) -> tuple[StandbySample, ...]:
-        """The standbys that there are now."""
+        """The standbys that are ready now."""
         return tuple(
-            StandbySample(rank, self._policy.states[rank] is policy.State.READY, each.memory, each.gpu_memory)
-            for rank, each in sorted(self._processes.items())
+            StandbySample(rank, process.memory, process.gpu_memory)
+            for rank, process in sorted(self._processes.items())
+            if self._policy.states[rank] is policy.State.READY
         )
 
     # making -----------------------------------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class Standbys:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         spec = ProcessSpec(place.env, WaitAsStandby(theirs.fileno(), rank, self._config.warm_up), binding=place.binding)
-        began = self._loop.time()
+        self._began = self._began or self._loop.time()
         try:
             with theirs:
                 (pid,) = await self._spawner.spawn([spec])
-            process = _Process(rank, place, pid, ours, self._spawner.generation, began)
+            process = _Process(rank, place, pid, ours, self._spawner.generation)
             self.children.watch(pid, partial(self._on_end, process))
         except BaseException as error:
             ours.close()
@@ -160,7 +160,6 @@ class Standbys:
         match await receive(ours):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
                 process.memory, process.gpu_memory = memory, gpu_memory
-                self._unrecorded.append(process)
                 self._feed(policy.WarmedUp(rank))
                 self._record_ready()
             case {"failed": why}:
@@ -176,15 +175,13 @@ class Standbys:
 
     def _record_ready(self) -> None:
         """One event for all standbys that were made together."""
-        if policy.State.WARMING in self._policy.states.values():
+        if self._began is None or policy.State.WARMING in self._policy.states.values():
             return
-        made, self._unrecorded = self._unrecorded, []
-        made = [each for each in made if self._processes.get(each.local_rank) is each]
-        if made:
-            seconds = self._loop.time() - min(each.began for each in made)
-            ranks = tuple(sorted(each.local_rank for each in made))
-            memory, gpu_memory = sum(each.memory for each in made), sum(each.gpu_memory for each in made)
-            self._record(events.StandbysReady(ranks, seconds, memory, gpu_memory))
+        seconds, self._began = self._loop.time() - self._began, None
+        if ready := self.samples():
+            ranks = tuple(each.local_rank for each in ready)
+            memory, gpu_memory = tuple(each.memory for each in ready), tuple(each.gpu_memory for each in ready)
+            self._record(events.StandbysReady(ranks, memory, gpu_memory, seconds))
 
     # taking -----------------------------------------------------------------------------------------------------------
 
@@ -273,10 +270,11 @@ class Standbys:
                         self._forget(process)
                         _kill_session(process.pid)  # the watch reaps it
                     self._record_ready()
-                case policy.ReportFailure(rank, why, is_final):
+                case policy.ReportFailure(rank, why, is_final, is_news):
                     why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
                     end = "; no further one is made" if is_final else "; workers start without it"
-                    self._record(events.StandbyDiscarded(rank, f"{why}{end}"), logging.WARNING)
+                    level = logging.WARNING if is_news else logging.DEBUG
+                    self._record(events.StandbyDiscarded(rank, f"{why}{end}"), level)
         self._set_timer()
 
     def _set_timer(self) -> None:

@@ -7,7 +7,7 @@ Rules
 3.  A standby that fails (its warm-up raises or takes longer than `WARM_UP_TIMEOUT_S`, or the process dies) is not
     replaced in the same round.  After `MAX_FAILURES` in a row its local rank gets none any more.
 4.  A standby that was declined (too little GPU memory is free) is considered again in the next round.
-5.  Failures are reported once, until a standby of this node is ready again; so is giving up.
+5.  A failure is news once, until a standby of this node is ready again; so is giving up.
 """
 
 from enum import Enum
@@ -94,11 +94,12 @@ class Discard(Struct, frozen=True):
 
 
 class ReportFailure(Struct, frozen=True):
-    """`why` "": the warm-up took too long.  `is_final`: this local rank gets no standby any more."""
+    """`why` "": the warm-up took too long.  `is_final`: this local rank gets none any more.  `is_news`: see rule 5."""
 
     local_rank: int
     why: str
     is_final: bool
+    is_news: bool
 
 
 StandbyCommand = Make | Discard | ReportFailure
@@ -173,7 +174,7 @@ class StandbyPolicy:
         is_news = not (self._has_reported_end if is_final else self._has_reported)
         self._has_reported = True
         self._has_reported_end |= is_final
-        return [Discard(rank), *([ReportFailure(rank, why, is_final)] if is_news else [])]
+        return [Discard(rank), ReportFailure(rank, why, is_final, is_news)]
 
     def _replace(self, old: State, new: State) -> None:
         self.states = {rank: new if state is old else state for rank, state in self.states.items()}
