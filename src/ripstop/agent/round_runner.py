@@ -36,7 +36,7 @@ from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
-from ripstop.model.config import RunConfig
+from ripstop.model.config import RunConfig, Script
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
@@ -125,7 +125,8 @@ class RoundRunner:
             )
             for rank in range(config.standby.count)
         ]
-        return Standbys(spawner, config.standby, places, self._recorder.record)
+        script = Path(config.entry.path) if isinstance(config.entry, Script) else None
+        return Standbys(spawner, config.standby, places, self._recorder.record, script)
 
     def standbys(self) -> tuple[StandbySample, ...]:
         return self._standbys.samples() if self._standbys is not None else ()

@@ -61,6 +61,7 @@ class WaitAsStandby(Struct, frozen=True):
     fd: int
     local_rank: int
     warm_up: str  # the user's function; "": none
+    with_gpu: bool
 
 
 class ProcessSpec(Struct, frozen=True):
@@ -284,8 +285,9 @@ class Spawner:
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
-            case WaitAsStandby(local_rank=local_rank, warm_up=warm_up):
-                return request | {"what": "standby", "local_rank": local_rank, "warm_up": warm_up}
+            case WaitAsStandby(_, local_rank, warm_up, with_gpu):
+                standby = {"local_rank": local_rank, "warm_up": warm_up, "with_gpu": with_gpu}
+                return request | {"what": "standby", **standby}
             case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:

@@ -9,11 +9,13 @@ claimed and watched like a worker, but belongs to no group: no signal for worker
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -34,6 +36,9 @@ log = logging.getLogger("ripstop.workers")
 TAKE_TIMEOUT_S = 2.0  # a standby that waits answers in milliseconds
 GPU_TIMEOUT_S = 4.0
 MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
+
+_NAME = r"""\s*["']((?:CUDA|CUBLAS|CUDNN|NCCL|PYTORCH|TORCH_NCCL|TORCH_CUDNN)_\w+)["']"""
+SETS_GPU_VARIABLE = re.compile(rf"environ\[{_NAME}\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\({_NAME}")
 
 
 class Place(Struct, frozen=True):
@@ -63,13 +68,14 @@ class Standbys:
         self._config = config
         self._places = places
         self._record = record
+        self._script = script
         self._loop = asyncio.get_running_loop()
         self._policy = policy.StandbyPolicy(config.count)
         self._processes: dict[int, _Process] = {}  # by local rank
         self._began: float | None = None  # when the standbys that warm up were made
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._is_closed = self._has_said_variable = False
         self.taken: tuple[int, ...] = ()  # pids of the workers of the last start that were standbys
         self._run(self._begin())
 
@@ -143,7 +149,8 @@ class Standbys:
             return
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        spec = ProcessSpec(place.env, WaitAsStandby(theirs.fileno(), rank, self._config.warm_up), binding=place.binding)
+        entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
+        spec = ProcessSpec(place.env, entry, binding=place.binding)
         self._began = self._began or self._loop.time()
         try:
             with theirs:
@@ -166,6 +173,17 @@ class Standbys:
                 self._feed(policy.StandbyFailed(rank, why))
             case _:
                 pass  # `_on_end` follows
+
+    def _may_use_gpu(self) -> bool:
+        """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
+        variable = variable_set_by(self._script)
+        if variable and not self._has_said_variable:
+            self._has_said_variable = True
+            log.warning(
+                "standbys do not use the GPU, because the script sets %s itself; set it for `ripstop run` instead",
+                variable,
+            )
+        return not variable
 
     def _on_end(self, process: _Process, end: ProcessExit) -> None:
         """It has ended and was reaped."""
@@ -296,6 +314,15 @@ class Standbys:
     def _forget(self, process: _Process) -> None:
         del self._processes[process.local_rank]
         process.control.close()
+
+
+def variable_set_by(script: Path | None) -> str:
+    """The variable of CUDA or NCCL that this script sets; empty if none."""
+    text = ""
+    if script is not None:
+        with suppress(OSError):  # Python reports a script that cannot be read
+            text = script.read_text(encoding="utf-8", errors="replace")
+    return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
 
 
 def _kill_session(pid: int) -> None:

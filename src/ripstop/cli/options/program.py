@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
@@ -72,7 +73,7 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
 
 def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
     name, text = args.labelled("--standby", "off")
-    warm_up = _warm_up(args)
+    warm_up = _warm_up(args, entry)
     if text == "auto":
         count = slots
     elif text == "off":
@@ -91,7 +92,7 @@ def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots:
     return Standby(count, text == "auto", warm_up)
 
 
-def _warm_up(args: ParsedArguments) -> str:
+def _warm_up(args: ParsedArguments, entry: Entrypoint) -> str:
     """The user's function, whose top-level module exists; importing it is the standby's work."""
     if "--standby-warmup" not in args:
         return ""
@@ -99,7 +100,18 @@ def _warm_up(args: ParsedArguments) -> str:
     module, _, function = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise UsageError(f"{name}={text}: not a function; write {name}=package.module:function")
+    from importlib.util import find_spec  # rarely needed
+
+    top = module.partition(".")[0]
+    own = _script_directory(entry)
+    if find_spec(top) is None and PathFinder.find_spec(top, [own]) is None:
+        raise UsageError(f"{name}={text}: there is no module {top!r} in {own} or on PYTHONPATH; correct the name")
     return text
+
+
+def _script_directory(entry: Entrypoint) -> str:
+    """The first directory in which the workers look for modules."""
+    return str(Path(entry.path).resolve().parent if isinstance(entry, Script) else Path.cwd())
 
 
 def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:

@@ -46,7 +46,8 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
         if own_path is not None:
             sys.path.insert(0, own_path)
         gc.enable()
-        gpu_memory = warmups.warm_up(worker.request["warm_up"], worker.request["local_rank"])
+        asked = worker.request
+        gpu_memory = warmups.warm_up(asked["warm_up"], asked["local_rank"], with_gpu=asked["with_gpu"])
         gc.collect()
         before.restore()
     except BaseException as error:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def warm_up(function: str, local_rank: int) -> int:
+def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     """Run the built-in warm-up, then the user's `package.module:function`, if any; return the bytes of GPU memory."""
     torch = sys.modules.get("torch")
     gpu_memory = 0
     if torch is not None:
         cpu_warm_up(torch)
-        gpu_memory = gpu_warm_up(local_rank)
+        if with_gpu:
+            gpu_memory = gpu_warm_up(local_rank)
     if function:
         module, _, name = function.partition(":")
         __import__(module)
