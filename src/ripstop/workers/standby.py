@@ -63,7 +63,14 @@ class _Process(Struct, eq=False):
 class Standbys:
     """A `Starter`.  `places` are by local rank; `record` takes events for operators."""
 
-    def __init__(self, spawner: Spawner, config: Standby, places: Sequence[Place], record: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        spawner: Spawner,
+        config: Standby,
+        places: Sequence[Place],
+        record: Callable[..., None],
+        script: Path | None = None,
+    ) -> None:
         self._spawner = spawner
         self._config = config
         self._places = places
