@@ -48,11 +48,11 @@ print(json.dumps({
 class Pool:
     """Standbys of one script, and the events that they recorded."""
 
-    standbys: Standbys
     spawner: Spawner
     directory: Path
     entry: Script
     env: dict[str, str]
+    standbys: Standbys = field(init=False)
     recorded: list[events.Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -129,14 +129,13 @@ class Pools:
         async with asyncio.timeout(DEADLINE):
             with new_spawner(entry, self.stage.env) as spawner:
                 places = [Place({**self.stage.env, "LOCAL_RANK": str(rank)}, binding) for rank in range(count)]
-                pool: Pool
-                standbys = Standbys(spawner, config, places, lambda *args: pool.record(*args))
-                pool = Pool(standbys, spawner, self.stage.directory, entry, self.stage.env)
+                pool = Pool(spawner, self.stage.directory, entry, self.stage.env)
+                pool.standbys = Standbys(spawner, config, places, pool.record)
                 try:
                     await spawner.wait_ready()
                     yield pool
                 finally:
-                    await standbys.stop()
+                    await pool.standbys.stop()
 
 
 @pytest.fixture
@@ -249,7 +248,7 @@ def test_a_standby_that_does_not_answer_is_killed_before_its_worker_is_forked(po
             (waiting,) = pool.pids()
             os.kill(waiting, signal.SIGSTOP)
             (pid,) = await pool.run()
-            assert pid != waiting and not Path(f"/proc/{waiting}").exists()
+            assert pid != waiting and linux.read_process(waiting) is None
             assert pool.output(0) == f"hello 10 {pid}\n"
 
     asyncio.run(scenario())
@@ -442,13 +441,17 @@ def test_the_memory_of_a_standby_is_what_it_alone_uses(pools):
     asyncio.run(scenario())
 
 
+def descriptors(pid: int) -> list[tuple[int, str]]:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return [(int(link.name), str(link.readlink()).partition(":")[0]) for link in links]
+
+
 def test_a_standby_holds_nothing_but_its_socket(pools):
     async def scenario() -> None:
         async with pools.open() as pool:
             await pool.make()
             (pid,) = pool.pids()
-            links = {int(fd.name): os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
-            assert [link.partition(":")[0] for fd, link in links.items() if fd > 2] == ["socket"]
+            assert [kind for fd, kind in descriptors(pid) if fd > 2] == ["socket"]
 
     asyncio.run(scenario())
 
@@ -463,7 +466,7 @@ def test_close_leaves_no_process(pools, moment):
             else:
                 pool.standbys.on_round_started()
                 pool.standbys.on_first_step()
-                while len(pool.pids()) < 2:
+                while len(pool.pids()) < 2:  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.01)
             await pool.standbys.stop()
             assert pool.pids() == []

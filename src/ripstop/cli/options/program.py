@@ -79,9 +79,8 @@ def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots:
     elif text == "off":
         count = 0
     else:
-        count = integer(
-            name, text, minimum=0, maximum=slots, remedy=f"give 0 to {slots} (the workers of a node), auto or off"
-        )
+        remedy = f"give 1 to {slots}, the workers of this node, or auto or off"
+        count = integer(name, text, minimum=0, maximum=slots, remedy=remedy)
     if not count:
         if warm_up:
             notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
