@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+from tests.e2e.test_soak import LeaderKnown
 
 SCRIPT = SCRIPTS / "standby.py"
 WARM_UP = "--standby-warmup=standby_warmup:prepare"
@@ -91,7 +92,7 @@ def test_after_a_crash_the_standbys_are_the_workers_and_new_ones_are_made(job: J
 def test_a_standby_is_no_rank_in_the_status_and_its_memory_is_shown(job: Job) -> None:
     agent = run(job, "--standby=1")
     wait_ready(job)
-    (node,) = status(job)["nodes"]
+    (node,) = wait_until(lambda: nodes if (nodes := status(job)["nodes"])[0]["standbys"] else None)
     assert (node["slots"], len(node["pids"])) == (2, 2) and not set(node["pids"]) & set(of(agent))
     (standby,) = node["standbys"]
     assert standby["local_rank"] == 0 and standby["memory"] > 100_000 and standby["gpu_memory"] == 0
@@ -173,6 +174,26 @@ def test_a_waiting_standby_that_dies_is_replaced_in_the_next_round(job: Job) -> 
     wait_ready(job, 2)
     assert len(of(agent)) == 1
     finish(job, agent)
+
+
+@pytest.mark.parametrize(
+    "times", [pytest.param(5), pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+def test_kill_after_kill_every_worker_was_a_standby_and_nothing_piles_up(job: Job, times: int) -> None:
+    agent = job.run("--standalone", "--nproc-per-node=2", f"--max-restarts={times}", "--standby=auto", str(SCRIPT))
+    job.steps(2)
+    found: dict[int, tuple[LeaderKnown, int]] = {}
+    for restart in range(times + 1):
+        wait_ready(job, restart + 1)
+        found[restart] = LeaderKnown.by(agent.pid), len(of(agent))
+        if restart < times:
+            os.kill(job.wait_for(event="step", rank=restart % 2, restart=restart)["pid"], signal.SIGKILL)
+    finish(job, agent)
+    assert [event["standbys"] for event in events(job, "workers_started")] == [0, *[2] * times]
+    (before, waiting), (after, still) = found[1], found[times]
+    assert waiting == still == 2
+    assert (after.fds, after.children, after.threads) == (before.fds, before.children, before.threads)
+    assert after.memory - before.memory < 8 << 20
 
 
 def test_a_warm_up_that_fails_is_said_once_and_the_job_recovers(job: Job) -> None:
