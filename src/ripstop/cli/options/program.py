@@ -72,30 +72,32 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
 
 
 def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
-    name, text = args.labelled("--standby", "off")
-    warm_up = _warm_up(args, entry)
+    warm_up = ""
+    if "--standby-warmup" in args:
+        warm_up = standby_warm_up(*args.labelled("--standby-warmup"), entry)
+    found = standby_workers(*args.labelled("--standby", "off"), warm_up, entry, start, slots)
+    if warm_up and not found.count:
+        notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
+    return found
+
+
+def standby_workers(name: str, text: str, warm_up: str, entry: Entrypoint, start: StartMethod, slots: int) -> Standby:
+    """From `auto`, `off` or a number."""
+    if text == "off":
+        return Standby()
     if text == "auto":
         count = slots
-    elif text == "off":
-        count = 0
     else:
         remedy = f"give 1 to {slots}, the workers of this node, or auto or off"
         count = integer(name, text, minimum=0, maximum=slots, remedy=remedy)
-    if not count:
-        if warm_up:
-            notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
-        return Standby()
-    if start is StartMethod.EXEC:
+    if count and start is StartMethod.EXEC:
         why = f"{entry.argv[0]} is no Python script" if isinstance(entry, Executable) else "--start-method is exec"
         raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
-    return Standby(count, text == "auto", warm_up)
+    return Standby(count, text == "auto", warm_up) if count else Standby()
 
 
-def _warm_up(args: ParsedArguments, entry: Entrypoint) -> str:
+def standby_warm_up(name: str, text: str, entry: Entrypoint) -> str:
     """The user's function, whose top-level module exists; importing it is the standby's work."""
-    if "--standby-warmup" not in args:
-        return ""
-    name, text = args.labelled("--standby-warmup")
     module, _, function = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise UsageError(f"{name}={text}: not a function; write {name}=package.module:function")
