@@ -441,6 +441,32 @@ def test_the_memory_of_a_standby_is_what_it_alone_uses(pools):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("auto", "free"), [(True, 1 << 30), (True, 3 << 30), (True, None), (False, 1 << 30)])
+def test_auto_makes_no_standby_where_little_gpu_memory_is_free(pools, monkeypatch, auto, free):
+    asked: list[tuple[str | None, int]] = []
+
+    def read(visible: str | None, index: int) -> int | None:
+        asked.append((visible, index))
+        return free
+
+    monkeypatch.setattr(standby, "free_memory", read)
+
+    async def scenario() -> None:
+        async with pools.open() as pool:
+            pool.standbys._config = Standby(1, auto)
+            if not auto or free != 1 << 30:
+                await pool.make()
+            else:
+                assert await pool.fail() == (
+                    "not made: a standby needs 2.0 GiB of free GPU memory, and 1.0 GiB are free; "
+                    "--standby=N makes it anyway"
+                )
+            await pool.run()
+
+    asyncio.run(scenario())
+    assert asked == ([(os.environ.get("CUDA_VISIBLE_DEVICES"), 0)] if auto else [])
+
+
 def descriptors(pid: int) -> list[tuple[int, str]]:
     links = Path(f"/proc/{pid}/fd").iterdir()
     return [(int(link.name), str(link.readlink()).partition(":")[0]) for link in links]
