@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ripstop.model import events
 from ripstop.model.config import Binding, Standby, StartMethod
@@ -34,6 +34,7 @@ from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsS
 log = logging.getLogger("ripstop.workers")
 
 TAKE_TIMEOUT_S = 2.0  # a standby that waits answers in milliseconds
+END_TIMEOUT_S = 5.0  # after SIGKILL
 LAST_MESSAGE_TIMEOUT_S = 1.0  # of a standby that has ended
 GPU_TIMEOUT_S = 4.0
 MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
@@ -58,8 +59,7 @@ class _Process(Struct, eq=False):
     control: socket.socket
     generation: int  # of its zygote
     reader: asyncio.Task[Any] | None  # waits for its report
-    is_watched: bool = True
-    is_reaped: bool = False
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # and was reaped
     memory: int = 0
     gpu_memory: int = 0
 
@@ -83,9 +83,11 @@ class Standbys:
         self._loop = asyncio.get_running_loop()
         self._policy = policy.StandbyPolicy(config.count)
         self._processes: dict[int, _Process] = {}  # by local rank
+        self._ending: set[_Process] = set()  # killed, but not reaped yet
         self._began: float | None = None  # when the standbys that warm up were made
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._declined: set[int] = set()  # local ranks; said once
         self._is_closed = self._has_said_variable = False
         self.taken: tuple[int, ...] = ()  # pids of the workers of the last start that were standbys
         self._run(self._begin())
@@ -117,6 +119,7 @@ class Standbys:
         await asyncio.gather(*tasks, return_exceptions=True)
         for process in list(self._processes.values()):
             self._end(process)
+        await self._wait_for_ends()
 
     def close(self) -> None:
         self._spawner.close()
@@ -156,27 +159,22 @@ class Standbys:
     async def _make(self, rank: int) -> None:
         place = self._places[rank]
         if self._config.auto and (why := await _why_too_little_memory(place.env, rank)):
-            self._record(events.StandbyDiscarded(rank, f"not made: {why}"))
+            level = logging.DEBUG if rank in self._declined else logging.INFO
+            self._declined.add(rank)
+            self._record(events.StandbyDiscarded(rank, f"not made: {why}"), level)
             self._feed(policy.Declined(rank))
             return
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
-        spec = ProcessSpec(place.env, entry, binding=place.binding)
         self._began = self._began or self._loop.time()
         try:
-            with theirs:
-                (pid,) = await self._spawner.spawn([spec])
-            process = _Process(rank, place, pid, ours, self._spawner.generation, asyncio.current_task())
-            self.children.watch(pid, partial(self._on_end, process))
-        except BaseException as error:
-            ours.close()
-            if not isinstance(error, StartError):
-                raise
+            process = await self._fork_standby(rank, place)
+        except StartError as error:
             self._feed(policy.StandbyFailed(rank, str(error)))
             return
+        if rank in self._processes or self._policy.states[rank] is not policy.State.WARMING:
+            self._end(process)  # the zygote was so slow that the policy has given it up
+            return
         self._processes[rank] = process
-        match await receive(ours):
+        match await receive(process.control):
             case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
                 process.memory, process.gpu_memory = memory, gpu_memory
                 self._feed(policy.WarmedUp(rank))
@@ -185,6 +183,20 @@ class Standbys:
                 self._feed(policy.StandbyFailed(rank, why))
             case _:
                 pass  # `_on_end` follows
+
+    async def _fork_standby(self, rank: int, place: Place) -> _Process:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                ours.setblocking(False)
+                entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
+                (pid,) = await self._spawner.spawn([ProcessSpec(place.env, entry, binding=place.binding)])
+            process = _Process(rank, place, pid, ours, self._spawner.generation, asyncio.current_task())
+            self.children.watch(pid, partial(self._on_end, process))
+        except BaseException:
+            ours.close()
+            raise
+        return process
 
     def _may_use_gpu(self) -> bool:
         """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
@@ -199,8 +211,10 @@ class Standbys:
 
     def _on_end(self, process: _Process, end: ProcessExit) -> None:
         """It has ended and was reaped."""
-        process.is_reaped = True
-        self._run(self._report_end(process, _how_it_ended(end)))
+        process.has_ended.set()
+        self._ending.discard(process)
+        if not self._is_closed:
+            self._run(self._report_end(process, _how_it_ended(end)))
 
     async def _report_end(self, process: _Process, how: str) -> None:
         """Its last message says more, if it has sent one."""
@@ -227,11 +241,11 @@ class Standbys:
             chosen = {index: process for index, spec in enumerate(specs) if (process := self._fitting(spec))}
             await self._fork(specs, [index for index in range(len(specs)) if index not in chosen], pids)
             handed = (self._hand_over(process, specs[index]) for index, process in chosen.items())
-            for index, result in zip(chosen, await asyncio.gather(*handed, return_exceptions=True), strict=True):
-                if isinstance(result, BaseException):
-                    raise result
-                if result:
-                    pids[index] = result
+            results = dict(zip(chosen, await asyncio.gather(*handed, return_exceptions=True), strict=True))
+            pids |= {index: pid for index, pid in results.items() if isinstance(pid, int)}
+            for error in results.values():
+                if isinstance(error, BaseException):
+                    raise error
             self.taken = tuple(pids[index] for index in chosen if index in pids)
             await self._fork(specs, [index for index in chosen if index not in pids], pids)
         except BaseException:
@@ -241,13 +255,18 @@ class Standbys:
 
     async def _fork(self, specs: Sequence[ProcessSpec], indexes: list[int], pids: dict[int, int]) -> None:
         if indexes:
+            await self._wait_for_ends()  # the new workers find the discarded standbys' memory free
             pids |= zip(indexes, await self._spawner.spawn([specs[index] for index in indexes]), strict=True)
 
     def _fitting(self, spec: ProcessSpec) -> _Process | None:
         """The ready standby for this worker.  One of an older zygote, or with other variables, is discarded."""
         rank = spec.local_rank
         process = None if rank is None else self._processes.get(rank)
-        if process is None or process.is_reaped or self._policy.states[process.local_rank] is not policy.State.READY:
+        if (
+            process is None
+            or process.has_ended.is_set()
+            or self._policy.states[process.local_rank] is not policy.State.READY
+        ):
             return None
         place = process.place
         if process.generation != self._spawner.generation:
@@ -261,20 +280,20 @@ class Standbys:
 
     async def _hand_over(self, process: _Process, spec: ProcessSpec) -> int | None:
         """The pid of the worker that this standby has become; None if it is gone, StartError if no worker can start."""
-        if process.is_reaped:
+        if process.has_ended.is_set():
             return None
         self.children.unwatch(process.pid)  # from now on it may run the script, and its end is the group's to report
-        process.is_watched = False
         reply = None
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(TAKE_TIMEOUT_S):
                 await send(process.control, self._spawner.request(spec))
                 reply = await receive(process.control)
+        if reply == "taken":
+            self._forget(process)
+            self._feed(policy.Taken(process.local_rank))
+            return process.pid
+        self.children.watch(process.pid, partial(self._on_end, process))
         match reply:
-            case "taken":
-                self._forget(process)
-                self._feed(policy.Taken(process.local_rank))
-                return process.pid
             case {"unfit": why}:
                 self._discard_unfit(process, why)
             case {"error": why}:
@@ -285,7 +304,7 @@ class Standbys:
         return None
 
     def _discard_unfit(self, process: _Process, why: str) -> None:
-        """Discard a standby that was ready; it has ended when this returns, so its worker finds its memory free."""
+        """Discard a standby that was ready."""
         if self._processes.get(process.local_rank) is not process:
             return  # its end was reported meanwhile
         self._end(process)
@@ -329,16 +348,26 @@ class Standbys:
             log.error("a standby could not be made: %r", error)
 
     def _end(self, process: _Process) -> None:
-        """Kill and reap a standby, with what its warm-up has left in its process group."""
+        """Kill a standby, with what its warm-up has left in its process group."""
         self._forget(process)
-        if not process.is_reaped:
-            if process.is_watched:
-                self.children.unwatch(process.pid)
+        if not process.has_ended.is_set():
+            self._ending.add(process)
             os.killpg(process.pid, signal.SIGKILL)
-            self.children.reap(process.pid)
+
+    async def _wait_for_ends(self) -> None:
+        """Wait for the standbys that were killed; not for one that hangs in the kernel, as with a lost GPU."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                for process in list(self._ending):
+                    await process.has_ended.wait()
+        except TimeoutError:
+            pids = sorted(process.pid for process in self._ending)
+            log.warning("standbys still exist %g s after SIGKILL: pids=%s; see /proc/PID/stack", END_TIMEOUT_S, pids)
+            self._ending.clear()
 
     def _forget(self, process: _Process) -> None:
-        del self._processes[process.local_rank]
+        if self._processes.get(process.local_rank) is process:
+            del self._processes[process.local_rank]
         if process.reader not in (None, asyncio.current_task()):
             process.reader.cancel()
         self._loop.call_soon(process.control.close)  # when the reader does not wait on it any more
