@@ -80,6 +80,7 @@ def test_defaults_are_torchruns() -> None:
         ("--gpus=8 --nproc-per-node=auto t.py", "nprocPerNode", "auto"),
         ("--max-restarts=3 --restart-window=1h t.py", "restartWindow", "1h"),
         ("--shutdown-timeout=60 t.py", "shutdownTimeout", 60),
+        ("--standby=auto t.py", "standby", "auto"),
         ("--secret-name=mine t.py", "secretName", "mine"),
         ("--rdzv-conf=lease=5 t.py", "rendezvous", {"conf": "lease=5"}),
         (

@@ -43,6 +43,30 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--api=127.0.0.1:29480: the API needs the job's secret, and there is none; "
             "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
         ),
+        (
+            "--nproc-per-node=2 --standby=3 train.py",
+            "--standby=3: above the maximum (2); give 1 to 2, the workers of this node, or auto or off",
+        ),
+        (
+            "--standby=-1 train.py",
+            "--standby=-1: below the minimum (0); give 1 to 1, the workers of this node, or auto or off",
+        ),
+        (
+            "--standby=all train.py",
+            "--standby=all: not a whole number; give 1 to 1, the workers of this node, or auto or off",
+        ),
+        (
+            "--standby=auto --start-method=exec train.py",
+            "--standby=auto: standbys are forked, and --start-method is exec; leave --standby out",
+        ),
+        (
+            "--standby=1 --no-python ls",
+            "--standby=1: standbys are forked, and ls is no Python script; leave --standby out",
+        ),
+        (
+            "--standby=1 --standby-warmup=prepare train.py",
+            "--standby-warmup=prepare: not a function; write --standby-warmup=package.module:function",
+        ),
         ("--nnodes --standalone train.py", "--nnodes needs a value; write --nnodes=N|MIN:MAX"),
         ("--nprok-per-node=2 train.py", "--nprok-per-node=2: unknown flag; did you mean --nproc-per-node?"),
         ("--max_restrats 2 train.py", "--max_restrats: unknown flag; did you mean --max-restarts?"),

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -100,6 +101,60 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+# standbys -------------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import os, signal, sys, time
+from ripstop import train
+out, restart, rank = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+train.heartbeat(step=1)
+open(f"{out}/{restart}-{rank}-{os.getpid()}-{sys.argv[2]}", "w").close()
+while restart == "0" and not os.path.exists(f"{out}/go"):
+    time.sleep(0.01)
+if restart == "0" and rank == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_standbys_of_a_launched_script_become_its_workers(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = ("-u", str(tmp_path / "worker.py"), str(tmp_path), "local${local_rank}")
+    waiting: list[int] = []
+
+    def kill_when_ready() -> None:
+        wait_for(lambda: len(found := standbys_of(os.getpid())) == 2 and waiting.extend(found) is None)
+        wait_for(lambda: bool(list(tmp_path.glob("0-0-*"))))
+        (tmp_path / "go").touch()
+
+    killer = threading.Thread(target=kill_when_ready)
+    killer.start()
+    launch = elastic_launch(config(max_restarts=1, standby="auto"), sys.executable)
+    assert launch(*command) == {0: None, 1: None}
+    killer.join()
+    names = [path.name.split("-") for path in tmp_path.glob("1-*")]
+    assert sorted((rank, word) for _, rank, _, word in names) == [("0", "local0"), ("1", "local1")]
+    assert sorted(int(pid) for _, _, pid, _ in names) == sorted(waiting)
+    assert standbys_of(os.getpid()) == []
+
+
+def standbys_of(parent: int) -> list[int]:
+    pids = [int(pid) for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()]
+    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text() == "ripstop-standby\n"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "entrypoint", "line"),
+    [
+        ({"standby": 3}, "python", "standby=3: above the maximum (2); give 1 to 2, the workers of this node"),
+        ({"standby": 1}, "ls", "standby=1: standbys are forked, and ls is no Python script; leave standby out"),
+        ({"standby": "auto"}, os.getpid, "standby=auto: standbys are forked from a zygote, and a function is not"),
+    ],
+)
+def test_standbys_that_cannot_be_are_an_error(setting: dict[str, Any], entrypoint: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        elastic_launch(config(**setting), entrypoint)()
 
 
 # functions ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import cel
 import pytest
 
 from ripstop.kubernetes import crd, deploy
-from ripstop.kubernetes.spec import FIELDS, Spec, changed, read
+from ripstop.kubernetes.spec import FIELDS, Spec, SpecProblem, changed, read
 
 TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "x:1"}]}}
 ETCD = {"backend": "etcd", "endpoints": ["e1:2379"]}
@@ -50,6 +50,8 @@ def refused(spec: dict[str, Any], before: dict[str, Any] | None = None) -> list[
         {"rendezvous": ETCD},
         {"rendezvous": {"conf": "lease=5"}},
         {"nprocPerNode": 8},
+        {"nprocPerNode": 8, "standby": 8},
+        {"standby": "auto"},
     ],
 )
 def test_a_spec_that_is_right_is_taken_by_the_rules_and_by_the_operator(spec: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ CHANGES = {
     "nprocPerNode": "gpu",
     "maxRestarts": 9,
     "restartWindow": "1h",
+    "standby": "auto",
     "shutdownTimeout": 60,
     "secretName": "mine",
     "disruptionBudget": True,
@@ -96,6 +99,18 @@ def test_a_fixed_field_cannot_be_changed(field: str) -> None:
         f"{field} cannot be changed while the job exists; delete the job and create a new one"
     ]
     assert changed(defaulted({}), defaulted({field: CHANGES[field]}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"standby": "some"}, "is a number, `auto` or `off`, not 'some'"),
+        ({"standby": -1}, "is a number, `auto` or `off`, not '-1'"),
+        ({"standby": 3, "nprocPerNode": 2}, "(3) is above nprocPerNode (2); write auto for all"),
+    ],
+)
+def test_a_number_of_standbys_that_cannot_be_is_refused_by_the_operator(spec: dict[str, Any], text: str) -> None:
+    assert read("train", defaulted(spec)) == [SpecProblem("spec.standby", text)]
 
 
 def test_every_fixed_field_has_a_rule() -> None:

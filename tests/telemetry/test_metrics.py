@@ -24,7 +24,7 @@ from ripstop.model.events import (
     WorkerFailed,
 )
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
-from ripstop.model.usage import GpuSample, NodeSample, RankSample
+from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.telemetry.metrics import Totals
 from ripstop.telemetry.prometheus import METRICS, page
 
@@ -101,7 +101,8 @@ def full_page() -> str:
     nodes = tuple(NodeStatus(name, "h", 1, "default", NodeState.RUNNING, i, i) for i, name in enumerate("ab"))
     status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes)
     rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40)
-    sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0),))
+    gpu, standby = GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0), StandbySample(0, 2**23, 2**29)
+    sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (gpu,), (standby,))
     return page(counted_totals(), status, {"a": sample}, 120.0).decode()
 
 

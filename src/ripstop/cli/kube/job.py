@@ -31,8 +31,8 @@ HELP = """\
   --secret-name NAME          the Secret whose key `token` holds the job's secret (a new one)
   --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
   These flags of ripstop run become fields of the job: --nnodes, --nproc-per-node, --max-restarts, --restart-window,
-  --shutdown-timeout, --rdzv-conf, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its output go
-  into the command of the pods.
+  --shutdown-timeout, --rdzv-conf, --standby, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its
+  output go into the command of the pods.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
@@ -49,7 +49,7 @@ OWN_FLAGS = (
     Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR),
 )
 SPEC_FLAGS = (
-    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
+    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout", "--standby"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
 )
 REJECTED_FLAGS = (
@@ -111,6 +111,8 @@ def _spec(args: ParsedArguments) -> dict[str, Any]:
         fields["restartWindow"] = args.text("--restart-window")
     if "--shutdown-timeout" in args:
         fields["shutdownTimeout"] = _whole(args, "--shutdown-timeout", 0, 86_400)
+    if "--standby" in args:
+        fields["standby"] = args.text("--standby")
     if "--secret-name" in args:
         fields["secretName"] = args.text("--secret-name")
     if rendezvous := _rendezvous(args):

@@ -17,14 +17,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ripstop.cli.commands.run import configure
-from ripstop.cli.options.program import default_shutdown_timeout
+from ripstop.cli.options.program import default_shutdown_timeout, standby_warm_up, standby_workers
 from ripstop.cli.options.rendezvous import BACKENDS
 from ripstop.compat.launcher.handler_link import HANDLER_TIMEOUT_S
 from ripstop.compat.launcher.spawners import METHODS
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from ripstop.compat.rendezvous import rendezvous_handler_registry
 from ripstop.logs.plugin import PluginLogs
-from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, StartMethod
+from ripstop.model.config import Entrypoint, Executable, Logs, Module, RunConfig, Script, Standby, StartMethod
 from ripstop.model.errors import StartError, UsageError
 from ripstop.model.round import Place
 
@@ -33,7 +33,7 @@ log = logging.getLogger("ripstop.compat")
 
 @dataclass
 class LaunchConfig:
-    """How to launch; the names, their order and their defaults are torch's."""
+    """How to launch; the names, their order and their defaults are torch's, but for the last two."""
 
     min_nodes: int
     max_nodes: int
@@ -58,6 +58,8 @@ class LaunchConfig:
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
+    standby: int | str = "off"  # ripstop's own: `--standby` and `--standby-warmup` of `ripstop run`
+    standby_warmup: str = ""
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -96,7 +98,19 @@ def run_config(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args:
         log.warning("workers are not bound: %s", error)
     entry = _entry("-", ()) if callable(entrypoint) else _entry(entrypoint, args)
     start = StartMethod.EXEC if isinstance(entry, Executable) else StartMethod.ZYGOTE
-    return replace(run, entry=entry, start=start, role=config.role)  # torch and torchx allow the role ""
+    standby = _standby(config, entry, start, "a function is not" if callable(entrypoint) else "")
+    return replace(run, entry=entry, start=start, standby=standby, role=config.role)  # torch allows the role ""
+
+
+def _standby(config: LaunchConfig, entry: Entrypoint, start: StartMethod, why_not: str) -> Standby:
+    text = str(config.standby)
+    if why_not and text not in ("off", "0"):
+        raise ValueError(f"standby={text}: standbys are forked from a zygote, and {why_not}; leave standby out")
+    try:
+        warm_up = standby_warm_up("standby_warmup", config.standby_warmup, entry) if config.standby_warmup else ""
+        return standby_workers("standby", text, warm_up, entry, start, config.nproc_per_node)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
 
 
 def _parsed(config: LaunchConfig) -> RunConfig:

@@ -61,7 +61,7 @@ class Preload:
     def run(self) -> dict[str, Any]:
         """Import.  Return the reason why this zygote must end: `unfit`, or `again` with a plan for the next one."""
         before = set(sys.modules)
-        first = self._first_path()
+        first = self.first_path()
         if first is not None:
             sys.path.insert(0, first)
         self._set_main_file()
@@ -181,7 +181,7 @@ class Preload:
         """
 
         def scan() -> tuple[str, list[str], list[str], Plan]:
-            first = self._first_path()
+            first = self.first_path()
             path = sys.path if first is None else [first, *sys.path]
             sys.path = [self.home, *sys.path]
             import imports  # type: ignore[import-not-found]
@@ -212,7 +212,7 @@ class Preload:
             if isinstance(path, str):
                 self.files[path] = file_identity(path)
 
-    def _first_path(self) -> str | None:
+    def first_path(self) -> str | None:
         """The script's sys.path[0]."""
         if sys.flags.safe_path:
             return None

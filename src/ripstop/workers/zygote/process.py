@@ -158,7 +158,7 @@ class Zygote:
 
     def _spawn(self, requests: list[dict[str, Any]], fds: list[int]) -> Worker | None:
         """Fork these workers.  Returns a `Worker` in each of them, None in the zygote."""
-        if any(request["what"] == "run" for request in requests) and (path := self.preload.changed_file()):
+        if any(request["what"] in ("run", "standby") for request in requests) and (path := self.preload.changed_file()):
             self.channel.send({"changed": path})  # the agent replaces this zygote
             os._exit(0)
         go_pipe = os.pipe()

@@ -1,0 +1,403 @@
+"""The agent's side of standby workers: makes them, hands over a round's request, and replaces them.
+
+`standby_policy.py` decides; `zygote/standby.py` is the process's side and has the rules for it.  `Standbys` starts
+workers in place of the spawner: it takes the standbys that fit, and has the spawner fork the others.  A standby that is
+dead, does not answer or does not fit any more is discarded, and its worker is forked without delay.  A standby is
+claimed and watched like a worker, but belongs to no group: no signal for workers reaches it.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from ripstop.model import events
+from ripstop.model.config import Binding, Standby, StartMethod
+from ripstop.model.errors import StartError
+from ripstop.model.text_formatting import format_bytes
+from ripstop.model.usage import StandbySample
+from ripstop.system.blocking_calls import run_in_daemon_thread
+from ripstop.system.gpus import free_memory
+from ripstop.workers import standby_policy as policy
+from ripstop.workers.processes import Children, ProcessExit
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsStandby, receive, send, uninterrupted
+
+log = logging.getLogger("ripstop.workers")
+
+TAKE_TIMEOUT_S = 2.0  # a standby that waits answers in milliseconds
+END_TIMEOUT_S = 5.0  # after SIGKILL
+LAST_MESSAGE_TIMEOUT_S = 1.0  # of a standby that has ended
+GPU_TIMEOUT_S = 4.0
+MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
+
+_NAME = r"""\s*["']((?:CUDA|CUBLAS|CUDNN|NCCL|PYTORCH|TORCH_NCCL|TORCH_CUDNN)_\w+)["']"""
+SETS_GPU_VARIABLE = re.compile(rf"environ\[{_NAME}\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\({_NAME}")
+
+
+class Place(Struct, frozen=True):
+    """What is known of a local rank before a round."""
+
+    env: Mapping[str, str]
+    binding: Binding | None
+
+
+class _Process(Struct, eq=False):
+    """One standby; `memory` is set when it is ready."""
+
+    local_rank: int
+    place: Place
+    pid: int
+    control: socket.socket
+    generation: int  # of its zygote
+    reader: asyncio.Task[Any] | None  # waits for its report
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # and was reaped
+    memory: int = 0
+    gpu_memory: int = 0
+
+
+class Standbys:
+    """A `Starter`.  `places` are by local rank; `record` takes events for operators."""
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        config: Standby,
+        places: Sequence[Place],
+        record: Callable[..., None],
+        script: Path | None = None,
+    ) -> None:
+        self._spawner = spawner
+        self._config = config
+        self._places = places
+        self._record = record
+        self._script = script
+        self._loop = asyncio.get_running_loop()
+        self._policy = policy.StandbyPolicy(config.count)
+        self._processes: dict[int, _Process] = {}  # by local rank
+        self._ending: set[_Process] = set()  # killed, but not reaped yet
+        self._began: float | None = None  # when the standbys that warm up were made
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._declined: set[int] = set()  # local ranks; said once
+        self._is_closed = self._has_said_variable = False
+        self.taken: tuple[int, ...] = ()  # pids of the workers of the last start that were standbys
+        self._run(self._begin())
+
+    # as a starter -----------------------------------------------------------------------------------------------------
+
+    @property
+    def children(self) -> Children:
+        return self._spawner.children
+
+    async def wait_ready(self) -> PreloadResult:
+        return await self._spawner.wait_ready()
+
+    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Take standbys for these workers, and fork the others."""
+        if all(spec.local_rank is None for spec in specs):
+            return await self._spawner.spawn(specs)
+        await self._spawner.wait_ready()
+        return await uninterrupted(self.children, self._spawn(specs)) or []
+
+    async def stop(self) -> None:
+        """End all standbys, and make none any more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in list(self._processes.values()):
+            self._end(process)
+        await self._wait_for_ends()
+
+    def close(self) -> None:
+        self._spawner.close()
+
+    # the round --------------------------------------------------------------------------------------------------------
+
+    def on_round_started(self) -> None:
+        self._feed(policy.RoundStarted())
+
+    def on_first_step(self) -> None:
+        self._feed(policy.FirstStep())
+
+    def on_round_stopping(self) -> None:
+        self._feed(policy.RoundStopping())
+
+    def samples(self) -> tuple[StandbySample, ...]:
+        """The standbys that are ready now."""
+        return tuple(
+            StandbySample(rank, process.memory, process.gpu_memory)
+            for rank, process in sorted(self._processes.items())
+            if self._policy.states[rank] is policy.State.READY
+        )
+
+    # making -----------------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        try:
+            ready = await self._spawner.wait_ready()
+        except StartError:  # the agent reports it
+            return
+        if ready.start is StartMethod.ZYGOTE:
+            self._feed(policy.Idle())
+        else:
+            self._feed(policy.Unavailable())
+            log.warning("--standby has no effect: workers start with exec, because %s", ready.fallback_reason)
+
+    async def _make(self, rank: int) -> None:
+        place = self._places[rank]
+        if self._config.auto and (why := await _why_too_little_memory(place.env, rank)):
+            level = logging.DEBUG if rank in self._declined else logging.INFO
+            self._declined.add(rank)
+            self._record(events.StandbyDiscarded(rank, f"not made: {why}"), level)
+            self._feed(policy.Declined(rank))
+            return
+        self._began = self._began or self._loop.time()
+        try:
+            process = await self._fork_standby(rank, place)
+        except StartError as error:
+            self._feed(policy.StandbyFailed(rank, str(error)))
+            return
+        if rank in self._processes or self._policy.states[rank] is not policy.State.WARMING:
+            self._end(process)  # the zygote was so slow that the policy has given it up
+            return
+        self._processes[rank] = process
+        match await receive(process.control):
+            case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
+                process.memory, process.gpu_memory = memory, gpu_memory
+                self._feed(policy.WarmedUp(rank))
+                self._record_ready()
+            case {"failed": why}:
+                self._feed(policy.StandbyFailed(rank, why))
+            case _:
+                pass  # `_on_end` follows
+
+    async def _fork_standby(self, rank: int, place: Place) -> _Process:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                ours.setblocking(False)
+                entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
+                (pid,) = await self._spawner.spawn([ProcessSpec(place.env, entry, binding=place.binding)])
+            process = _Process(rank, place, pid, ours, self._spawner.generation, asyncio.current_task())
+            self.children.watch(pid, partial(self._on_end, process))
+        except BaseException:
+            ours.close()
+            raise
+        return process
+
+    def _may_use_gpu(self) -> bool:
+        """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
+        variable = variable_set_by(self._script)
+        if variable and not self._has_said_variable:
+            self._has_said_variable = True
+            log.warning(
+                "standbys do not use the GPU, because the script sets %s itself; set it for `ripstop run` instead",
+                variable,
+            )
+        return not variable
+
+    def _on_end(self, process: _Process, end: ProcessExit) -> None:
+        """It has ended and was reaped."""
+        process.has_ended.set()
+        self._ending.discard(process)
+        if not self._is_closed:
+            self._run(self._report_end(process, _how_it_ended(end)))
+
+    async def _report_end(self, process: _Process, how: str) -> None:
+        """Its last message says more, if it has sent one."""
+        if process.reader is not None:
+            await asyncio.wait([process.reader], timeout=LAST_MESSAGE_TIMEOUT_S)
+        if self._processes.get(process.local_rank) is process:
+            self._feed(policy.StandbyFailed(process.local_rank, how))
+
+    def _record_ready(self) -> None:
+        """One event for all standbys that were made together."""
+        if self._began is None or policy.State.WARMING in self._policy.states.values():
+            return
+        seconds, self._began = self._loop.time() - self._began, None
+        if ready := self.samples():
+            ranks = tuple(each.local_rank for each in ready)
+            memory, gpu_memory = tuple(each.memory for each in ready), tuple(each.gpu_memory for each in ready)
+            self._record(events.StandbysReady(ranks, memory, gpu_memory, seconds))
+
+    # taking -----------------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        pids: dict[int, int] = {}  # by index in `specs`
+        try:
+            chosen = {index: process for index, spec in enumerate(specs) if (process := self._fitting(spec))}
+            await self._fork(specs, [index for index in range(len(specs)) if index not in chosen], pids)
+            handed = (self._hand_over(process, specs[index]) for index, process in chosen.items())
+            results = dict(zip(chosen, await asyncio.gather(*handed, return_exceptions=True), strict=True))
+            pids |= {index: pid for index, pid in results.items() if isinstance(pid, int)}
+            for error in results.values():
+                if isinstance(error, BaseException):
+                    raise error
+            self.taken = tuple(pids[index] for index in chosen if index in pids)
+            await self._fork(specs, [index for index in chosen if index not in pids], pids)
+        except BaseException:
+            self.children.kill(pids.values())
+            raise
+        return [pids[index] for index in range(len(specs))]
+
+    async def _fork(self, specs: Sequence[ProcessSpec], indexes: list[int], pids: dict[int, int]) -> None:
+        if indexes:
+            await self._wait_for_ends()  # the new workers find the discarded standbys' memory free
+            pids |= zip(indexes, await self._spawner.spawn([specs[index] for index in indexes]), strict=True)
+
+    def _fitting(self, spec: ProcessSpec) -> _Process | None:
+        """The ready standby for this worker.  One of an older zygote, or with other variables, is discarded."""
+        rank = spec.local_rank
+        process = None if rank is None else self._processes.get(rank)
+        if (
+            process is None
+            or process.has_ended.is_set()
+            or self._policy.states[process.local_rank] is not policy.State.READY
+        ):
+            return None
+        place = process.place
+        if process.generation != self._spawner.generation:
+            why = "its zygote was replaced"
+        elif place.binding != spec.binding or not place.env.items() <= spec.env.items():
+            why = "the round has other variables"
+        else:
+            return process
+        self._discard_unfit(process, why)
+        return None
+
+    async def _hand_over(self, process: _Process, spec: ProcessSpec) -> int | None:
+        """The pid of the worker that this standby has become; None if it is gone, StartError if no worker can start."""
+        if process.has_ended.is_set():
+            return None
+        self.children.unwatch(process.pid)  # from now on it may run the script, and its end is the group's to report
+        reply = None
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(TAKE_TIMEOUT_S):
+                await send(process.control, self._spawner.request(spec))
+                reply = await receive(process.control)
+        if reply == "taken":
+            self._forget(process)
+            self._feed(policy.Taken(process.local_rank))
+            return process.pid
+        self.children.watch(process.pid, partial(self._on_end, process))
+        match reply:
+            case {"unfit": why}:
+                self._discard_unfit(process, why)
+            case {"error": why}:
+                self._discard_unfit(process, why)
+                raise StartError(f"no worker can be started: {why}; check the limits on processes and files.")
+            case _:
+                self._discard_unfit(process, "it has died or does not answer")
+        return None
+
+    def _discard_unfit(self, process: _Process, why: str) -> None:
+        """Discard a standby that was ready."""
+        if self._processes.get(process.local_rank) is not process:
+            return  # its end was reported meanwhile
+        self._end(process)
+        self._feed(policy.Taken(process.local_rank))
+        self._record(events.StandbyDiscarded(process.local_rank, why))
+
+    # execution --------------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: policy.StandbyEvent) -> None:
+        if self._is_closed:
+            return
+        for command in self._policy.on(event, self._loop.time()):
+            match command:
+                case policy.Make(rank):
+                    self._run(self._make(rank))
+                case policy.Discard(rank):
+                    if process := self._processes.get(rank):
+                        self._end(process)
+                    self._record_ready()
+                case policy.ReportFailure(rank, why, is_final, is_news):
+                    why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
+                    end = "; no further one is made" if is_final else "; workers start without it"
+                    level = logging.WARNING if is_news else logging.DEBUG
+                    self._record(events.StandbyDiscarded(rank, f"{why}{end}"), level)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._policy.deadline()
+        self._timer = None if deadline is None else self._loop.call_at(deadline, self._feed, policy.Tick())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a standby could not be made: %r", error)
+
+    def _end(self, process: _Process) -> None:
+        """Kill a standby, with what its warm-up has left in its process group."""
+        self._forget(process)
+        if not process.has_ended.is_set():
+            self._ending.add(process)
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def _wait_for_ends(self) -> None:
+        """Wait for the standbys that were killed; not for one that hangs in the kernel, as with a lost GPU."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                for process in list(self._ending):
+                    await process.has_ended.wait()
+        except TimeoutError:
+            pids = sorted(process.pid for process in self._ending)
+            log.warning("standbys still exist %g s after SIGKILL: pids=%s; see /proc/PID/stack", END_TIMEOUT_S, pids)
+            self._ending.clear()
+
+    def _forget(self, process: _Process) -> None:
+        if self._processes.get(process.local_rank) is process:
+            del self._processes[process.local_rank]
+        if process.reader not in (None, asyncio.current_task()):
+            process.reader.cancel()
+        self._loop.call_soon(process.control.close)  # when the reader does not wait on it any more
+
+
+def variable_set_by(script: Path | None) -> str:
+    """The variable of CUDA or NCCL that this script sets; empty if none."""
+    text = ""
+    if script is not None:
+        with suppress(OSError):  # Python reports a script that cannot be read
+            text = script.read_text(encoding="utf-8", errors="replace")
+    return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
+
+
+def _how_it_ended(end: ProcessExit) -> str:
+    if end.signal is None:
+        return f"it exited with code {end.exitcode}"
+    hint = " (if memory ran out, the kernel's log says so)" if end.signal == signal.SIGKILL else ""
+    return f"it was killed by {signal.Signals(end.signal).name}{hint}"
+
+
+async def _why_too_little_memory(env: Mapping[str, str], local_rank: int) -> str:
+    """Why a standby would take memory that the worker on this GPU may need; "" if there is enough, or no GPU."""
+    index = 0 if env["LOCAL_RANK"] != str(local_rank) else local_rank
+    try:
+        read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), index)
+        free = await run_in_daemon_thread(read, GPU_TIMEOUT_S)
+    except Exception as error:
+        return f"the GPU's free memory is unknown: {error}"
+    if free is None or free >= MIN_FREE_GPU_MEMORY:
+        return ""
+    least = format_bytes(MIN_FREE_GPU_MEMORY)
+    return f"a standby needs {least} of free GPU memory, and {format_bytes(free)} are free; --standby=N makes it anyway"
