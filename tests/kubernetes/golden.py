@@ -34,6 +34,7 @@ def manifests_by_name() -> dict[str, dict[str, Any]]:
     etcd = spec_of(
         nprocPerNode=8,
         restartWindow="1h",
+        standby="auto",
         secretName="mine",
         shutdownTimeout=60,
         rendezvous={"backend": "etcd", "endpoints": ["e1:2379", "e2:2379"], "conf": "lease=5"},

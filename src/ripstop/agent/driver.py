@@ -102,7 +102,7 @@ class Driver:
             console=self._console,
             logs_source=logs_source,
         )
-        self._queries = QueryHandler(self._runner.workers)
+        self._queries = QueryHandler(self._runner.workers, find_standbys=self._runner.standbys)
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
         self._signals = _signals_to_handle(config.signals)

@@ -22,6 +22,7 @@ from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import OutputStreams
 from ripstop.model.errors import QueryFailed
 from ripstop.model.round import Place
+from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Query, Reply
 from ripstop.system.blocking_calls import run_in_daemon_thread
 
@@ -67,8 +68,14 @@ class Workers(Struct, frozen=True):
 class QueryHandler:
     """Answers the queries to one agent; `find_workers` returns the workers that run, or ran last."""
 
-    def __init__(self, find_workers: Callable[[], Workers | None], gpus: "GpuUsageReader | None" = None) -> None:
+    def __init__(
+        self,
+        find_workers: Callable[[], Workers | None],
+        gpus: "GpuUsageReader | None" = None,
+        find_standbys: Callable[[], tuple[StandbySample, ...]] = tuple,
+    ) -> None:
         self.find_workers = find_workers
+        self.find_standbys = find_standbys
         self._gpus = gpus
         self._open_queries = 0
         self.log_followers = LogFollowers()
@@ -255,7 +262,7 @@ async def _sample(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str
 
     gpus, workers = await handler.gpus.sample(), handler.find_workers()
     running = None if workers is None or workers.all_stopped else workers
-    return _fields(await run_in_daemon_thread(partial(sample, running, gpus)))
+    return _fields(await run_in_daemon_thread(partial(sample, running, gpus, handler.find_standbys())))
 
 
 QUERIES: dict[str, Callable[[QueryHandler, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {

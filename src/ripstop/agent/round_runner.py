@@ -36,18 +36,20 @@ from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource, RoundLogs
 from ripstop.model import events
-from ripstop.model.config import RunConfig
+from ripstop.model.config import RunConfig, Script
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
-from ripstop.workers.environment import worker_environment
+from ripstop.model.usage import StandbySample
+from ripstop.workers.environment import local_environment, worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
-from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
     from ripstop.diagnostics.timer_pipe import Watchdog
+    from ripstop.workers.standby import Standbys
 
 log = logging.getLogger("ripstop.agent")
 
@@ -86,7 +88,6 @@ class RoundRunner:
         logs_source: LogsSource | None,
     ) -> None:
         self._config = config
-        self._spawner = spawner
         self._directory = directory
         self._environ = environ
         self._recorder = recorder
@@ -96,6 +97,8 @@ class RoundRunner:
         self._loop = asyncio.get_running_loop()
         self._timers = self._open_timer_pipe(config.timer_pipe) if config.timer_pipe else None
         self._children = spawner.children.open()
+        self._standbys = self._open_standbys(spawner) if isinstance(spawner, Spawner) else None
+        self._spawner = self._standbys or spawner
         self._logs_source = logs_source
         if config.logs.specs:
             from ripstop.logs.plugin import LogsPlugin
@@ -107,6 +110,26 @@ class RoundRunner:
         self._port_retry: asyncio.TimerHandle | None = None
         self._store: StorePort | None = None
         self._recovery: RecoveryClock | None = None  # of the workers that the next ones replace
+
+    def _open_standbys(self, spawner: Spawner) -> "Standbys | None":
+        config = self._config
+        if not config.standby.count:
+            return None
+        from ripstop.workers.standby import Place as StandbyPlace
+        from ripstop.workers.standby import Standbys
+
+        places = [
+            StandbyPlace(
+                local_environment(self._environ, config.slots, rank, virtual_local_rank=config.virtual_local_rank),
+                config.bindings[rank] if config.bindings else None,
+            )
+            for rank in range(config.standby.count)
+        ]
+        script = Path(config.entry.path) if isinstance(config.entry, Script) else None
+        return Standbys(spawner, config.standby, places, self._recorder.record, script)
+
+    def standbys(self) -> tuple[StandbySample, ...]:
+        return self._standbys.samples() if self._standbys is not None else ()
 
     def workers(self) -> Workers | None:
         """The workers that run, or ran last, for queries."""
@@ -192,6 +215,8 @@ class RoundRunner:
             return
         self._record_start(place, round.group.pids, why, began)
         round.monitor = self._monitor(round, round.group)
+        if self._standbys is not None:
+            self._standbys.on_round_started()
 
     def _environment(self, place: Place, local_rank: int, error_file: Path) -> dict[str, str]:
         return worker_environment(
@@ -217,7 +242,7 @@ class RoundRunner:
         stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
         recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
-        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder)
+        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank)
 
     def _record_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()
@@ -225,7 +250,15 @@ class RoundRunner:
         pause = now - recovery.failed_at if recovery else 0.0
         self._recorder.record(
             events.WorkersStarted(
-                place.round, place.first_rank, place.world_size, place.restarts, pids, now - began, pause, why
+                place.round,
+                place.first_rank,
+                place.world_size,
+                place.restarts,
+                pids,
+                now - began,
+                pause,
+                why,
+                len(self._standbys.taken) if self._standbys else 0,
             )
         )
         if recovery:
@@ -260,6 +293,8 @@ class RoundRunner:
             rank = round.group.rank_of(pid)
             if rank is not None:
                 round.monitor.on_report(rank, report)
+                if self._standbys is not None:
+                    self._standbys.on_first_step()
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
@@ -343,6 +378,8 @@ class RoundRunner:
 
     def stop(self, number: int, signum: int, grace: float, why: str) -> None:
         self._recorder.record(events.WorkersStopping(number, why))
+        if self._standbys is not None:
+            self._standbys.on_round_stopping()
         recovery = self._start_recovery_clock()
         recovery.decided_at = recovery.decided_at or self._loop.time()
         self._run_task(self._stop(number, signum, grace))

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ripstop.agent.query_handler import Workers
-from ripstop.model.usage import GpuSample, NodeSample, RankSample
+from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
 from ripstop.system import linux
 from ripstop.system.blocking_calls import ExclusiveCall
 from ripstop.system.gpus import NoNvml, load_nvml, read_usage
@@ -48,10 +48,12 @@ class GpuUsageReader:
             return ()
 
 
-def sample(workers: Workers | None, gpus: tuple[GpuSample, ...]) -> NodeSample:
+def sample(
+    workers: Workers | None, gpus: tuple[GpuSample, ...], standbys: tuple[StandbySample, ...] = ()
+) -> NodeSample:
     """A sample of this node.  Call it in a thread: with many processes it takes a while."""
     number, ranks = (workers.place.round, _rank_samples(workers)) if workers else (0, ())
-    return NodeSample(time.time(), number, time.process_time(), linux.own_memory(), tuple(ranks), gpus)
+    return NodeSample(time.time(), number, time.process_time(), linux.own_memory(), tuple(ranks), gpus, standbys)
 
 
 def _rank_samples(workers: Workers) -> Iterator[RankSample]:

@@ -27,6 +27,7 @@ from ripstop.model.events import Sink, log_line
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus
+from ripstop.model.usage import StandbySample
 from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
 from ripstop.telemetry.journal import Journal
@@ -77,7 +78,8 @@ class Coordinator:
         self._last_query = 0
         self.totals = Totals()
         self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of connected nodes: the round, pids by local rank
-        self.journal = Journal([self.totals.on, self._store_pids, *sinks])
+        self._standbys: dict[str, tuple[StandbySample, ...]] = {}  # of connected nodes
+        self.journal = Journal([self.totals.on, self._store_processes, *sinks])
         self._deadline: float | None = None  # the job's clock does not pass it before the tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
@@ -119,17 +121,23 @@ class Coordinator:
 
     def status(self) -> JobStatus:
         status = self._job.status(self._now())
-        return replace(status, nodes=tuple(self._with_pids(node, status.round) for node in status.nodes))
+        return replace(status, nodes=tuple(self._with_processes(node, status.round) for node in status.nodes))
 
-    def _with_pids(self, node: NodeStatus, round: int) -> NodeStatus:
+    def _with_processes(self, node: NodeStatus, round: int) -> NodeStatus:
         of, pids = self._pids.get(node.name, (-1, ()))
         runs = node.first_rank >= 0 and node.state is not NodeState.DONE and of == round
-        return replace(node, pids=pids) if runs else node
+        return replace(node, pids=pids if runs else (), standbys=self._standbys.get(node.name, ()))
 
-    def _store_pids(self, record: events.EventRecord) -> None:
+    def _store_processes(self, record: events.EventRecord) -> None:
         match record.event:
             case events.WorkersStarted(round=round, pids=pids) if round >= self._pids.get(record.node, (-1,))[0]:
                 self._pids[record.node] = round, pids
+                self._standbys.pop(record.node, None)  # all that were ready are workers now
+            case events.StandbysReady(ranks, memory, gpu_memory):
+                self._standbys[record.node] = tuple(map(StandbySample, ranks, memory, gpu_memory))
+            case events.StandbyDiscarded(rank):
+                left = self._standbys.get(record.node, ())
+                self._standbys[record.node] = tuple(each for each in left if each.local_rank != rank)
 
     def record(self, event: events.Event) -> None:
         """Add an event to the job's journal and to the log."""
@@ -250,6 +258,7 @@ class Coordinator:
     def _fail_queries(self, node: str) -> None:
         """The node's connection has closed."""
         self._pids.pop(node, None)  # the node reports them again over its next connection
+        self._standbys.pop(node, None)
         for asked, waiting in self._queries.values():
             if asked == node and not waiting.done():
                 waiting.set_exception(QueryFailed(f"the connection of node {node} closed before it replied"))

@@ -133,7 +133,7 @@ def _spec(rules: bool) -> dict[str, Any]:
 
 
 def _field(field: Field) -> dict[str, Any]:
-    is_text_or_number = field.name == "nprocPerNode"
+    is_text_or_number = field.name in ("nprocPerNode", "standby")
     schema = {
         "type": None if is_text_or_number else TYPES[field.type],
         "description": field.text,

@@ -237,4 +237,6 @@ def _flags(spec: Spec, run_id: str, host: str, conf: str = "") -> dict[str, str]
     }
     if spec.restart_window:
         flags["PET_RESTART_WINDOW"] = spec.restart_window
+    if spec.standby != "off":
+        flags["PET_STANDBY"] = spec.standby
     return flags

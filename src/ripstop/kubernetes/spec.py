@@ -41,6 +41,7 @@ FIELDS = (
     Field("nprocPerNode", str, "auto", "Workers in each pod: a number, `auto`, `gpu` or `cpu`.", fixed=True),
     Field("maxRestarts", int, 3, "Restarts after worker failures.", 0, 1_000_000, fixed=True),
     Field("restartWindow", str, "", "Window in which restarts are counted: `1h`.  Empty: the whole run.", fixed=True),
+    Field("standby", str, "off", "Standby workers in each pod: a number, `auto` or `off`.", fixed=True),
     Field("shutdownTimeout", int, 30, "Seconds between SIGTERM and SIGKILL for workers.", 0, 86_400, fixed=True),
     Field("secretName", str, "", "A Secret with the key `token`.  Empty: the operator creates one.", fixed=True),
     Field("suspend", bool, False, "If true, all pods are deleted; afterwards the job continues from its checkpoint."),
@@ -75,6 +76,7 @@ class Spec(Struct, frozen=True, rename="camel"):
     nproc_per_node: str
     max_restarts: int
     restart_window: str
+    standby: str
     shutdown_timeout: int
     secret_name: str
     suspend: bool
@@ -104,6 +106,7 @@ def read(name: str, spec: Json) -> Spec | list[SpecProblem]:
     unknown = sorted(spec.keys() - values.keys())
     problems += [SpecProblem(f"spec.{key}", "is not a field; remove it, or correct its spelling") for key in unknown]
     problems += [*_template_problems(values["template"]), *_name_problems(name)]
+    problems += _standby_problems(values["standby"], values["nprocPerNode"])
     if not problems:
         if values["replicas"] is None:
             values["replicas"] = values["maxReplicas"]
@@ -129,7 +132,7 @@ def _value(field: Field, spec: Json, problems: list[SpecProblem]) -> Any:
             problems.append(SpecProblem(where, "is required: the maximum number of nodes"))
         return None
     if field.type is str and type(value) is int:
-        value = str(value)  # nprocPerNode: 8
+        value = str(value)  # nprocPerNode: 8, standby: 8
     if type(value) is not field.type:
         problems.append(SpecProblem(where, f"is {TYPE_NAMES[field.type]}, not {value!r}"))
         return None
@@ -153,6 +156,17 @@ def _size_problems(least: int, now: int, most: int) -> list[SpecProblem]:
         return [SpecProblem("spec.minReplicas", f"({least}) is above maxReplicas ({most}); swap them")]
     if not least <= now <= most:
         return [SpecProblem("spec.replicas", f"({now}) must be from minReplicas ({least}) to maxReplicas ({most})")]
+    return []
+
+
+def _standby_problems(standby: str | None, workers: str | None) -> list[SpecProblem]:
+    if standby in (None, "auto", "off"):
+        return []
+    assert standby is not None
+    if not (standby.isascii() and standby.isdigit()):
+        return [SpecProblem("spec.standby", f"is a number, `auto` or `off`, not {standby!r}")]
+    if workers and workers.isdigit() and int(standby) > int(workers):
+        return [SpecProblem("spec.standby", f"({standby}) is above nprocPerNode ({workers}); write auto for all")]
     return []
 
 

@@ -217,6 +217,18 @@ class Binding(Struct, frozen=True):
     memory: int | None = None
 
 
+class Standby(Struct, frozen=True):
+    """Standby workers of local ranks 0 to `count` - 1.
+
+    With `auto`, none is made where too little GPU memory is free.  `warm_up` is the user's `package.module:function`,
+    called with the local rank after the built-in warm-up; "": none.
+    """
+
+    count: int = 0
+    auto: bool = False
+    warm_up: str = ""
+
+
 class RunConfig(Redacted, frozen=True):
     """Configuration of `ripstop run`."""
 
@@ -245,6 +257,7 @@ class RunConfig(Redacted, frozen=True):
     hang_timeout: float = 0.0  # seconds without progress after which a worker hangs; 0: never
     start: StartMethod = StartMethod.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: the modules that the script imports
+    standby: Standby = field(default_factory=Standby)
     logs: Logs = field(default_factory=Logs)
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or empty
     virtual_local_rank: bool = False  # every worker is local rank 0 and sees only its own GPU

@@ -239,6 +239,23 @@ class WorkersStarted(_Event, frozen=True):
     seconds: float
     pause: float
     why: str
+    standbys: Int64 = 0  # of the workers, how many were standbys
+
+
+class StandbysReady(_Event, frozen=True):
+    """Standbys have warmed up: all that are ready now, by local rank, and their memory in bytes."""
+
+    local_ranks: tuple[Int64, ...]
+    memory: tuple[Int64, ...]
+    gpu_memory: tuple[Int64, ...]
+    seconds: float
+
+
+class StandbyDiscarded(_Event, frozen=True):
+    """A standby was not made, or was ended; workers are forked instead."""
+
+    local_rank: Int64
+    why: str
 
 
 class Recovered(_Event, frozen=True):
@@ -350,7 +367,7 @@ Event = (
     | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | UnhealthyNodeRetained
     | RoundFormed | RankRequestDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleRequested | JobClosing | JobClosed | OperatorAction
-    | WarmedUp | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
+    | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
     | WorkerFailed | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping | WorkersStopped
     | AgentMessage | AgentEnded
 )  # fmt: skip
@@ -408,6 +425,7 @@ LOG_LINES: dict[type[Event], str] = {
     WorkerFailed: "round={0.round} rank={0.rank} pid={0.pid} failed: {0.why}",
     TimersMissed: "round={0.round} rank={0.rank} pid={0.pid} {0.why}",
     WorkersStopping: "round={0.round} stopping: {0.why}",
+    StandbyDiscarded: "standby of local_rank={0.local_rank}: {0.why}",
     AgentMessage: "{0.text}",
 }
 
@@ -424,10 +442,14 @@ def log_line(event: Event) -> str:
         case WarmedUp(start, preloaded, seconds, why):
             what = f" preloaded={','.join(preloaded)}" if preloaded else ""
             return f"start={start}{what} seconds={seconds:.2f}" + (f" why={why!r}" if why else "")
-        case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why):
+        case StandbysReady(ready, memory, gpu_memory, seconds):
+            used = f"memory={sum(memory) >> 20}M gpu_memory={sum(gpu_memory) >> 20}M"
+            return f"standbys={len(ready)} ready seconds={seconds:.2f} {used}"
+        case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why, standbys):
             ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
             paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
-            return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{paused} why={why!r}"
+            taken = f" standbys={standbys}" if standbys else ""
+            return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{taken}{paused} why={why!r}"
         case WorkerHangs(round, rank, pid, seconds, sign, where):
             at = f", {where}" if where else ""
             return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s{at}"

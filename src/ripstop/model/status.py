@@ -4,6 +4,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from ripstop.model.usage import StandbySample
+
 
 class Phase(StrEnum):
     """Phase of a job."""
@@ -33,7 +35,8 @@ class NodeStatus(Struct, frozen=True):
     """One node.
 
     Ranks are -1 outside the round.  `unfit` is why the node is unhealthy or quarantined; it may still be in the round.
-    `pids` are its workers by local rank; empty if none run, or the agent has not reported them yet.
+    `pids` are its workers by local rank; empty if none run, or the agent has not reported them yet.  `standbys` are no
+    workers: they wait, warmed up, to become those of the next round.
     """
 
     name: str
@@ -45,6 +48,7 @@ class NodeStatus(Struct, frozen=True):
     first_rank: int = -1
     unfit: str = ""
     pids: tuple[int, ...] = ()
+    standbys: tuple[StandbySample, ...] = ()
 
 
 class JobStatus(Struct, frozen=True):

@@ -44,6 +44,14 @@ class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):
     ecc_uncorrected: Int64 | None = None
 
 
+class StandbySample(Struct, frozen=True, forbid_unknown_fields=True):
+    """One standby that is ready; `memory` is what only this process uses."""
+
+    local_rank: Int64
+    memory: Int64
+    gpu_memory: Int64
+
+
 class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
     """One node at the time `at` of its own clock; `round` is the round of its workers, or 0."""
 
@@ -53,3 +61,4 @@ class NodeSample(Struct, frozen=True, forbid_unknown_fields=True):
     memory: Int64
     ranks: Items[RankSample] = ()
     gpus: Items[GpuSample] = ()
+    standbys: Items[StandbySample] = ()

@@ -193,6 +193,20 @@ def _usage(nvml: ModuleType, index: int) -> GpuSample | None:
     )
 
 
+def free_memory(visible: str | None, index: int) -> int | None:
+    """Free bytes of the GPU with this index among those that CUDA_VISIBLE_DEVICES selects; None if unknown."""
+    try:
+        with open_nvml() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+            devices = [GpuDevice(str(number), uuids=_uuids(nvml, handle)) for number, handle in enumerate(handles)]
+            chosen = visible_to_cuda(visible, devices)
+            if index >= len(chosen):
+                return None
+            return int(nvml.nvmlDeviceGetMemoryInfo(handles[int(chosen[index].pci)]).free)
+    except NoNvml:
+        return None
+
+
 # health: NVML has no query for Xid errors.  Some appear as a lost GPU or as a memory row that needs replacement -------
 
 

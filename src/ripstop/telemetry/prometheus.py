@@ -32,6 +32,7 @@ class Metric(Struct, frozen=True):
 
 
 _NODE, _RANK, _GPU = ("node",), ("rank", "node"), ("gpu", "node")
+_STANDBY = ("local_rank", "node")
 
 JOB_METRICS = (  # of a JobStatus
     Metric("ripstop_job_info", "gauge", "1; the label names the job", ("run_id",)),
@@ -91,6 +92,10 @@ RANK_METRICS = (  # of a RankSample
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
     Metric("ripstop_worker_heartbeat_age_seconds", "gauge", "Time since its last heartbeat", _RANK, "age"),
 )
+STANDBY_METRICS = (  # of a StandbySample
+    Metric("ripstop_standby_memory_bytes", "gauge", "Memory that only this standby uses", _STANDBY, "memory"),
+    Metric("ripstop_standby_gpu_memory_bytes", "gauge", "GPU memory of a standby", _STANDBY, "gpu_memory"),
+)
 GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_utilization_ratio", "gauge", "Share of time in which a GPU was busy", _GPU, "utilisation"),
     Metric("ripstop_gpu_memory_used_bytes", "gauge", "Memory in use on a GPU", _GPU, "memory_used"),
@@ -99,7 +104,7 @@ GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_power_watts", "gauge", "Power draw of a GPU", _GPU, "power"),
     Metric("ripstop_gpu_ecc_errors_total", "counter", "Memory errors since the driver started", (*_GPU, "kind")),
 )
-GROUPS = (JOB_METRICS, HISTORY_METRICS, GOODPUT_METRICS, NODE_METRICS, RANK_METRICS, GPU_METRICS)
+GROUPS = (JOB_METRICS, HISTORY_METRICS, GOODPUT_METRICS, NODE_METRICS, RANK_METRICS, STANDBY_METRICS, GPU_METRICS)
 METRICS = {metric.name: metric for group in GROUPS for metric in group}
 
 
@@ -113,6 +118,8 @@ def page(totals: Totals, status: JobStatus, samples: Samples, now: float) -> byt
         metrics.put_fields(NODE_METRICS, sample, name)
         for rank in sample.ranks:
             metrics.put_fields(RANK_METRICS, rank, str(rank.rank), name)
+        for standby in sample.standbys:
+            metrics.put_fields(STANDBY_METRICS, standby, str(standby.local_rank), name)
         for gpu in sample.gpus:
             metrics.put_fields(GPU_METRICS, gpu, str(gpu.index), name)
             metrics.put("ripstop_gpu_ecc_errors_total", gpu.ecc_corrected, str(gpu.index), name, "corrected")

@@ -25,6 +25,17 @@ def shared_environment(base: Mapping[str, str], slots: int) -> dict[str, str]:
     return env
 
 
+def local_environment(
+    base: Mapping[str, str], slots: int, local_rank: int, *, virtual_local_rank: bool = False
+) -> dict[str, str]:
+    """The variables of one worker that are the same in every round; a standby warms up with them.
+
+    With `virtual_local_rank`, every worker has local rank 0 and sees only its own GPU.
+    """
+    virtual = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    return shared_environment(base, slots) | {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(slots)} | virtual
+
+
 def worker_environment(
     base: Mapping[str, str],
     place: Place,
@@ -39,21 +50,14 @@ def worker_environment(
     timer_pipe: Path | None = None,
     socket: str = "",
 ) -> dict[str, str]:
-    """The complete environment of one worker.
-
-    With `virtual_local_rank`, every worker has local rank 0 and sees only its own GPU.  On `socket`, if any, it reports
-    its progress to the agent.
-    """
-    virtual = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _gpu(base, local_rank)} if virtual_local_rank else {}
+    """The complete environment of one worker.  On `socket`, if any, it reports its progress to the agent."""
     timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
     reports = {SOCKET: socket} if socket else {}
     return (
-        shared_environment(base, place.slots)
+        local_environment(base, place.slots, local_rank, virtual_local_rank=virtual_local_rank)
         | {
             "RANK": str(place.first_rank + local_rank),
-            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(place.world_size),
-            "LOCAL_WORLD_SIZE": str(place.slots),
             "GROUP_RANK": str(place.group_rank),
             "GROUP_WORLD_SIZE": str(place.group_size),
             "ROLE_RANK": str(place.role_first_rank + local_rank),
@@ -68,7 +72,6 @@ def worker_environment(
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),  # for a worker that starts workers itself
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not host the store: every worker is a client
         }
-        | virtual
         | timers
         | reports
     )

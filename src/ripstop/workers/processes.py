@@ -146,7 +146,7 @@ class Children:
         if self._loop is None:
             return
         for pid in list(self._pidfds):
-            self._unwatch(pid)
+            self.unwatch(pid)
         if self._handles_sigchld:
             self._loop.remove_signal_handler(signal.SIGCHLD)
         self._loop = None
@@ -174,7 +174,7 @@ class Children:
         self._loop.add_reader(pidfd, self._ended, pid, on_end)
 
     def _ended(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
-        self._unwatch(pid)
+        self.unwatch(pid)
         self._report_end(pid, on_end)
 
     def _report_end(self, pid: int, on_end: Callable[[ProcessExit], None]) -> None:
@@ -182,7 +182,8 @@ class Children:
         exitcode, signum, memory = self.reap(pid)
         on_end(ProcessExit(pid, exitcode, signum, at, memory))
 
-    def _unwatch(self, pid: int) -> None:
+    def unwatch(self, pid: int) -> None:
+        """Stop watching this child, which stays claimed: another owner will watch it."""
         assert self._loop is not None
         pidfd = self._pidfds.pop(pid)
         self._loop.remove_reader(pidfd)

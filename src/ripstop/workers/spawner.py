@@ -55,16 +55,26 @@ class ServeStore(Struct, frozen=True):
     port: int
 
 
+class WaitAsStandby(Struct, frozen=True):
+    """Instead of an entrypoint: warm up as this local rank, report on this socket, and wait there for a request."""
+
+    fd: int
+    local_rank: int
+    warm_up: str  # the user's function; "": none
+    with_gpu: bool
+
+
 class ProcessSpec(Struct, frozen=True):
     """One process to start."""
 
     env: Mapping[str, str]  # complete
-    entry: Entrypoint | ServeStore
+    entry: Entrypoint | ServeStore | WaitAsStandby
     stdout: Path | None = None  # None: the agent's
     stderr: Path | None = None
     binding: Binding | None = None
     stacks: tuple[int, Path] | None = None  # a forked worker writes its stacks to this file at this signal
     recorder: str = ""  # a forked worker with torch serves its flight recorders on this socket
+    local_rank: int | None = None  # of a worker
 
 
 class Starter(Protocol):
@@ -108,6 +118,7 @@ class Spawner:
         self._lock: asyncio.Lock | None = None
         self._ready: PreloadResult | None = None
         self._pid = 0
+        self.generation = 0  # the number of zygotes so far
         self._last_death = ""
         self._preparing: asyncio.Task[PreloadResult] | None = None
         self._launch()
@@ -170,6 +181,7 @@ class Spawner:
                 ours.close()
                 raise cannot_start("workers", error) from error
         self.children.claim(self._pid)
+        self.generation += 1
         self._socket = ours
         self._ready = None
         settings = {
@@ -191,7 +203,7 @@ class Spawner:
         if not self._pid:
             self._launch()
         while self._ready is None:
-            match await self._receive():
+            match await receive(self._socket):
                 case None:
                     self._fall_back(f"the zygote {self._reap()} while it was preloading")
                 case {"unfit": str(why)}:
@@ -234,12 +246,12 @@ class Spawner:
         """One exchange with the zygote; None if it is dead, and these processes with it."""
         import asyncio
 
-        fds = [spec.entry.fd for spec in specs if isinstance(spec.entry, ServeStore)]
+        fds = [spec.entry.fd for spec in specs if isinstance(spec.entry, ServeStore | WaitAsStandby)]
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
-                await self._send([self._request(spec) for spec in specs], fds)
-                match await self._receive():
+                await send(self._socket, [self.request(spec) for spec in specs], fds)
+                match await receive(self._socket):
                     case None:
                         return None
                     case {"error": str(why)}:
@@ -248,8 +260,8 @@ class Spawner:
                         pids = forked
                 for pid in pids:
                     self.children.claim(pid)
-                await self._send("go", ())
-                if await self._receive() is not None:
+                await send(self._socket, "go")
+                if await receive(self._socket) is not None:
                     return pids
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
@@ -258,8 +270,8 @@ class Spawner:
         self.children.kill(pids)  # it is unknown whether the zygote has let them go
         return None
 
-    def _request(self, spec: ProcessSpec) -> dict[str, Any]:
-        """This process as a message for the zygote."""
+    def request(self, spec: ProcessSpec) -> dict[str, Any]:
+        """This process as a message for the zygote or a standby."""
         request: dict[str, Any] = {
             "env": dict(spec.env),
             "stdout": spec.stdout and os.fspath(spec.stdout),
@@ -273,39 +285,48 @@ class Spawner:
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
+            case WaitAsStandby(_, local_rank, warm_up, with_gpu):
+                standby = {"local_rank": local_rank, "warm_up": warm_up, "with_gpu": with_gpu}
+                return request | {"what": "standby", **standby}
             case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
                 return request | {"what": "exec", "argv": command_line(entry)}
 
-    async def _send(self, message: Any, fds: Sequence[int]) -> None:
-        from asyncio import get_running_loop
 
-        frame = channel.encode(message)
-        if fds:  # sent with the length, for which an idle channel always has room
-            socket.send_fds(self._socket, [frame[: channel.LENGTH_BYTES]], fds)
-            frame = frame[channel.LENGTH_BYTES :]
-        await get_running_loop().sock_sendall(self._socket, frame)
+# messages -------------------------------------------------------------------------------------------------------------
 
-    async def _receive(self) -> Any:
-        """The zygote's next message; None if it has ended."""
-        head = await self._read(channel.LENGTH_BYTES)
-        body = await self._read(int.from_bytes(head, "big")) if head else b""
-        return marshal.loads(body) if body else None
 
-    async def _read(self, size: int) -> bytes:
-        from asyncio import get_running_loop
+async def send(channel_socket: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    from asyncio import get_running_loop
 
-        data = b""
-        while len(data) < size:
-            try:
-                part = await get_running_loop().sock_recv(self._socket, size - len(data))
-            except ConnectionResetError:
-                part = b""
-            if not part:
-                return b""
-            data += part
-        return data
+    frame = channel.encode(message)
+    if fds:  # sent with the length, for which an idle channel always has room
+        socket.send_fds(channel_socket, [frame[: channel.LENGTH_BYTES]], fds)
+        frame = frame[channel.LENGTH_BYTES :]
+    await get_running_loop().sock_sendall(channel_socket, frame)
+
+
+async def receive(channel_socket: socket.socket) -> Any:
+    """The next message of the zygote or a standby; None if it has ended."""
+    head = await _read(channel_socket, channel.LENGTH_BYTES)
+    body = await _read(channel_socket, int.from_bytes(head, "big")) if head else b""
+    return marshal.loads(body) if body else None
+
+
+async def _read(channel_socket: socket.socket, size: int) -> bytes:
+    from asyncio import get_running_loop
+
+    data = b""
+    while len(data) < size:
+        try:
+            part = await get_running_loop().sock_recv(channel_socket, size - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return b""
+        data += part
+    return data
 
 
 async def uninterrupted(children: Children, start: Awaitable[list[int] | None]) -> list[int] | None:

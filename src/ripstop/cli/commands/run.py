@@ -15,7 +15,7 @@ from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import event_handler, logs
-from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, start_method
+from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
     RendezvousOptions,
@@ -47,6 +47,9 @@ program
   --start-method HOW          zygote: fork workers from a process with their imports; exec: start a new interpreter for
                               each (zygote).  torch's fork, forkserver and spawn are accepted
   --preload MODULE,…          modules that the zygote imports, or none (the script's imports)
+  --standby N|auto|off        keep processes that have warmed up and replace failed workers: for N local ranks, or for
+                              all where GPU memory is left (off)
+  --standby-warmup MOD:FUNC   a function that standbys call with their local rank, after the built-in warm-up
   --role NAME                 the workers' role (default)
   --numa-binding MODE         bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex
   --virtual-local-rank        each worker sees only its own GPU, and LOCAL_RANK is 0
@@ -139,6 +142,8 @@ FLAGS = (
     Flag("--run-path"),
     Flag("--start-method", "HOW", choices=("zygote", "exec")),
     Flag("--preload", "MODULE,…", ours=True),
+    Flag("--standby", "N|auto|off", choices=("auto", "off"), ours=True),
+    Flag("--standby-warmup", "MODULE:FUNCTION", ours=True),
     Flag("--role", "NAME"),
     Flag("--numa-binding", "MODE", choices=tuple(mode.value for mode in Numa)),
     Flag("--virtual-local-rank"),
@@ -251,6 +256,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),
+        standby=standby(args, program, start, slots, notes),
         logs=logs(args, environ, slots, notes),
         bindings=bindings(args, environ, slots, notes),
         virtual_local_rank=virtual_local_rank(args, environ, slots),

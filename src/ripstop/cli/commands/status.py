@@ -3,6 +3,7 @@
 from typing import Any
 
 from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, table
+from ripstop.model.text_formatting import format_bytes
 
 STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
@@ -38,7 +39,12 @@ def render(status: dict[str, Any]) -> str:
         f"nodes {nodes}",
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
-    nodes_table = table([_row(node) for node in status["nodes"]], ("NODE", "HOST", "STATE", "RANKS", "ROLE"))
+    columns: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
+    rows = [_row(node) for node in status["nodes"]]
+    if any(node["standbys"] for node in status["nodes"]):
+        columns += ("STANDBYS",)
+        rows = [(*row, _standbys(node["standbys"])) for row, node in zip(rows, status["nodes"], strict=True)]
+    nodes_table = table(rows, columns)
     return f"job {status['run_id']}: {', '.join(facts)}\nreason: {status['why']}\n\n{nodes_table}"
 
 
@@ -46,6 +52,15 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     first, last = node["first_rank"], node["first_rank"] + node["slots"] - 1
     ranks = "-" if first < 0 else str(first) if first == last else f"{first}-{last}"
     return node["name"], node["host"], node["state"], ranks, node["role"]
+
+
+def _standbys(standbys: list[dict[str, Any]]) -> str:
+    """Their number and what they hold: `8 (0.1 GiB, GPUs 4.1 GiB)`."""
+    if not standbys:
+        return "-"
+    gpu_memory = sum(each["gpu_memory"] for each in standbys)
+    on_gpus = f", GPUs {format_bytes(gpu_memory)}" if gpu_memory else ""
+    return f"{len(standbys)} ({format_bytes(sum(each['memory'] for each in standbys))}{on_gpus})"
 
 
 def _duration(seconds: float) -> str:

@@ -31,7 +31,7 @@ HELP = """\
   --secret-name NAME          the Secret whose key `token` holds the job's secret (a new one)
   --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
   and of ripstop run: --nnodes, --nproc-per-node, --max-restarts, --restart-window, --shutdown-timeout, --rdzv-conf,
-  --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
+  --standby, --rdzv-backend=etcd with --rdzv-endpoint; flags about the script and its output go into the pod's command
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
@@ -48,7 +48,7 @@ OWN_FLAGS = (
     Flag("--without-operator", "KIND", choices=KINDS_WITHOUT_OPERATOR),
 )
 SPEC_FLAGS = (
-    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout"),
+    *("--nnodes", "--nproc-per-node", "--max-restarts", "--restart-window", "--shutdown-timeout", "--standby"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
 )
 REJECTED_FLAGS = (
@@ -110,6 +110,8 @@ def _spec(args: ParsedArguments) -> dict[str, Any]:
         fields["restartWindow"] = args.text("--restart-window")
     if "--shutdown-timeout" in args:
         fields["shutdownTimeout"] = _whole(args, "--shutdown-timeout", 0, 86_400)
+    if "--standby" in args:
+        fields["standby"] = args.text("--standby")
     if "--secret-name" in args:
         fields["secretName"] = args.text("--secret-name")
     if rendezvous := _rendezvous(args):

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Entrypoint, Executable, Module, Script, StartMethod
+from ripstop.model.config import Entrypoint, Executable, Module, Script, Standby, StartMethod
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import duration
+from ripstop.model.parsers import duration, integer
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -68,6 +69,49 @@ def preload(args: ParsedArguments, start: StartMethod, notes: list[str]) -> tupl
         if not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name}={text}: {module!r} is not a module name; write {name}=torch,numpy or {name}=none")
     return modules
+
+
+def standby(args: ParsedArguments, entry: Entrypoint, start: StartMethod, slots: int, notes: list[str]) -> Standby:
+    name, text = args.labelled("--standby", "off")
+    warm_up = _warm_up(args, entry)
+    if text == "auto":
+        count = slots
+    elif text == "off":
+        count = 0
+    else:
+        count = integer(
+            name, text, minimum=0, maximum=slots, remedy=f"give 0 to {slots} (the workers of a node), auto or off"
+        )
+    if not count:
+        if warm_up:
+            notes.append(f"{args.label('--standby-warmup')} has no effect without --standby")
+        return Standby()
+    if start is StartMethod.EXEC:
+        why = f"{entry.argv[0]} is no Python script" if isinstance(entry, Executable) else "--start-method is exec"
+        raise UsageError(f"{name}={text}: standbys are forked, and {why}; leave {name} out")
+    return Standby(count, text == "auto", warm_up)
+
+
+def _warm_up(args: ParsedArguments, entry: Entrypoint) -> str:
+    """The user's function, whose top-level module exists; importing it is the standby's work."""
+    if "--standby-warmup" not in args:
+        return ""
+    name, text = args.labelled("--standby-warmup")
+    module, _, function = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise UsageError(f"{name}={text}: not a function; write {name}=package.module:function")
+    from importlib.util import find_spec  # rarely needed
+
+    top = module.partition(".")[0]
+    own = _script_directory(entry)
+    if find_spec(top) is None and PathFinder.find_spec(top, [own]) is None:
+        raise UsageError(f"{name}={text}: there is no module {top!r} in {own} or on PYTHONPATH; correct the name")
+    return text
+
+
+def _script_directory(entry: Entrypoint) -> str:
+    """The first directory in which the workers look for modules."""
+    return str(Path(entry.path).resolve().parent if isinstance(entry, Script) else Path.cwd())
 
 
 def shutdown_timeout(args: ParsedArguments, environ: Mapping[str, str]) -> float:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ripstop.compat.multiprocessing.function_worker import Inherited, Task, stand_alone, start_process, work
 from ripstop.compat.multiprocessing.numa_binding import Bind
 from ripstop.compat.utils import macros
-from ripstop.model.config import Entrypoint, Executable, Module, RunConfig, Script, StartMethod
+from ripstop.model.config import Executable, Module, RunConfig, Script, StartMethod
 from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
@@ -43,23 +43,21 @@ class CommandSpawner(Spawner):
             children, config.entry, shared_environment(environ, config.slots), config.start, config.preload
         )
         self.has_started = False
-        self._ranks: tuple[int, ...] = ()
+        self._ranks: dict[int, int] = {}  # of the last round, by local rank
 
-    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        pids = await super().spawn(
-            [replace(spec, entry=_for_rank(spec.entry, rank)) for rank, spec in enumerate(specs)]
-        )
-        if not isinstance(specs[0].entry, ServeStore):
-            self._ranks = tuple(int(spec.env["RANK"]) for spec in specs)
-            self.has_started = True
-        return pids
+    def request(self, spec: ProcessSpec) -> dict[str, Any]:
+        if spec.local_rank is None:
+            return super().request(spec)
+        self._ranks[spec.local_rank] = int(spec.env["RANK"])
+        self.has_started = True
+        return super().request(replace(spec, entry=_for_rank(spec.entry, spec.local_rank)))
 
     def returned(self) -> dict[int, Any]:
         """A command returns nothing."""
-        return dict.fromkeys(self._ranks)
+        return dict.fromkeys(self._ranks.values())
 
 
-def _for_rank(entry: Entrypoint | ServeStore, local_rank: int) -> Entrypoint | ServeStore:
+def _for_rank(entry: Any, local_rank: int) -> Any:
     match entry:
         case Executable(argv):
             return Executable(tuple(macros.substitute(argv, str(local_rank))))

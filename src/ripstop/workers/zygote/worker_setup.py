@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 
-from ripstop.workers.zygote import worker_hooks
+from ripstop.workers.zygote import standby, worker_hooks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class Worker:
         self.fds = fds
         self.go_pipe = go_pipe
         self.streams: dict[int, int] = {}
+        self.open_streams(request)
+
+    def open_streams(self, request: dict[str, Any]) -> None:
         for number, path in ((1, request["stdout"]), (2, request["stderr"])):
             if path is not None:
                 no_follow = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
@@ -55,13 +58,16 @@ class Worker:
         os.close(self.go_pipe[1])
         self.zygote.channel.socket.close()
         self._set_environment()
-        for number, fd in self.streams.items():
-            os.dup2(fd, number)
-            os.close(fd)
+        self._redirect()
         self._wait_for_go()
         self._bind()
         match self.request["what"]:
             case "run":
+                self._prepare_script()
+            case "standby":
+                self.request = standby.wait_at_gate(self)
+                self._set_environment()
+                self._redirect()
                 self._prepare_script()
             case "exec":
                 self.zygote.title.show(self.request["argv"])
@@ -76,6 +82,11 @@ class Worker:
         for name, value in env.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+
+    def _redirect(self) -> None:
+        for number, fd in self.streams.items():
+            os.dup2(fd, number)
+            os.close(fd)
 
     def _wait_for_go(self) -> None:
         """Wait until the agent is the parent and has claimed this pid (rule 1)."""

@@ -1,0 +1,359 @@
+"""The agent's side of standby workers: makes them, hands over a round's request, and replaces them.
+
+`standby_policy.py` decides; `zygote/standby.py` is the process's side and has the rules for it.  `Standbys` starts
+workers in place of the spawner: it takes the standbys that fit, and has the spawner fork the others.  A standby that is
+dead, does not answer or does not fit any more is discarded, and its worker is forked without delay.  A standby is
+claimed and watched like a worker, but belongs to no group: no signal for workers reaches it.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ripstop.model import events
+from ripstop.model.config import Binding, Standby, StartMethod
+from ripstop.model.errors import StartError
+from ripstop.model.text_formatting import format_bytes
+from ripstop.model.usage import StandbySample
+from ripstop.system.blocking_calls import run_in_daemon_thread
+from ripstop.system.gpus import free_memory
+from ripstop.workers import standby_policy as policy
+from ripstop.workers.processes import Children, ProcessExit
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsStandby, receive, send, uninterrupted
+
+log = logging.getLogger("ripstop.workers")
+
+TAKE_TIMEOUT_S = 2.0  # a standby that waits answers in milliseconds
+GPU_TIMEOUT_S = 4.0
+MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
+
+_NAME = r"""\s*["']((?:CUDA|CUBLAS|CUDNN|NCCL|PYTORCH|TORCH_NCCL|TORCH_CUDNN)_\w+)["']"""
+SETS_GPU_VARIABLE = re.compile(rf"environ\[{_NAME}\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\({_NAME}")
+
+
+class Place(Struct, frozen=True):
+    """What is known of a local rank before a round."""
+
+    env: Mapping[str, str]
+    binding: Binding | None
+
+
+class _Process(Struct, eq=False):
+    """One standby; `memory` is set when it is ready."""
+
+    local_rank: int
+    place: Place
+    pid: int
+    control: socket.socket
+    generation: int  # of its zygote
+    memory: int = 0
+    gpu_memory: int = 0
+
+
+class Standbys:
+    """A `Starter`.  `places` are by local rank; `record` takes events for operators."""
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        config: Standby,
+        places: Sequence[Place],
+        record: Callable[..., None],
+        script: Path | None = None,
+    ) -> None:
+        self._spawner = spawner
+        self._config = config
+        self._places = places
+        self._record = record
+        self._script = script
+        self._loop = asyncio.get_running_loop()
+        self._policy = policy.StandbyPolicy(config.count)
+        self._processes: dict[int, _Process] = {}  # by local rank
+        self._began: float | None = None  # when the standbys that warm up were made
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = self._has_said_variable = False
+        self.taken: tuple[int, ...] = ()  # pids of the workers of the last start that were standbys
+        self._run(self._begin())
+
+    # as a starter -----------------------------------------------------------------------------------------------------
+
+    @property
+    def children(self) -> Children:
+        return self._spawner.children
+
+    async def wait_ready(self) -> PreloadResult:
+        return await self._spawner.wait_ready()
+
+    async def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Take standbys for these workers, and fork the others."""
+        if all(spec.local_rank is None for spec in specs):
+            return await self._spawner.spawn(specs)
+        await self._spawner.wait_ready()
+        return await uninterrupted(self.children, self._spawn(specs)) or []
+
+    def close(self) -> None:
+        """Kill and reap all standbys, and end the zygote."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for process in list(self._processes.values()):
+            self._forget(process)
+            self.children.unwatch(process.pid)
+            _kill_session(process.pid)
+            self.children.reap(process.pid)
+        self._spawner.close()
+
+    # the round --------------------------------------------------------------------------------------------------------
+
+    def on_round_started(self) -> None:
+        self._feed(policy.RoundStarted())
+
+    def on_first_step(self) -> None:
+        self._feed(policy.FirstStep())
+
+    def on_round_stopping(self) -> None:
+        self._feed(policy.RoundStopping())
+
+    def samples(self) -> tuple[StandbySample, ...]:
+        """The standbys that are ready now."""
+        return tuple(
+            StandbySample(rank, process.memory, process.gpu_memory)
+            for rank, process in sorted(self._processes.items())
+            if self._policy.states[rank] is policy.State.READY
+        )
+
+    # making -----------------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        try:
+            ready = await self._spawner.wait_ready()
+        except StartError:  # the agent reports it
+            return
+        if ready.start is StartMethod.ZYGOTE:
+            self._feed(policy.Idle())
+        else:
+            self._feed(policy.Unavailable())
+            log.warning("--standby has no effect: workers start with exec, because %s", ready.fallback_reason)
+
+    async def _make(self, rank: int) -> None:
+        place = self._places[rank]
+        if self._config.auto and (why := await _why_too_little_memory(place.env, rank)):
+            self._record(events.StandbyDiscarded(rank, f"not made: {why}"))
+            self._feed(policy.Declined(rank))
+            return
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        entry = WaitAsStandby(theirs.fileno(), rank, self._config.warm_up, self._may_use_gpu())
+        spec = ProcessSpec(place.env, entry, binding=place.binding)
+        self._began = self._began or self._loop.time()
+        try:
+            with theirs:
+                (pid,) = await self._spawner.spawn([spec])
+            process = _Process(rank, place, pid, ours, self._spawner.generation)
+            self.children.watch(pid, partial(self._on_end, process))
+        except BaseException as error:
+            ours.close()
+            if not isinstance(error, StartError):
+                raise
+            self._feed(policy.StandbyFailed(rank, str(error)))
+            return
+        self._processes[rank] = process
+        match await receive(ours):
+            case {"ready": {"memory": memory, "gpu_memory": gpu_memory}}:
+                process.memory, process.gpu_memory = memory, gpu_memory
+                self._feed(policy.WarmedUp(rank))
+                self._record_ready()
+            case {"failed": why}:
+                self._feed(policy.StandbyFailed(rank, why))
+            case _:
+                pass  # `_on_end` follows
+
+    def _may_use_gpu(self) -> bool:
+        """False if the script sets a variable of CUDA or NCCL: they read their variables once, before the script."""
+        variable = variable_set_by(self._script)
+        if variable and not self._has_said_variable:
+            self._has_said_variable = True
+            log.warning(
+                "standbys do not use the GPU, because the script sets %s itself; set it for `ripstop run` instead",
+                variable,
+            )
+        return not variable
+
+    def _on_end(self, process: _Process, end: ProcessExit) -> None:
+        """It has ended and was reaped."""
+        if self._processes.get(process.local_rank) is process:
+            self._forget(process)
+            self._feed(policy.StandbyFailed(process.local_rank, _how_it_ended(end)))
+
+    def _record_ready(self) -> None:
+        """One event for all standbys that were made together."""
+        if self._began is None or policy.State.WARMING in self._policy.states.values():
+            return
+        seconds, self._began = self._loop.time() - self._began, None
+        if ready := self.samples():
+            ranks = tuple(each.local_rank for each in ready)
+            memory, gpu_memory = tuple(each.memory for each in ready), tuple(each.gpu_memory for each in ready)
+            self._record(events.StandbysReady(ranks, memory, gpu_memory, seconds))
+
+    # taking -----------------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        pids: dict[int, int] = {}  # by index in `specs`
+        try:
+            chosen = {index: process for index, spec in enumerate(specs) if (process := self._fitting(spec))}
+            await self._fork(specs, [index for index in range(len(specs)) if index not in chosen], pids)
+            handed = (self._hand_over(process, specs[index]) for index, process in chosen.items())
+            for index, result in zip(chosen, await asyncio.gather(*handed, return_exceptions=True), strict=True):
+                if isinstance(result, BaseException):
+                    raise result
+                if result:
+                    pids[index] = result
+            self.taken = tuple(pids[index] for index in chosen if index in pids)
+            await self._fork(specs, [index for index in chosen if index not in pids], pids)
+        except BaseException:
+            self.children.kill(pids.values())
+            raise
+        return [pids[index] for index in range(len(specs))]
+
+    async def _fork(self, specs: Sequence[ProcessSpec], indexes: list[int], pids: dict[int, int]) -> None:
+        if indexes:
+            pids |= zip(indexes, await self._spawner.spawn([specs[index] for index in indexes]), strict=True)
+
+    def _fitting(self, spec: ProcessSpec) -> _Process | None:
+        """The ready standby for this worker.  One of an older zygote, or with other variables, is discarded."""
+        rank = spec.local_rank
+        process = None if rank is None else self._processes.get(rank)
+        if process is None or self._policy.states[process.local_rank] is not policy.State.READY:
+            return None
+        place = process.place
+        if process.generation != self._spawner.generation:
+            why = "its zygote was replaced"
+        elif place.binding != spec.binding or not place.env.items() <= spec.env.items():
+            why = "the round has other variables"
+        else:
+            return process
+        self._discard_unfit(process, why)
+        return None
+
+    async def _hand_over(self, process: _Process, spec: ProcessSpec) -> int | None:
+        """The pid of the worker that this standby has become; None if it is gone, StartError if no worker can start."""
+        reply = None
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(TAKE_TIMEOUT_S):
+                await send(process.control, self._spawner.request(spec))
+                reply = await receive(process.control)
+        match reply:
+            case "taken":
+                self._forget(process)
+                self._feed(policy.Taken(process.local_rank))
+                self.children.unwatch(process.pid)
+                return process.pid
+            case {"unfit": why}:
+                self._discard_unfit(process, why)
+            case {"error": why}:
+                self._discard_unfit(process, why)
+                raise StartError(f"no worker can be started: {why}; check the limits on processes and files.")
+            case _:
+                self._discard_unfit(process, "it has died or does not answer")
+        return None
+
+    def _discard_unfit(self, process: _Process, why: str) -> None:
+        """Discard a standby that was ready; it has ended when this returns, so its worker finds its memory free."""
+        if self._processes.get(process.local_rank) is not process:
+            return  # its end was noticed meanwhile
+        self._forget(process)
+        self._feed(policy.Taken(process.local_rank))
+        self._record(events.StandbyDiscarded(process.local_rank, why))
+        self.children.unwatch(process.pid)
+        _kill_session(process.pid)
+        self.children.reap(process.pid)
+
+    # execution --------------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: policy.StandbyEvent) -> None:
+        if self._is_closed:
+            return
+        for command in self._policy.on(event, self._loop.time()):
+            match command:
+                case policy.Make(rank):
+                    self._run(self._make(rank))
+                case policy.Discard(rank):
+                    if process := self._processes.get(rank):
+                        self._forget(process)
+                        _kill_session(process.pid)  # the watch reaps it
+                    self._record_ready()
+                case policy.ReportFailure(rank, why, is_final, is_news):
+                    why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
+                    end = "; no further one is made" if is_final else "; workers start without it"
+                    level = logging.WARNING if is_news else logging.DEBUG
+                    self._record(events.StandbyDiscarded(rank, f"{why}{end}"), level)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._policy.deadline()
+        self._timer = None if deadline is None else self._loop.call_at(deadline, self._feed, policy.Tick())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a standby could not be made: %r", error)
+
+    def _forget(self, process: _Process) -> None:
+        del self._processes[process.local_rank]
+        process.control.close()
+
+
+def variable_set_by(script: Path | None) -> str:
+    """The variable of CUDA or NCCL that this script sets; empty if none."""
+    text = ""
+    if script is not None:
+        with suppress(OSError):  # Python reports a script that cannot be read
+            text = script.read_text(encoding="utf-8", errors="replace")
+    return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
+
+
+def _kill_session(pid: int) -> None:
+    """The standby, not reaped yet, and what its warm-up has left in its process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _how_it_ended(end: ProcessExit) -> str:
+    if end.signal is None:
+        return f"it exited with code {end.exitcode}"
+    hint = " (if memory ran out, the kernel's log says so)" if end.signal == signal.SIGKILL else ""
+    return f"it was killed by {signal.Signals(end.signal).name}{hint}"
+
+
+async def _why_too_little_memory(env: Mapping[str, str], local_rank: int) -> str:
+    """Why a standby would take memory that the worker on this GPU may need; "" if there is enough, or no GPU."""
+    index = 0 if env["LOCAL_RANK"] != str(local_rank) else local_rank
+    try:
+        read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), index)
+        free = await run_in_daemon_thread(read, GPU_TIMEOUT_S)
+    except Exception as error:
+        return f"the GPU's free memory is unknown: {error}"
+    if free is None or free >= MIN_FREE_GPU_MEMORY:
+        return ""
+    least = format_bytes(MIN_FREE_GPU_MEMORY)
+    return f"a standby needs {least} of free GPU memory, and {format_bytes(free)} are free; --standby=N makes it anyway"

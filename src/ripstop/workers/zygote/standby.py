@@ -1,0 +1,244 @@
+"""The standby's side: a forked process that warms up and waits just before the script's first line.
+
+Rules
+1.  It is forked and claimed like a worker, ends with the agent, and leads its own session.  It has the environment, the
+    processors and the memory policy that are known of its local rank before a round.
+2.  The warm-up runs with low priority, and its output goes to stderr.  No code of the script runs.
+3.  What a warm-up changed in the process is restored: environment, working directory, umask, signal handlers,
+    `sys.path`, excepthook, random states, process group.  A Python thread or a child process that it left, or a handler
+    that cannot be restored, ends the standby.
+4.  The agent hands over the request for a worker.  The standby confirms it and becomes that worker, or says why not and
+    exits: a module that the warm-up imported has changed on disk, the GPU is lost, a log file cannot be opened.
+"""
+
+# Pathlib is slow to import, and every worker would import it.
+# ruff: noqa: PTH109, PTH116, PTH123, PTH208
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import _thread
+import gc
+import os
+import sys
+
+from ripstop.workers.zygote import title, warmups
+from ripstop.workers.zygote.channel import Channel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from ripstop.workers.zygote.worker_setup import Worker
+
+LOWEST_PRIORITY = 19
+
+
+def wait_at_gate(worker: Worker) -> dict[str, Any]:
+    """Warm up and wait; return the round's request, with the worker's streams opened."""
+    control = Channel(worker.fds.pop())
+    title.rename_process(title.STANDBY)
+    before = Surroundings()
+    priority = Priority()
+    own_path = worker.zygote.first_path()
+    try:
+        os.dup2(2, 1)
+        if own_path is not None:
+            sys.path.insert(0, own_path)
+        gc.enable()
+        asked = worker.request
+        gpu_memory = warmups.warm_up(asked["warm_up"], asked["local_rank"], with_gpu=asked["with_gpu"])
+        gc.collect()
+        before.restore()
+    except BaseException as error:
+        before.exit_in_other_process()
+        give_up(control, "failed", f"the warm-up failed: {describe(error)}")
+    priority.restore()
+    files = {path: identity for path in before.new_files() if (identity := file_identity(path))}
+    memory = private_memory()
+    control.send({"ready": {"memory": memory, "gpu_memory": gpu_memory}})
+    try:
+        request, _ = control.receive()
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    if changed := next((path for path, identity in files.items() if file_identity(path) != identity), ""):
+        give_up(control, "unfit", f"{changed} has changed since the warm-up")
+    try:
+        warmups.check_gpu()
+    except Exception as error:
+        give_up(control, "unfit", f"its GPU does not work any more: {describe(error)}")
+    try:
+        worker.open_streams(request)
+    except OSError as error:
+        give_up(control, "error", f"{error.strerror}: {error.filename}")
+    control.send("taken")
+    control.socket.close()
+    return request  # type: ignore[no-any-return]
+
+
+def give_up(control: Channel, kind: str, why: str) -> NoReturn:
+    try:
+        control.send({kind: why})
+    finally:
+        os._exit(0)
+
+
+def describe(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+class Surroundings:
+    """What a warm-up must leave as it was; taken before it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.directory = os.getcwd()
+        self.umask = current_umask()
+        self.stdout = os.dup(1)
+        self.handlers = handlers()
+        self.caught = caught_signals()
+        self.path = list(sys.path)
+        self.finders = set(sys.path_importer_cache)
+        self.modules = set(sys.modules)
+        self.hook = sys.excepthook
+
+    def exit_in_other_process(self) -> None:
+        """End a fork that the warm-up made and let return."""
+        if os.getpid() != self.pid:
+            os._exit(0)
+
+    def restore(self) -> None:
+        """RuntimeError for what cannot be restored (rule 3)."""
+        self.exit_in_other_process()
+        os.dup2(self.stdout, 1)
+        os.close(self.stdout)
+        if os.getcwd() != self.directory:
+            os.chdir(self.directory)
+        os.umask(self.umask)
+        sys.path[:] = self.path
+        for name in set(sys.path_importer_cache) - self.finders:
+            sys.path_importer_cache.pop(name)  # the worker scans the directory again
+        sys.excepthook = self.hook
+        destroy_process_group()
+        self._restore_handlers()
+        reseed()
+        if _thread._count():
+            raise RuntimeError("it left a Python thread running; join it before you return")
+        if has_children():
+            raise RuntimeError("it left a child process; wait for it before you return")
+
+    def _restore_handlers(self) -> None:
+        for signum, handler in self.handlers.items():
+            if handler is not None and _signal.getsignal(signum) != handler:
+                _signal.signal(signum, handler)
+        if changed := caught_signals() ^ self.caught:
+            raise RuntimeError(f"it changed the handler of signal {abs(min(changed))}, which cannot be restored")
+
+    def new_files(self) -> set[str]:
+        """The files of the modules that the warm-up imported."""
+        modules = [module for name, module in list(sys.modules.items()) if name not in self.modules]
+        files = (getattr(module, "__file__", None) for module in modules)
+        return {file for file in files if isinstance(file, str)}
+
+
+class Priority:
+    """Lowers the priority of this process, as far as that can be undone without privileges."""
+
+    def __init__(self) -> None:
+        self.nice = os.getpriority(os.PRIO_PROCESS, 0)
+        self.policy = os.sched_getscheduler(0)
+        if self.policy == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if can_raise_priority():
+            os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+
+    def restore(self) -> None:
+        """In all threads: each has its own priority, inherited from the one that started it."""
+        for name in os.listdir("/proc/self/task"):
+            try:
+                os.sched_setscheduler(int(name), self.policy, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, int(name), self.nice)
+            except OSError:  # the thread has ended
+                continue
+
+
+def can_raise_priority() -> bool:
+    """Whether a lowered priority can be raised again.  Tried in a thread, since every thread has its own."""
+    can: list[bool] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def attempt() -> None:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, nice + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            can.append(True)
+        except OSError:
+            pass
+        finally:
+            done.release()
+
+    _thread.start_new_thread(attempt, ())
+    done.acquire()
+    return bool(can)
+
+
+def handlers() -> dict[int, Any]:
+    return {signum: _signal.getsignal(signum) for signum in _signal.valid_signals()}
+
+
+def caught_signals() -> set[int]:
+    """The kernel's view: the signals that have a handler, and, as negative numbers, those that are ignored."""
+    with open("/proc/self/status", "rb") as file:
+        masks = dict(line.split(b":\t", 1) for line in file if line.startswith(b"Sig"))
+    caught, ignored = int(masks[b"SigCgt"], 16), int(masks[b"SigIgn"], 16)
+    signals = _signal.valid_signals()  # without those that libc keeps for itself
+    return {n for n in signals if caught >> n - 1 & 1} | {-n for n in signals if ignored >> n - 1 & 1}
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def has_children() -> bool:
+    """Whether a child process is left; those that have ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def destroy_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def reseed() -> None:
+    """Random states that a warm-up may have set and that `worker_hooks.reseed` does not renew."""
+    if (random := sys.modules.get("random")) is not None:
+        random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        default = torch.Generator().initial_seed()
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(default)
+
+
+def file_identity(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def private_memory() -> int:
+    """The bytes of memory that only this process uses."""
+    with open("/proc/self/smaps_rollup", "rb") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(b"Private_")) * 1024
