@@ -144,6 +144,8 @@ class RoundRunner:
 
     async def stop_all(self) -> None:
         """Kill the workers and close every socket and pipe, however the agent ends."""
+        if self._standbys is not None:
+            await self._standbys.stop()
         if self._round is not None and self._round.group is not None:
             self._round.exits.on_stop(signal.SIGKILL)
             with suppress(StartError):  # reported before

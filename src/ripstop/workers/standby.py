@@ -34,6 +34,7 @@ from ripstop.workers.spawner import PreloadResult, ProcessSpec, Spawner, WaitAsS
 log = logging.getLogger("ripstop.workers")
 
 TAKE_TIMEOUT_S = 2.0  # a standby that waits answers in milliseconds
+LAST_MESSAGE_TIMEOUT_S = 1.0  # of a standby that has ended
 GPU_TIMEOUT_S = 4.0
 MIN_FREE_GPU_MEMORY = 2 << 30  # for `auto`: a standby takes about a third of it
 
@@ -56,6 +57,9 @@ class _Process(Struct, eq=False):
     pid: int
     control: socket.socket
     generation: int  # of its zygote
+    reader: asyncio.Task[Any] | None  # waits for its report
+    is_watched: bool = True
+    is_reaped: bool = False
     memory: int = 0
     gpu_memory: int = 0
 
@@ -102,18 +106,19 @@ class Standbys:
         await self._spawner.wait_ready()
         return await uninterrupted(self.children, self._spawn(specs)) or []
 
-    def close(self) -> None:
-        """Kill and reap all standbys, and end the zygote."""
+    async def stop(self) -> None:
+        """End all standbys, and make none any more."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for process in list(self._processes.values()):
-            self._forget(process)
-            self.children.unwatch(process.pid)
-            _kill_session(process.pid)
-            self.children.reap(process.pid)
+            self._end(process)
+
+    def close(self) -> None:
         self._spawner.close()
 
     # the round --------------------------------------------------------------------------------------------------------
@@ -162,7 +167,7 @@ class Standbys:
         try:
             with theirs:
                 (pid,) = await self._spawner.spawn([spec])
-            process = _Process(rank, place, pid, ours, self._spawner.generation)
+            process = _Process(rank, place, pid, ours, self._spawner.generation, asyncio.current_task())
             self.children.watch(pid, partial(self._on_end, process))
         except BaseException as error:
             ours.close()
@@ -194,9 +199,15 @@ class Standbys:
 
     def _on_end(self, process: _Process, end: ProcessExit) -> None:
         """It has ended and was reaped."""
+        process.is_reaped = True
+        self._run(self._report_end(process, _how_it_ended(end)))
+
+    async def _report_end(self, process: _Process, how: str) -> None:
+        """Its last message says more, if it has sent one."""
+        if process.reader is not None:
+            await asyncio.wait([process.reader], timeout=LAST_MESSAGE_TIMEOUT_S)
         if self._processes.get(process.local_rank) is process:
-            self._forget(process)
-            self._feed(policy.StandbyFailed(process.local_rank, _how_it_ended(end)))
+            self._feed(policy.StandbyFailed(process.local_rank, how))
 
     def _record_ready(self) -> None:
         """One event for all standbys that were made together."""
@@ -236,7 +247,7 @@ class Standbys:
         """The ready standby for this worker.  One of an older zygote, or with other variables, is discarded."""
         rank = spec.local_rank
         process = None if rank is None else self._processes.get(rank)
-        if process is None or self._policy.states[process.local_rank] is not policy.State.READY:
+        if process is None or process.is_reaped or self._policy.states[process.local_rank] is not policy.State.READY:
             return None
         place = process.place
         if process.generation != self._spawner.generation:
@@ -250,6 +261,10 @@ class Standbys:
 
     async def _hand_over(self, process: _Process, spec: ProcessSpec) -> int | None:
         """The pid of the worker that this standby has become; None if it is gone, StartError if no worker can start."""
+        if process.is_reaped:
+            return None
+        self.children.unwatch(process.pid)  # from now on it may run the script, and its end is the group's to report
+        process.is_watched = False
         reply = None
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(TAKE_TIMEOUT_S):
@@ -259,7 +274,6 @@ class Standbys:
             case "taken":
                 self._forget(process)
                 self._feed(policy.Taken(process.local_rank))
-                self.children.unwatch(process.pid)
                 return process.pid
             case {"unfit": why}:
                 self._discard_unfit(process, why)
@@ -273,13 +287,10 @@ class Standbys:
     def _discard_unfit(self, process: _Process, why: str) -> None:
         """Discard a standby that was ready; it has ended when this returns, so its worker finds its memory free."""
         if self._processes.get(process.local_rank) is not process:
-            return  # its end was noticed meanwhile
-        self._forget(process)
+            return  # its end was reported meanwhile
+        self._end(process)
         self._feed(policy.Taken(process.local_rank))
         self._record(events.StandbyDiscarded(process.local_rank, why))
-        self.children.unwatch(process.pid)
-        _kill_session(process.pid)
-        self.children.reap(process.pid)
 
     # execution --------------------------------------------------------------------------------------------------------
 
@@ -292,8 +303,7 @@ class Standbys:
                     self._run(self._make(rank))
                 case policy.Discard(rank):
                     if process := self._processes.get(rank):
-                        self._forget(process)
-                        _kill_session(process.pid)  # the watch reaps it
+                        self._end(process)
                     self._record_ready()
                 case policy.ReportFailure(rank, why, is_final, is_news):
                     why = why or f"the warm-up took longer than {policy.WARM_UP_TIMEOUT_S:g} s"
@@ -318,9 +328,20 @@ class Standbys:
         if not task.cancelled() and (error := task.exception()):
             log.error("a standby could not be made: %r", error)
 
+    def _end(self, process: _Process) -> None:
+        """Kill and reap a standby, with what its warm-up has left in its process group."""
+        self._forget(process)
+        if not process.is_reaped:
+            if process.is_watched:
+                self.children.unwatch(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            self.children.reap(process.pid)
+
     def _forget(self, process: _Process) -> None:
         del self._processes[process.local_rank]
-        process.control.close()
+        if process.reader not in (None, asyncio.current_task()):
+            process.reader.cancel()
+        self._loop.call_soon(process.control.close)  # when the reader does not wait on it any more
 
 
 def variable_set_by(script: Path | None) -> str:
@@ -330,12 +351,6 @@ def variable_set_by(script: Path | None) -> str:
         with suppress(OSError):  # Python reports a script that cannot be read
             text = script.read_text(encoding="utf-8", errors="replace")
     return next((match[match.lastindex or 0] for match in SETS_GPU_VARIABLE.finditer(text)), "")
-
-
-def _kill_session(pid: int) -> None:
-    """The standby, not reaped yet, and what its warm-up has left in its process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _how_it_ended(end: ProcessExit) -> str:
