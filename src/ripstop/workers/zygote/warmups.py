@@ -13,6 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+STEPS = 2  # the second one meets the optimizer's state
+
 
 def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     """Run the built-in warm-up, then the user's `package.module:function`, if any; return the bytes of GPU memory."""
@@ -21,7 +23,7 @@ def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     if torch is not None:
         cpu_warm_up(torch)
         if with_gpu:
-            gpu_memory = gpu_warm_up(local_rank)
+            gpu_memory = gpu_warm_up(torch, local_rank)
     if function:
         module, _, name = function.partition(":")
         __import__(module)
@@ -40,9 +42,66 @@ def cpu_warm_up(torch: Any) -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
-def gpu_warm_up(local_rank: int) -> int:
-    """Initialise this worker's GPU, and return the bytes of its memory that this process holds; 0 without a GPU."""
-    return 0
+def gpu_warm_up(torch: Any, local_rank: int) -> int:
+    """Initialise this worker's GPU; return the bytes of its memory that this process holds, as far as NVML tells."""
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        return 0
+    before = used_memory(torch, local_rank)
+    with torch.cuda.device(local_rank), torch.random.fork_rng(devices=[local_rank]):
+        for dtype in (torch.float32, torch.bfloat16):
+            _train(torch, dtype)
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            _communicate(torch)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return max(0, used_memory(torch, local_rank) - before)
+
+
+def _train(torch: Any, dtype: Any) -> None:
+    """A few steps of a tiny model."""
+    with torch.device("cuda"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.full((16, 64), 0.5, device="cuda")
+    for _ in range(STEPS):
+        with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+            loss = torch.nn.functional.gelu(model(inputs)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss.item()
+
+
+def _communicate(torch: Any) -> None:
+    """One all_reduce in a communicator of its own, outside torch's registry of process groups."""
+    group = torch.distributed.ProcessGroupNCCL(torch.distributed.HashStore(), 0, 1)
+    group.allreduce([torch.ones(1, device="cuda")]).wait()
+    torch.cuda.synchronize()
+    group.shutdown()
+
+
+def used_memory(torch: Any, local_rank: int) -> int:
+    """The GPU's used memory from NVML, which needs no CUDA context; 0 if NVML does not tell."""
+    import ctypes
+
+    class MemoryInfo(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}".encode()
+    except (OSError, AttributeError):
+        return 0
+    handle, info = ctypes.c_void_p(), MemoryInfo()
+    if nvml.nvmlInit_v2():
+        return 0
+    try:
+        failed = nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+        failed = failed or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info))
+        return 0 if failed else info.used
+    finally:
+        nvml.nvmlShutdown()
 
 
 def check_gpu() -> None:
