@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
-from tests.e2e.test_soak import LeaderKnown
+from tests.e2e.test_soak import AgentResources
 
 SCRIPT = SCRIPTS / "standby.py"
 WARM_UP = "--standby-warmup=standby_warmup:prepare"
@@ -182,10 +182,10 @@ def test_a_waiting_standby_that_dies_is_replaced_in_the_next_round(job: Job) -> 
 def test_kill_after_kill_every_worker_was_a_standby_and_nothing_piles_up(job: Job, times: int) -> None:
     agent = job.run("--standalone", "--nproc-per-node=2", f"--max-restarts={times}", "--standby=auto", str(SCRIPT))
     job.steps(2)
-    found: dict[int, tuple[LeaderKnown, int]] = {}
+    found: dict[int, tuple[AgentResources, int]] = {}
     for restart in range(times + 1):
         wait_ready(job, restart + 1)
-        found[restart] = LeaderKnown.by(agent.pid), len(of(agent))
+        found[restart] = AgentResources.by(agent.pid), len(of(agent))
         if restart < times:
             os.kill(job.wait_for(event="step", rank=restart % 2, restart=restart)["pid"], signal.SIGKILL)
     finish(job, agent)
