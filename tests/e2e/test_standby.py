@@ -21,7 +21,7 @@ WARM_UP = "--standby-warmup=standby_warmup:prepare"
 def job(tmp_path: Path) -> Iterator[Job]:
     with (
         TemporaryDirectory() as sockets,  # a socket's path is short
-        Job(tmp_path, STANDBY_END=str(tmp_path / "end"), XDG_RUNTIME_DIR=sockets) as job,
+        Job(tmp_path, STANDBY_END=str(tmp_path / "end"), XDG_RUNTIME_DIR=sockets, TMPDIR=sockets) as job,
     ):
         yield job
 
