@@ -2,11 +2,12 @@
 
 A warm-up must leave nothing that the script could notice but time saved: no process group, no memory in use, no current
 device.  `standby.py` undoes what it can, and discards the process if it cannot.  This module is imported in every
-worker, so it imports nothing.
+worker, so it imports next to nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -21,7 +22,7 @@ def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     if torch is not None:
         cpu_warm_up(torch)
         if with_gpu:
-            gpu_memory = gpu_warm_up(local_rank)
+            gpu_memory = gpu_warm_up(own_device())
     if function:
         module, _, name = function.partition(":")
         __import__(module)
@@ -40,8 +41,13 @@ def cpu_warm_up(torch: Any) -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
-def gpu_warm_up(local_rank: int) -> int:
-    """Initialise this worker's GPU, and return the bytes of its memory that this process holds; 0 without a GPU."""
+def own_device() -> int:
+    """The index of this worker's GPU among those that it sees; with `--virtual-local-rank` it sees one."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+def gpu_warm_up(device: int) -> int:
+    """Initialise this GPU, and return the bytes of its memory that this process holds; 0 without a GPU."""
     return 0
 
 
@@ -49,4 +55,4 @@ def check_gpu() -> None:
     """Raise an error if the GPU that was warmed up is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(own_device())
