@@ -21,7 +21,7 @@ WARM_UP = "--standby-warmup=standby_warmup:prepare"
 def job(tmp_path: Path) -> Iterator[Job]:
     with (
         TemporaryDirectory() as sockets,  # a socket's path is short
-        Job(tmp_path, STANDBY_END=str(tmp_path / "end"), XDG_RUNTIME_DIR=sockets) as job,
+        Job(tmp_path, STANDBY_END=str(tmp_path / "end"), XDG_RUNTIME_DIR=sockets, TMPDIR=sockets) as job,
     ):
         yield job
 
@@ -85,8 +85,8 @@ def test_after_a_crash_the_standbys_are_the_workers_and_new_ones_are_made(job: J
         both = [job.wait_for(event="step", rank=rank, restart=restart) for rank in (0, 1)]
         assert sorted(event["pid"] for event in both) == waiting
         assert [event["warmed"] for event in both] == [[0, "0", None], [1, "1", None]]
-    assert [event["standbys"] for event in events(job, "workers_started")] == [0, 2, 2, 2]
     finish(job, agent)
+    assert [event["standbys"] for event in events(job, "workers_started")] == [0, 2, 2, 2]
 
 
 def test_a_standby_is_no_rank_in_the_status_and_its_memory_is_shown(job: Job) -> None:

@@ -118,7 +118,13 @@ class Pools:
 
     @asynccontextmanager
     async def open(
-        self, script: str = HELLO, *, count: int = 1, warm_up: str = "", binding: Binding | None = None
+        self,
+        script: str = HELLO,
+        *,
+        count: int = 1,
+        warm_up: str = "",
+        binding: Binding | None = None,
+        preload: tuple[str, ...] = (),
     ) -> AsyncIterator[Pool]:
         """`warm_up` is the body of the function."""
         entry = Script(str(self.stage.script(script)))
@@ -127,7 +133,7 @@ class Pools:
             self.stage.script(f"import os, sys\ndef prepare(local_rank):\n{body}\n", "warming.py")
         config = Standby(count, warm_up="warming:prepare" if warm_up else "")
         async with asyncio.timeout(DEADLINE):
-            with new_spawner(entry, self.stage.env) as spawner:
+            with new_spawner(entry, self.stage.env, preload=preload) as spawner:
                 places = [Place({**self.stage.env, "LOCAL_RANK": str(rank)}, binding) for rank in range(count)]
                 pool = Pool(spawner, self.stage.directory, entry, self.stage.env)
                 pool.standbys = Standbys(spawner, config, places, pool.record)
@@ -224,6 +230,31 @@ def test_what_a_warm_up_changes_is_restored(pools, capfd):
     out, err = capfd.readouterr()
     assert "a warm-up prints to stderr" in err
     assert "a warm-up prints" not in out
+
+
+TELLS_OF_TORCH = """
+import json, os, torch, torch.distributed as dist
+print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
+    str(torch.get_default_dtype()), torch.cuda.is_initialized(), dist.is_initialized(),
+    torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]))
+torch.set_num_interop_threads(2)  # an error after the first parallel work
+print(torch.rand(1).item(), torch.initial_seed())
+"""
+
+
+def test_with_torch_a_taken_standby_has_the_settings_of_a_fork_and_random_states_of_its_own(pools):
+    async def scenario() -> None:
+        async with pools.open(TELLS_OF_TORCH, preload=("torch", "torch.distributed")) as pool:
+            await pool.run()
+            for _ in range(2):
+                await pool.make()
+                waiting = pool.pids()
+                assert await pool.run() == waiting
+            texts = pool.output(0).splitlines()
+            assert texts[0] == texts[2] == texts[4]
+            assert len({texts[1], texts[3], texts[5]}) == 3
+
+    asyncio.run(scenario())
 
 
 def test_a_standby_that_is_dead_at_the_take_is_replaced_by_a_fork(pools):

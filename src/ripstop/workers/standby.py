@@ -158,7 +158,7 @@ class Standbys:
 
     async def _make(self, rank: int) -> None:
         place = self._places[rank]
-        if self._config.auto and (why := await _why_too_little_memory(place.env, rank)):
+        if self._config.auto and (why := await _why_too_little_memory(place.env)):
             level = logging.DEBUG if rank in self._declined else logging.INFO
             self._declined.add(rank)
             self._record(events.StandbyDiscarded(rank, f"not made: {why}"), level)
@@ -389,11 +389,10 @@ def _how_it_ended(end: ProcessExit) -> str:
     return f"it was killed by {signal.Signals(end.signal).name}{hint}"
 
 
-async def _why_too_little_memory(env: Mapping[str, str], local_rank: int) -> str:
+async def _why_too_little_memory(env: Mapping[str, str]) -> str:
     """Why a standby would take memory that the worker on this GPU may need; "" if there is enough, or no GPU."""
-    index = 0 if env["LOCAL_RANK"] != str(local_rank) else local_rank
     try:
-        read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), index)
+        read = partial(free_memory, env.get("CUDA_VISIBLE_DEVICES"), int(env["LOCAL_RANK"]))
         free = await run_in_daemon_thread(read, GPU_TIMEOUT_S)
     except Exception as error:
         return f"the GPU's free memory is unknown: {error}"

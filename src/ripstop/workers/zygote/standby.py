@@ -39,10 +39,11 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
     """Warm up and wait; return the round's request, with the worker's streams opened."""
     control = Channel(worker.fds.pop())
     title.rename_process(title.STANDBY)
-    before = Surroundings()
-    priority = Priority()
     own_path = worker.zygote.preload.first_path()
+    pid = os.getpid()
     try:
+        before = Surroundings()
+        priority = Priority()
         os.dup2(2, 1)
         if own_path is not None:
             sys.path.insert(0, own_path)
@@ -50,9 +51,10 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
         asked = worker.request
         gpu_memory = warmups.warm_up(asked["warm_up"], asked["local_rank"], with_gpu=asked["with_gpu"])
         gc.collect()
+        exit_unless(pid)
         before.restore()
     except BaseException as error:
-        before.exit_in_other_process()
+        exit_unless(pid)
         give_up(control, "failed", f"the warm-up failed: {describe(error)}")
     priority.restore()
     files = {path: file_identity(path) for path in before.new_files()}
@@ -78,6 +80,12 @@ def wait_at_gate(worker: Worker) -> dict[str, Any]:
     return request  # type: ignore[no-any-return]
 
 
+def exit_unless(pid: int) -> None:
+    """End a fork that the warm-up made and let return."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
 def give_up(control: Channel, kind: str, why: str) -> NoReturn:
     try:
         control.send({kind: why})
@@ -93,7 +101,6 @@ class Surroundings:
     """What a warm-up must leave as it was; taken before it."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.directory = os.getcwd()
         self.umask = current_umask()
         self.stdout = os.dup(1)
@@ -104,14 +111,8 @@ class Surroundings:
         self.modules = set(sys.modules)
         self.hook = sys.excepthook
 
-    def exit_in_other_process(self) -> None:
-        """End a fork that the warm-up made and let return."""
-        if os.getpid() != self.pid:
-            os._exit(0)
-
     def restore(self) -> None:
         """RuntimeError for what cannot be restored (rule 3)."""
-        self.exit_in_other_process()
         os.dup2(self.stdout, 1)
         os.close(self.stdout)
         if os.getcwd() != self.directory:

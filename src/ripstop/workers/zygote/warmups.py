@@ -2,11 +2,12 @@
 
 A warm-up must leave nothing that the script could notice but time saved: no process group, no memory in use, no current
 device.  `standby.py` undoes what it can, and discards the process if it cannot.  This module is imported in every
-worker, so it imports nothing.
+worker, so it imports next to nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -23,7 +24,7 @@ def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
     if torch is not None:
         cpu_warm_up(torch)
         if with_gpu:
-            gpu_memory = gpu_warm_up(torch, local_rank)
+            gpu_memory = gpu_warm_up(torch, own_device())
     if function:
         module, _, name = function.partition(":")
         __import__(module)
@@ -42,12 +43,17 @@ def cpu_warm_up(torch: Any) -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
-def gpu_warm_up(torch: Any, local_rank: int) -> int:
+def own_device() -> int:
+    """The index of this worker's GPU among those that it sees; with `--virtual-local-rank` it sees one."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+def gpu_warm_up(torch: Any, device: int) -> int:
     """Initialise this worker's GPU; return the bytes of its memory that this process holds, as far as NVML tells."""
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+    if not torch.cuda.is_available() or device >= torch.cuda.device_count():
         return 0
-    before = used_memory(torch, local_rank)
-    with torch.cuda.device(local_rank), torch.random.fork_rng(devices=[local_rank]):
+    before = used_memory(torch, device)
+    with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
         for dtype in (torch.float32, torch.bfloat16):
             _train(torch, dtype)
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
@@ -55,7 +61,7 @@ def gpu_warm_up(torch: Any, local_rank: int) -> int:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    return max(0, used_memory(torch, local_rank) - before)
+    return max(0, used_memory(torch, device) - before)
 
 
 def _train(torch: Any, dtype: Any) -> None:
@@ -81,7 +87,7 @@ def _communicate(torch: Any) -> None:
     group.shutdown()
 
 
-def used_memory(torch: Any, local_rank: int) -> int:
+def used_memory(torch: Any, device: int) -> int:
     """The GPU's used memory from NVML, which needs no CUDA context; 0 if NVML does not tell."""
     import ctypes
 
@@ -90,7 +96,7 @@ def used_memory(torch: Any, local_rank: int) -> int:
 
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        uuid = f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}".encode()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
     except (OSError, AttributeError):
         return 0
     handle, info = ctypes.c_void_p(), MemoryInfo()
@@ -108,4 +114,4 @@ def check_gpu() -> None:
     """Raise an error if the GPU that was warmed up is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(own_device())
