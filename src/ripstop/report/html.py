@@ -1,0 +1,362 @@
+"""Renders a report as one HTML page that needs nothing else: no script, no font, no other file.  Pure but for its style.
+
+Rules: (1) every text goes through `safe`, so it is shown and never run; (2) the page forbids scripts and requests by a
+Content-Security-Policy; (3) a state is an icon and a word, not only a colour; (4) tables are bounded, and say what they
+leave out.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from ripstop.report.builder import STARTUP
+from ripstop.report.formats import count, duration, moment, percent
+from ripstop.report.model import Incident, JobResult, Loss, NodeReport, Phases, Report, RoundReport, Setting, WorkerReport
+from ripstop.report.safe_text import safe
+from ripstop.report.timeline import timeline
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+MAX_ROWS = 200
+MAX_CARDS = 100
+MAX_TRACEBACK = 16_384
+RESULTS = {
+    JobResult.SUCCEEDED: ("good", "✓", "succeeded"),
+    JobResult.FAILED: ("bad", "✕", "failed"),
+    JobResult.STOPPED: ("soft", "■", "stopped by an operator"),
+    JobResult.INTERRUPTED: ("warn", "▲", "interrupted"),
+    JobResult.UNFINISHED: ("warn", "…", "no end recorded"),
+}
+CAUSES = {
+    "application": "worker failed",
+    "infrastructure": "hang",
+    "node_lost": "node lost",
+    "node_left": "node left",
+    "node_joined": "node joined",
+    "node_unfit": "node replaced",
+    "scaled": "scaled",
+    "operator": "restarted by an operator",
+    "coordinator": "coordinator changed",
+    STARTUP: "start-up",
+}
+PHASE_NAMES = {
+    "detect": "detect",
+    "decide": "decide",
+    "stop": "stop workers",
+    "wait": "wait",
+    "start": "start workers",
+    "first_step": "first step",
+}
+
+
+def render(report: Report) -> str:
+    return "\n".join(_page(report)) + "\n"
+
+
+@cache
+def _style() -> str:
+    return Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+
+
+def _page(report: Report) -> Iterator[str]:
+    yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<meta name="referrer" content="no-referrer">'
+    yield f"<title>{safe(report.summary.run_id or 'job')}: {report.summary.result.value}</title>"
+    yield f"<style>\n{_style()}</style>\n</head>\n<body>"
+    yield from _head(report)
+    yield "<main>"
+    yield from _timeline(report)
+    yield from _failures(report)
+    yield from _time(report)
+    yield from _rounds(report)
+    yield from _nodes(report)
+    yield from _actions(report)
+    yield from _configuration(report)
+    yield "</main>"
+    yield from _foot(report)
+    yield "</body>\n</html>"
+
+
+# the top --------------------------------------------------------------------------------------------------------------
+
+
+def _head(report: Report) -> Iterator[str]:
+    summary = report.summary
+    css, icon, word = RESULTS[summary.result]
+    yield '<header>\n<div class="kicker"><span>ripstop job report</span>'
+    yield f"<span>{moment(summary.began)} to {moment(summary.ended)}</span></div>"
+    badge = f'<span class="badge {css}"><span aria-hidden="true">{icon}</span> {word}</span>'
+    yield f"<h1>{safe(summary.run_id or 'unnamed job')} {badge}</h1>"
+    if summary.cause:
+        yield f'<p class="cause"><strong>{safe(summary.cause, 500)}</strong></p>'
+    if summary.why != summary.cause:
+        yield f'<p class="soft">{safe(_sentence(summary.why), 1000)}</p>'
+    yield '<dl class="facts">'
+    yield from _facts(report)
+    yield "</dl>\n</header>"
+
+
+def _facts(report: Report) -> Iterator[str]:
+    summary, time = report.summary, report.time
+    if summary.goodput is None:
+        yield _fact("Goodput", "unknown", "no steps were reported")
+    else:
+        yield _fact("Goodput", percent(summary.goodput), "of the time in steps that were kept")
+    yield _fact("Duration", duration(summary.seconds), count(summary.rounds, "round"))
+    lost = time.downtime + (time.repeated or 0.0)
+    detail = f"{duration(time.downtime)} down, {count(time.repeated_steps, 'step')} repeated"
+    yield _fact("Time lost", duration(lost), detail)
+    budget = "" if summary.max_restarts is None else f"{summary.max_restarts} allowed"
+    yield _fact("Restarts", str(summary.restarts), budget or "budget unknown")
+    if summary.last_step is not None:
+        speed = f"{duration(summary.seconds_per_step)} a step" if summary.seconds_per_step else "speed unknown"
+        yield _fact("Last step", f"{summary.last_step:,}", speed)
+    yield _fact("Workers", f"{summary.world_size:,}", f"on {count(summary.nodes, 'node')}, {summary.nodes_lost} lost")
+    if summary.checkpoint_step is not None and summary.checkpoint_at is not None:
+        age = duration(max(0.0, summary.ended - summary.checkpoint_at))
+        yield _fact("Last checkpoint", f"{summary.checkpoint_step:,}", f"{age} before the end")
+
+
+def _fact(name: str, value: str, detail: str) -> str:
+    return f"<div><dt>{safe(name)}</dt><dd>{safe(value)}<small>{safe(detail)}</small></dd></div>"
+
+
+def _timeline(report: Report) -> Iterator[str]:
+    yield f"<section><h2>Timeline</h2>\n{timeline(report)}"
+    kinds = [("steps", "training; the height is the number of workers"), ("down", "no training")]
+    kinds += [("repeated", "steps that were repeated")] if report.time.repeated_steps else []
+    kinds += [("fault", "failure")] if report.incidents else []
+    kinds += [("event", "other event")] if report.actions else []
+    yield _legend(kinds) + "</section>"
+
+
+def _legend(kinds: Iterable[tuple[str, str]]) -> str:
+    return f'<div class="legend">{"".join(f"<span><i class=k-{kind}></i>{safe(text)}</span>" for kind, text in kinds)}</div>'
+
+
+# failures -------------------------------------------------------------------------------------------------------------
+
+
+def _failures(report: Report) -> Iterator[str]:
+    if not report.incidents:
+        yield '<section><h2>Failures</h2>\n<p class="good"><span aria-hidden="true">✓</span> None.</p></section>'
+        return
+    yield f"<section><h2>Failures <small>{count(len(report.incidents), 'failure')}, the latest first</small></h2>"
+    numbered = list(enumerate(report.incidents, 1))
+    for number, incident in reversed(numbered[-MAX_CARDS:]):
+        yield from _card(number, incident, is_open=number == len(numbered))
+    yield _left_out(len(numbered) - MAX_CARDS, "earlier failures")
+    yield "</section>"
+
+
+def _card(number: int, incident: Incident, is_open: bool) -> Iterator[str]:
+    css = "card" if incident.root else "card by-node"
+    yield f'<article class="{css}" id="failure-{number}">'
+    yield f'<header><span class="no">{number}</span><h3>{safe(incident.title, 500)}</h3></header>'
+    meta = [moment(incident.at), f"round {incident.round}", CAUSES.get(incident.cause, incident.cause)]
+    if incident.is_end:
+        meta.append("the job ended with it")
+    elif incident.downtime:
+        lost = f", {count(incident.repeated_steps, 'step')} repeated" if incident.repeated_steps else ""
+        meta.append(f"cost {duration(incident.downtime + incident.repeated)}{lost}")
+    yield f'<p class="meta">{safe(" · ".join(meta))}</p>'
+    yield from _root(incident, is_open)
+    if incident.victims:
+        yield from _victims(incident)
+    yield "</article>"
+
+
+def _root(incident: Incident, is_open: bool) -> Iterator[str]:
+    root = incident.root
+    facts = _worker_facts(root) if root else [("node", incident.node)]
+    facts.append(("decision", incident.decision))
+    yield "<dl>" + "".join(f"<dt>{name}</dt><dd>{safe(text)}</dd>" for name, text in facts if text) + "</dl>"
+    if root is None:
+        return
+    if root.traceback:
+        what = "Stack" if root.is_hang else "Traceback"
+        yield f"<details{' open' if is_open else ''}><summary>{what}</summary><pre>{safe(root.traceback, MAX_TRACEBACK)}</pre></details>"
+    yield _log_tail(root)
+
+
+def _worker_facts(worker: WorkerReport) -> list[tuple[str, str]]:
+    pid = f", pid {worker.pid}" if worker.pid else ""
+    local = f" (local rank {worker.local_rank}{pid})" if worker.local_rank is not None else ""
+    return [
+        ("root cause", f"rank {worker.rank} on {worker.host or worker.node}{local}"),
+        ("node", worker.node),
+        ("how", worker.how),
+        ("message", worker.message if worker.message != worker.how else ""),
+        ("memory", worker.oom if worker.oom != worker.message else ""),
+        ("collectives", worker.collectives),
+        ("files", "  ".join(worker.files)),
+    ]
+
+
+def _log_tail(worker: WorkerReport) -> str:
+    if not worker.log_tail:
+        return ""
+    text = "\n".join(worker.log_tail)
+    return f"<details><summary>Last lines of stderr</summary><pre>{safe(text, MAX_TRACEBACK)}</pre></details>"
+
+
+def _victims(incident: Incident) -> Iterator[str]:
+    more = f", {len(incident.victims)} are listed" if len(incident.victims) < incident.victim_count else ""
+    yield f"<details><summary>{count(incident.victim_count, 'other failure')}, because of it{more}</summary>"
+    rows = [[str(v.rank), v.host or v.node, f"{v.how}: {v.message}" if v.message != v.how else v.how] for v in incident.victims]
+    yield _table(("rank", "host", "what"), rows, numeric={0}, wide={2})
+    yield "</details>"
+
+
+# time -----------------------------------------------------------------------------------------------------------------
+
+
+def _time(report: Report) -> Iterator[str]:
+    time = report.time
+    if time.total <= 0:
+        return
+    yield f"<section><h2>Time <small>{duration(time.total)} in total</small></h2>"
+    parts = [("startup", "start-up", time.startup), ("down", "downtime", time.downtime)]
+    if time.in_steps is None:
+        parts.insert(0, ("steps", "workers ran", time.running))
+    else:
+        other = time.running - time.in_steps - (time.repeated or 0.0)
+        parts.insert(0, ("steps", "steps that were kept", time.in_steps))
+        parts.insert(1, ("repeated", "steps that were repeated", time.repeated or 0.0))
+        parts.append(("other", "workers ran outside of counted steps", other))
+    parts = [part for part in parts if part[2] / time.total >= 0.0005]
+    spans = (f'<span class="k-{css}" style="flex:{max(0.001, seconds / time.total):.4f}" title="{safe(name)}"></span>' for css, name, seconds in parts)
+    yield f'<div class="split" role="img" aria-label="Shares of the time">{"".join(spans)}</div>'
+    yield _legend((css, f"{name} {percent(min(1.0, seconds / time.total))} ({duration(seconds)})") for css, name, seconds in parts)
+    if time.losses:
+        yield "<h2>Time lost, by cause and phase</h2>"
+        yield _losses(time.losses)
+    yield "</section>"
+
+
+def _losses(losses: Sequence[Loss]) -> str:
+    names = [name for name in Phases.__struct_fields__ if any(getattr(loss.phases, name) for loss in losses)]
+    has_repeated = any(loss.repeated for loss in losses)
+    head = ("cause", "times", *(PHASE_NAMES[name] for name in names), *(["repeated steps"] if has_repeated else []), "total")
+    rows = [
+        [
+            CAUSES.get(loss.cause, loss.cause),
+            str(loss.count),
+            *(duration(getattr(loss.phases, name)) for name in names),
+            *([duration(loss.repeated)] if has_repeated else []),
+            duration(loss.total),
+        ]
+        for loss in losses
+    ]
+    return _table(head, rows, numeric=set(range(1, len(head))))
+
+
+# details --------------------------------------------------------------------------------------------------------------
+
+
+def _rounds(report: Report) -> Iterator[str]:
+    if not report.rounds:
+        return
+    yield f"<section><h2>Rounds <small>{count(report.summary.rounds, 'round')}</small></h2>"
+    shown = report.rounds[-MAX_ROWS:]
+    head = ("round", "began", "trained", "workers", "nodes", "steps", "s/step", "down before", "ended because")
+    yield _table(head, [_round(round, report) for round in shown], numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
+    yield _left_out(report.summary.rounds - len(shown), "earlier rounds")
+    yield "</section>"
+
+
+def _round(round: RoundReport, report: Report) -> list[str]:
+    ended = round.ended_at if round.ended_at is not None else report.summary.ended
+    steps = "" if round.last_step is None else f"{round.first_step:,} – {round.last_step:,}"
+    why = CAUSES.get(round.cause, round.cause)
+    return [
+        str(round.number),
+        moment(round.formed_at, clock_only=True),
+        duration(max(0.0, ended - round.running_at)),
+        f"{round.world_size:,}",
+        f"{round.nodes:,}",
+        steps,
+        f"{round.seconds_per_step:.3g}" if round.seconds_per_step else "",
+        duration(round.phases.total),
+        ": ".join(filter(None, (why, round.why_ended))),
+    ]
+
+
+def _nodes(report: Report) -> Iterator[str]:
+    if not report.nodes:
+        return
+    yield f"<section><h2>Nodes <small>{count(report.summary.nodes, 'node')}</small></h2>"
+    ordered = sorted(report.nodes, key=lambda n: (-n.root_causes, -n.is_lost, -n.unhealthy, -n.worker_failures))
+    shown = ordered[:MAX_ROWS]
+    head = ("node", "host", "workers", "rounds", "failures", "root causes", "health", "state")
+    yield _table(head, map(_node, shown), numeric={2, 3, 4, 5}, wide={7})
+    yield _left_out(report.summary.nodes - len(shown), "nodes with fewer failures")
+    yield "</section>"
+
+
+def _node(node: NodeReport) -> list[str]:
+    health = f"✕ unhealthy {node.unhealthy}×: {'; '.join(node.problems)}" if node.unhealthy else "✓ healthy"
+    health += f"; quarantined {node.quarantines}×" if node.quarantines else ""
+    state = "✓ in the job" if node.gone_at is None else f"✕ {node.why_gone}" if node.is_lost else node.why_gone
+    numbers = (node.slots, node.rounds, node.worker_failures, node.root_causes)
+    return [node.name, node.host, *map(str, numbers), health, state]
+
+
+def _actions(report: Report) -> Iterator[str]:
+    if not report.actions:
+        return
+    shown = report.actions[-MAX_ROWS:]
+    yield f"<section><h2>Other events <small>{count(len(report.actions), 'event')}</small></h2>"
+    yield _table(("time", "kind", "what"), [[moment(a.at, clock_only=True), a.kind, a.text] for a in shown], wide={2}, fixed={0, 1})
+    yield _left_out(report.omitted.get("actions", 0) + len(report.actions) - len(shown), "earlier events")
+    yield "</section>"
+
+
+def _configuration(report: Report) -> Iterator[str]:
+    if not (report.programs or report.settings or report.versions):
+        return
+    yield "<section><h2>Configuration and versions</h2>"
+    for program in report.programs:
+        yield f"<pre>{safe(program)}</pre>"
+    rows = [_setting(one, report.summary.nodes) for one in (*report.settings, *report.versions)]
+    yield _table(("setting", "value", "nodes"), rows, wide={1})
+    yield "</section>"
+
+
+def _setting(setting: Setting, nodes: int) -> list[str]:
+    where = "coordinator" if not setting.nodes else "all" if setting.nodes == nodes else f"{setting.nodes} of {nodes}"
+    return [setting.name, setting.value, where]
+
+
+def _foot(report: Report) -> Iterator[str]:
+    yield "<footer>"
+    yield from (f"<p>{safe(note)}</p>" for note in report.notes)
+    yield f"<p>Made from {count(report.events, 'event')}. Times are UTC.</p>\n</footer>"
+
+
+def _left_out(number: int, what: str) -> str:
+    return f'<p class="soft">{number:,} {what} are left out.</p>' if number > 0 else ""
+
+
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numeric: set[int] = frozenset(),  # type: ignore[assignment]
+    wide: set[int] = frozenset(),  # type: ignore[assignment]
+    fixed: set[int] = frozenset(),  # type: ignore[assignment]
+) -> str:
+    def css(column: int) -> str:
+        name = "n" if column in numeric else "w" if column in wide else "t" if column in fixed else ""
+        return f' class="{name}"' if name else ""
+
+    def cell(column: int, text: str) -> str:
+        return f"<td{css(column)}>{safe(text)}</td>"
+
+    titles = "".join(f"<th{css(column)}>{safe(title)}</th>" for column, title in enumerate(head))
+    body = "\n".join(f"<tr>{''.join(cell(*pair) for pair in enumerate(row))}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
