@@ -8,13 +8,14 @@ the likeliest one by `diagnostics/failure_report.py`.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.diagnostics.evidence_events import Evidence, from_event
-from ripstop.diagnostics.failure_report import how, order
+from ripstop.diagnostics.failure_report import how, order, tail_without_traceback
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
@@ -84,12 +85,8 @@ class _Round(Struct):
     world_size: int = 0
     why: str = ""
     started: float = 0.0  # the slowest node's seconds until its workers ran
-    pause: float = 0.0  # the longest time without workers on a node that had some
-    detect: float = 0.0
-    decide: float = 0.0
-    stop: float = 0.0
-    start: float = 0.0
-    first_step: float = 0.0
+    first_step: float = 0.0  # and until its first step
+    slowest: Phases | None = None  # the recovery of the node that had no training for longest
     ended_at: float | None = None
     cause: str = ""
     why_ended: str = ""
@@ -101,16 +98,10 @@ class _Round(Struct):
 
     def phases(self, previous: "_Round | None") -> Phases:
         """The downtime before this round."""
-        if previous is None:
-            return Phases(start=self.started, first_step=self.first_step)
-        gap = max(0.0, self.formed_at - (previous.ended_at or previous.formed_at))
-        down = max(self.pause, gap + self.started)
-        known = self.detect + self.decide + self.stop + self.start
-        start = self.start or self.started
-        if not known:
-            return Phases(wait=max(0.0, down - start), start=start, first_step=self.first_step)
-        wait = max(0.0, down - known)
-        return Phases(self.detect, self.decide, self.stop, wait, start, self.first_step)
+        if self.slowest is not None:
+            return self.slowest
+        gap = max(0.0, self.formed_at - (previous.ended_at or previous.formed_at)) if previous else 0.0
+        return Phases(wait=gap, start=self.started, first_step=self.first_step)
 
 
 class _Builder:
@@ -125,12 +116,15 @@ class _Builder:
         self._coordinator: tuple[float, float] | None = None  # its first and last record
         self._closing: tuple[str, str] | None = None
         self._closed: events.JobClosed | None = None
+        self._pauses: dict[str, float] = {}  # the latest of each node
+        self._recoveries: dict[str, tuple[int, Phases]] = {}  # the same: the round, and the phases
         self._left: dict[str, str] = {}  # nodes that leave or left, and why
         self._ended: dict[str, events.AgentEnded] = {}
         self._rounds: dict[int, _Round] = {}
         self._round_count = 0
         self._highest = 0
         self._restarts = 0
+        self._charged = 0
         self._failures = 0
         self._lost_nodes = 0
         self._evidence: deque[tuple[_Worker, int]] = deque()
@@ -308,7 +302,7 @@ class _Builder:
     def _settle_oldest(self) -> None:
         """Move the time of the older half of the rounds to the totals."""
         steps, numbers = self._goodput.rounds(), sorted(self._rounds)
-        for number, following in zip(numbers[: MAX_ROUNDS // 2], numbers[1:], strict=False):
+        for number, following in pairwise(numbers[: MAX_ROUNDS // 2 + 1]):
             old = self._rounds.pop(number)
             self._lose(self._losses, old, self._rounds[following].phases(old), steps.get(number))
 
@@ -333,7 +327,11 @@ class _Builder:
 
     def _on_charged(self, record: EventRecord, event: events.BudgetCharged) -> None:
         if round := self._round(event.round, record.at):
-            round.decision = event.why
+            budget = "" if event.cause == RoundEndCause.APPLICATION else f" for {event.cause} failures"
+            used = f"{event.used} of {event.limit} restarts{budget} are used"
+            round.decision = f"restarted; {used}" if event.allowed else f"not restarted; {used}"
+        if event.cause == RoundEndCause.APPLICATION:
+            self._charged = event.used
 
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
@@ -345,19 +343,25 @@ class _Builder:
             round.nodes = round.nodes or 1
             round.why = round.why or event.why
             round.started = max(round.started, event.seconds)
-            round.pause = max(round.pause, event.pause)
+        self._pauses[record.node] = event.pause
 
     def _on_recovered(self, record: EventRecord, event: events.Recovered) -> None:
-        if round := self._round(event.round, record.at):
-            round.detect = max(round.detect, event.detect)
-            round.decide = max(round.decide, event.decide)
-            round.stop = max(round.stop, event.stop)
-            round.start = max(round.start, event.start)
+        wait = self._pauses.get(record.node, 0.0) - event.detect - event.decide - event.stop - event.start
+        phases = Phases(event.detect, event.decide, event.stop, max(0.0, wait), event.start)
+        self._recoveries[record.node] = (event.round, phases)
+        self._compare_recovery(self._round(event.round, record.at), phases)
 
     def _on_first_step(self, record: EventRecord, event: events.FirstStep) -> None:
         self._goodput.on(record)
         if round := self._round(event.round, record.at):
             round.first_step = max(round.first_step, event.seconds)
+            number, phases = self._recoveries.get(record.node, (0, Phases()))
+            if number == event.round:
+                self._compare_recovery(round, replace(phases, first_step=event.seconds))
+
+    def _compare_recovery(self, round: _Round | None, phases: Phases) -> None:
+        if round is not None and (round.slowest is None or phases.total > round.slowest.total):
+            round.slowest = phases
 
     def _on_steps_done(self, record: EventRecord, event: events.StepsDone) -> None:
         self._goodput.on(record)
@@ -395,12 +399,12 @@ class _Builder:
             hang = Hang(event.seconds, event.sign, "", event.where, False, "")
             message = f"{event.sign} for {event.seconds:.0f} s" + (f", {event.where}" if event.where else "")
             failure = Failure(event.rank, 0, event.round, "", record.at, event.pid, message=message, hang=hang)
-            worker.evidence = Evidence(failure)
+            worker.evidence = Evidence(failure, is_recorded=False)
 
     def _on_evidence(self, record: EventRecord, event: events.WorkerEvidence) -> None:
         worker = self._worker(record, event.round, event.rank, event.message, event.pid)
-        if worker is None:
-            return
+        if worker is None or (worker.evidence is not None and worker.evidence.is_recorded):
+            return  # a worker that hung may fail later, while it is stopped
         worker.evidence = from_event(event)
         size = len(event.traceback) + sum(map(len, event.log_tail))
         self._evidence.append((worker, size))
@@ -441,6 +445,7 @@ class _Builder:
             seconds=max(0.0, ended - began),
             rounds=self._round_count,
             restarts=self._restarts,
+            charged=self._charged,
             max_restarts=self._limits.max_restarts if self._limits else None,
             worker_failures=self._failures,
             nodes=self._node_count,
@@ -517,11 +522,17 @@ class _Builder:
             round = self._rounds[number]
             phases, own = round.phases(previous), steps.get(number)
             count = own.last - own.first if own else 0
+            running_at = round.formed_at + phases.start + phases.first_step
+            if previous is not None:
+                fault_at = (previous.ended_at or round.formed_at) - phases.detect
+                running_at = max(round.formed_at, fault_at + phases.total)
+                found[-1] = replace(found[-1], trained_until=fault_at)
             found.append(
                 RoundReport(
                     number=number,
                     formed_at=round.formed_at,
-                    running_at=round.formed_at + phases.stop + phases.start + phases.first_step,
+                    running_at=running_at,
+                    trained_until=round.ended_at if round.ended_at is not None else self._last,
                     ended_at=round.ended_at,
                     nodes=round.nodes,
                     world_size=round.world_size,
@@ -543,7 +554,7 @@ class _Builder:
         self, began: float, ended: float, rounds: tuple[RoundReport, ...], steps: dict[int, RoundSteps]
     ) -> TimeSpent:
         losses = dict(self._losses)
-        for before, after in zip(rounds, rounds[1:], strict=False):
+        for before, after in pairwise(rounds):
             self._lose(losses, self._rounds[before.number], after.phases, steps.get(before.number))
         total = max(0.0, ended - began)
         downtime = min(total, sum(loss.phases.total for loss in losses.values()))
@@ -586,7 +597,7 @@ class _Builder:
     def _incidents(
         self, result: JobResult, rounds: tuple[RoundReport, ...], steps: dict[int, RoundSteps]
     ) -> tuple[Incident, ...]:
-        downtime = {before.number: after.phases.total for before, after in zip(rounds, rounds[1:], strict=False)}
+        downtime = {before.number: after.phases.total for before, after in pairwise(rounds)}
         found = []
         for number in sorted(self._rounds):
             round = self._rounds[number]
@@ -619,16 +630,18 @@ class _Builder:
         if is_node_gone and round.departure is not None:
             node, why = round.departure
             is_lost = node in self._nodes and self._nodes[node].is_lost
-            title = f"node {node} was lost: {why}" if is_lost else f"node {node} {_left(why)}"
+            title = f"node {node} was lost: {why.removeprefix('lost: ')}" if is_lost else f"node {node} {_left(why)}"
             cause = round.cause or (RoundEndCause.NODE_LOST if is_lost else RoundEndCause.NODE_LEFT)
         else:
             first, *victims = ordered
             root, node = self._worker_report(first, round.number), first.node
+            if round.hang and first.rank in round.hang.odd:
+                root = replace(root, how="the other ranks wait for it")
             at, title = root.at, _title(root, round.hang)
             cause = round.cause or (RoundEndCause.INFRASTRUCTURE if root.is_hang else RoundEndCause.APPLICATION)
         shown = tuple(self._worker_report(worker, round.number) for worker in victims)
         count = round.failures - (root is not None)
-        decision = round.decision or round.why_ended
+        decision = round.decision or ("restarted without the node, which costs no restart" if by_node else "")
         title, decision = truncate(title, MAX_TITLE), truncate(decision, MAX_MESSAGE)
         return Incident(round.number, at, cause, title, decision, is_end, node, root, shown, count, 0.0, 0.0, 0)
 
@@ -658,7 +671,7 @@ class _Builder:
             collectives=evidence.collectives if evidence else "",
             is_hang=failure.hang is not None,
             traceback=failure.traceback,
-            log_tail=failure.log_tail,
+            log_tail=tail_without_traceback(failure),
             files=evidence.files if evidence else (),
         )
 
@@ -676,13 +689,12 @@ class _Builder:
 
 
 def _title(root: WorkerReport, hang: events.HangDiagnosed | None) -> str:
-    place = f" on {root.host}" if root.host else ""
+    who = f"rank {root.rank} on {root.host}" if root.host else f"rank {root.rank}"
     if root.is_hang:
-        odd = rank_list(sorted(hang.odd)) if hang and hang.odd else f"rank {root.rank}"
-        verb = "hung" if hang and hang.odd else "made no progress"
-        return f"{odd}{place} {verb}: {hang.why if hang else root.message}"
+        odd = who if hang is None or len(hang.odd) < 2 else rank_list(sorted(hang.odd))
+        return f"{odd} {'hung' if hang and hang.odd else 'made no progress'}: {hang.why if hang else root.message}"
     message = root.message.split("\n", 1)[0]
-    return f"rank {root.rank}{place} {root.how}" + (f": {message}" if message not in ("", root.how) else "")
+    return f"{who} {root.how}" if message in ("", root.how) else f"{who}: {message}"
 
 
 def _left(why: str) -> str:

@@ -30,6 +30,13 @@ def moment(at: float, clock_only: bool = False) -> str:
     return f"{found:%H:%M:%S}" if clock_only else f"{found:%Y-%m-%d %H:%M:%S} UTC"
 
 
+def moment_range(began: float, ended: float) -> str:
+    """Two times, with the day once if it is the same."""
+    first, last = moment(began), moment(ended)
+    day, _, clock = last.partition(" ")
+    return f"{first.removesuffix(' UTC')} – {clock if first.startswith(day) and clock else last}"
+
+
 def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 

@@ -1,17 +1,27 @@
-"""Renders a report as one HTML page that needs nothing else: no script, no font, no other file.  Pure but for its style.
+"""Renders a report as one HTML page that needs nothing else: no script, no font, no other file.
 
 Rules: (1) every text goes through `safe`, so it is shown and never run; (2) the page forbids scripts and requests by a
 Content-Security-Policy; (3) a state is an icon and a word, not only a colour; (4) tables are bounded, and say what they
 leave out.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from ripstop.report.builder import STARTUP
-from ripstop.report.formats import count, duration, moment, percent
-from ripstop.report.model import Incident, JobResult, Loss, NodeReport, Phases, Report, RoundReport, Setting, WorkerReport
+from ripstop.report.formats import count, duration, moment, moment_range, percent
+from ripstop.report.model import (
+    Incident,
+    JobResult,
+    Loss,
+    NodeReport,
+    Phases,
+    Report,
+    RoundReport,
+    Setting,
+    WorkerReport,
+)
 from ripstop.report.safe_text import safe
 from ripstop.report.timeline import timeline
 
@@ -85,7 +95,7 @@ def _head(report: Report) -> Iterator[str]:
     summary = report.summary
     css, icon, word = RESULTS[summary.result]
     yield '<header>\n<div class="kicker"><span>ripstop job report</span>'
-    yield f"<span>{moment(summary.began)} to {moment(summary.ended)}</span></div>"
+    yield f"<span>{moment_range(summary.began, summary.ended)}</span></div>"
     badge = f'<span class="badge {css}"><span aria-hidden="true">{icon}</span> {word}</span>'
     yield f"<h1>{safe(summary.run_id or 'unnamed job')} {badge}</h1>"
     if summary.cause:
@@ -107,7 +117,7 @@ def _facts(report: Report) -> Iterator[str]:
     lost = time.downtime + (time.repeated or 0.0)
     detail = f"{duration(time.downtime)} down, {count(time.repeated_steps, 'step')} repeated"
     yield _fact("Time lost", duration(lost), detail)
-    budget = "" if summary.max_restarts is None else f"{summary.max_restarts} allowed"
+    budget = "" if summary.max_restarts is None else f"{summary.charged} of {summary.max_restarts} in the budget used"
     yield _fact("Restarts", str(summary.restarts), budget or "budget unknown")
     if summary.last_step is not None:
         speed = f"{duration(summary.seconds_per_step)} a step" if summary.seconds_per_step else "speed unknown"
@@ -132,7 +142,8 @@ def _timeline(report: Report) -> Iterator[str]:
 
 
 def _legend(kinds: Iterable[tuple[str, str]]) -> str:
-    return f'<div class="legend">{"".join(f"<span><i class=k-{kind}></i>{safe(text)}</span>" for kind, text in kinds)}</div>'
+    items = (f'<span><i class="k-{kind}"></i>{safe(text)}</span>' for kind, text in kinds)
+    return f'<div class="legend">{"".join(items)}</div>'
 
 
 # failures -------------------------------------------------------------------------------------------------------------
@@ -169,44 +180,44 @@ def _card(number: int, incident: Incident, is_open: bool) -> Iterator[str]:
 
 def _root(incident: Incident, is_open: bool) -> Iterator[str]:
     root = incident.root
-    facts = _worker_facts(root) if root else [("node", incident.node)]
+    facts = _worker_facts(root, incident.title) if root else []
     facts.append(("decision", incident.decision))
     yield "<dl>" + "".join(f"<dt>{name}</dt><dd>{safe(text)}</dd>" for name, text in facts if text) + "</dl>"
     if root is None:
         return
-    if root.traceback:
-        what = "Stack" if root.is_hang else "Traceback"
-        yield f"<details{' open' if is_open else ''}><summary>{what}</summary><pre>{safe(root.traceback, MAX_TRACEBACK)}</pre></details>"
-    yield _log_tail(root)
+    yield _folded("Stack" if root.is_hang else "Traceback", root.traceback, is_open)
+    yield _folded("Last lines of stderr", "\n".join(root.log_tail))
 
 
-def _worker_facts(worker: WorkerReport) -> list[tuple[str, str]]:
+def _worker_facts(worker: WorkerReport, title: str) -> list[tuple[str, str]]:
     pid = f", pid {worker.pid}" if worker.pid else ""
     local = f" (local rank {worker.local_rank}{pid})" if worker.local_rank is not None else ""
     return [
-        ("root cause", f"rank {worker.rank} on {worker.host or worker.node}{local}"),
-        ("node", worker.node),
+        ("root cause", f"rank {worker.rank}{local} on node {worker.node}"),
         ("how", worker.how),
-        ("message", worker.message if worker.message != worker.how else ""),
+        ("message", "" if worker.message == worker.how or worker.message in title else worker.message),
         ("memory", worker.oom if worker.oom != worker.message else ""),
         ("collectives", worker.collectives),
         ("files", "  ".join(worker.files)),
     ]
 
 
-def _log_tail(worker: WorkerReport) -> str:
-    if not worker.log_tail:
-        return ""
-    text = "\n".join(worker.log_tail)
-    return f"<details><summary>Last lines of stderr</summary><pre>{safe(text, MAX_TRACEBACK)}</pre></details>"
+def _folded(title: str, text: str, is_open: bool = False) -> str:
+    opened = " open" if is_open else ""
+    shown = f"<pre>{safe(text, MAX_TRACEBACK)}</pre>"
+    return f"<details{opened}><summary>{title}</summary>{shown}</details>" if text else ""
 
 
 def _victims(incident: Incident) -> Iterator[str]:
     more = f", {len(incident.victims)} are listed" if len(incident.victims) < incident.victim_count else ""
     yield f"<details><summary>{count(incident.victim_count, 'other failure')}, because of it{more}</summary>"
-    rows = [[str(v.rank), v.host or v.node, f"{v.how}: {v.message}" if v.message != v.how else v.how] for v in incident.victims]
+    rows = ([str(victim.rank), victim.host or victim.node, _what(victim)] for victim in incident.victims)
     yield _table(("rank", "host", "what"), rows, numeric={0}, wide={2})
     yield "</details>"
+
+
+def _what(worker: WorkerReport) -> str:
+    return worker.how if worker.message in ("", worker.how) else f"{worker.how}: {worker.message}"
 
 
 # time -----------------------------------------------------------------------------------------------------------------
@@ -225,10 +236,11 @@ def _time(report: Report) -> Iterator[str]:
         parts.insert(0, ("steps", "steps that were kept", time.in_steps))
         parts.insert(1, ("repeated", "steps that were repeated", time.repeated or 0.0))
         parts.append(("other", "workers ran outside of counted steps", other))
-    parts = [part for part in parts if part[2] / time.total >= 0.0005]
-    spans = (f'<span class="k-{css}" style="flex:{max(0.001, seconds / time.total):.4f}" title="{safe(name)}"></span>' for css, name, seconds in parts)
-    yield f'<div class="split" role="img" aria-label="Shares of the time">{"".join(spans)}</div>'
-    yield _legend((css, f"{name} {percent(min(1.0, seconds / time.total))} ({duration(seconds)})") for css, name, seconds in parts)
+    shares = [(css, name, seconds, min(1.0, seconds / time.total)) for css, name, seconds in parts]
+    shares = [part for part in shares if part[-1] >= 0.0005]
+    bars = (f'<span class="k-{css}" style="flex:{share:.4f}"></span>' for css, _, _, share in shares)
+    yield f'<div class="split" role="img" aria-label="Shares of the time">{"".join(bars)}</div>'
+    yield _legend((css, f"{name} {percent(share)} ({duration(seconds)})") for css, name, seconds, share in shares)
     if time.losses:
         yield "<h2>Time lost, by cause and phase</h2>"
         yield _losses(time.losses)
@@ -238,17 +250,13 @@ def _time(report: Report) -> Iterator[str]:
 def _losses(losses: Sequence[Loss]) -> str:
     names = [name for name in Phases.__struct_fields__ if any(getattr(loss.phases, name) for loss in losses)]
     has_repeated = any(loss.repeated for loss in losses)
-    head = ("cause", "times", *(PHASE_NAMES[name] for name in names), *(["repeated steps"] if has_repeated else []), "total")
-    rows = [
-        [
-            CAUSES.get(loss.cause, loss.cause),
-            str(loss.count),
-            *(duration(getattr(loss.phases, name)) for name in names),
-            *([duration(loss.repeated)] if has_repeated else []),
-            duration(loss.total),
-        ]
-        for loss in losses
-    ]
+    repeated = ("repeated steps",) if has_repeated else ()
+    head = ("cause", "times", *(PHASE_NAMES[name] for name in names), *repeated, "total")
+    rows = []
+    for loss in losses:
+        seconds = [getattr(loss.phases, name) for name in names] + [loss.repeated] * has_repeated
+        cells = [duration(one) if one else "–" for one in seconds]
+        rows.append([CAUSES.get(loss.cause, loss.cause), str(loss.count), *cells, duration(loss.total)])
     return _table(head, rows, numeric=set(range(1, len(head))))
 
 
@@ -261,19 +269,18 @@ def _rounds(report: Report) -> Iterator[str]:
     yield f"<section><h2>Rounds <small>{count(report.summary.rounds, 'round')}</small></h2>"
     shown = report.rounds[-MAX_ROWS:]
     head = ("round", "began", "trained", "workers", "nodes", "steps", "s/step", "down before", "ended because")
-    yield _table(head, [_round(round, report) for round in shown], numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
+    yield _table(head, map(_round, shown), numeric={0, 2, 3, 4, 5, 6, 7}, wide={8}, fixed={1})
     yield _left_out(report.summary.rounds - len(shown), "earlier rounds")
     yield "</section>"
 
 
-def _round(round: RoundReport, report: Report) -> list[str]:
-    ended = round.ended_at if round.ended_at is not None else report.summary.ended
+def _round(round: RoundReport) -> list[str]:
     steps = "" if round.last_step is None else f"{round.first_step:,} – {round.last_step:,}"
     why = CAUSES.get(round.cause, round.cause)
     return [
         str(round.number),
         moment(round.formed_at, clock_only=True),
-        duration(max(0.0, ended - round.running_at)),
+        duration(max(0.0, round.trained_until - round.running_at)),
         f"{round.world_size:,}",
         f"{round.nodes:,}",
         steps,
@@ -308,7 +315,8 @@ def _actions(report: Report) -> Iterator[str]:
         return
     shown = report.actions[-MAX_ROWS:]
     yield f"<section><h2>Other events <small>{count(len(report.actions), 'event')}</small></h2>"
-    yield _table(("time", "kind", "what"), [[moment(a.at, clock_only=True), a.kind, a.text] for a in shown], wide={2}, fixed={0, 1})
+    rows = ([moment(action.at, clock_only=True), action.kind, action.text] for action in shown)
+    yield _table(("time", "kind", "what"), rows, wide={2}, fixed={0, 1})
     yield _left_out(report.omitted.get("actions", 0) + len(report.actions) - len(shown), "earlier events")
     yield "</section>"
 
@@ -342,10 +350,12 @@ def _left_out(number: int, what: str) -> str:
 def _table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
-    numeric: set[int] = frozenset(),  # type: ignore[assignment]
-    wide: set[int] = frozenset(),  # type: ignore[assignment]
-    fixed: set[int] = frozenset(),  # type: ignore[assignment]
+    numeric: Collection[int] = (),
+    wide: Collection[int] = (),
+    fixed: Collection[int] = (),
 ) -> str:
+    """`numeric`, `wide` and `fixed` are the columns with numbers, with long texts, and with texts of one line."""
+
     def css(column: int) -> str:
         name = "n" if column in numeric else "w" if column in wide else "t" if column in fixed else ""
         return f' class="{name}"' if name else ""

@@ -35,7 +35,8 @@ class Summary(Struct, frozen=True):
     ended: float
     seconds: float
     rounds: int
-    restarts: int
+    restarts: int  # new rounds that nobody planned
+    charged: int  # failures that the restart budget counted at last
     max_restarts: int | None
     worker_failures: int
     nodes: int
@@ -50,7 +51,7 @@ class Summary(Struct, frozen=True):
 
 
 class Phases(Struct, frozen=True):
-    """The downtime before a round, by phase; of each phase, the slowest node counts.
+    """The downtime before a round, by phase, on the node that had no training for longest.
 
     `wait` is the time in none of the other phases: for nodes, or for the delay before a restart.
     """
@@ -95,11 +96,16 @@ class TimeSpent(Struct, frozen=True):
 
 
 class RoundReport(Struct, frozen=True):
-    """One round.  `cause` and `why_ended` are empty while it runs; `phases` are the downtime before it."""
+    """One round.  `cause` and `why_ended` are empty while it runs; `phases` are the downtime before it.
+
+    `running_at` is its first step, or the start of its workers.  `trained_until` is the fault that ended it, and
+    `ended_at` the time at which the coordinator ended it.
+    """
 
     number: int
     formed_at: float
     running_at: float
+    trained_until: float
     ended_at: float | None
     nodes: int
     world_size: int

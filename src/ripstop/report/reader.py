@@ -15,7 +15,6 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct, defstruct
 
-from ripstop.model import events
 from ripstop.model.events import MAX_LINE, VERSION, Event, EventRecord
 from ripstop.model.field_types import Int64
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
@@ -66,13 +65,10 @@ def read_events(paths: list[Path], skipped: Skipped) -> Iterator[EventRecord]:
 def _line_decoder() -> Callable[[bytes], Any]:
     """Decodes a line in one pass, to an event that also has the fields of the header."""
     header = [("v", Int64), ("seq", Int64), ("at", float), ("node", str)]
+    options: dict[str, Any] = {"kw_only": True, "frozen": True, "gc": False, "tag_field": "kind"}
     flat = [
-        defstruct(cls.__name__, header, bases=(cls,), kw_only=True, frozen=True, gc=False, tag_field="kind", tag=_tag(cls))
+        defstruct(cls.__name__, header, bases=(cls,), tag=cls.__struct_config__.tag, **options)
         for cls in get_args(Event)
     ]
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, flat))
     return decoder.decode
-
-
-def _tag(cls: type[events.Event]) -> str:
-    return str(cls.__struct_config__.tag)

@@ -33,7 +33,8 @@ def _elements(report: Report) -> Iterator[str]:
     yield f'<svg class="timeline" width="100%" height="{HEIGHT}" role="img" aria-label="{safe(label)}">'
     yield (
         '<defs><pattern id="down" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="6" height="6" class="down-bg"/><line x1="0" y1="0" x2="0" y2="6" class="down-line"/></pattern></defs>'
+        '<rect width="6" height="6" class="down-bg"/><line x1="0" y1="0" x2="0" y2="6" class="down-line"/>'
+        "</pattern></defs>"
     )
     yield from _axis(scale)
     yield from _bars(report, scale)
@@ -72,7 +73,7 @@ def _bars(report: Report, scale: _Scale) -> Iterator[str]:
     largest = max((round.world_size for round in report.rounds), default=0) or 1
     before = report.summary.began
     for index, round in enumerate(report.rounds):
-        ended = round.ended_at if round.ended_at is not None else report.summary.ended
+        ended = round.trained_until
         running = min(max(round.running_at, before), max(ended, before))
         height = max(10, BARS_HEIGHT * round.world_size // largest)
         y = BARS_Y + BARS_HEIGHT - height
@@ -99,7 +100,8 @@ def _downtime_text(round: RoundReport, seconds: float) -> str:
 def _round_text(round: RoundReport, ended: float) -> str:
     workers = f"{count(round.nodes, 'node')}, {count(round.world_size, 'worker')}"
     steps = f"\nsteps {round.first_step} to {round.last_step}" if round.last_step is not None else ""
-    lost = f"\n{count(round.repeated_steps, 'step')} repeated ({duration(round.repeated)})" if round.repeated_steps else ""
+    repeated = f"\n{count(round.repeated_steps, 'step')} repeated ({duration(round.repeated)})"
+    lost = repeated if round.repeated_steps else ""
     end = f"\nended: {round.why_ended}" if round.why_ended else ""
     return f"round {round.number}: {workers}, {duration(ended - round.running_at)}{steps}{lost}{end}"
 
