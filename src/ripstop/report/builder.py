@@ -20,6 +20,7 @@ from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.text_formatting import rank_list, truncate
+from ripstop.protocol.limits import bounded_record
 from ripstop.report.model import (
     Action,
     Incident,
@@ -38,7 +39,7 @@ from ripstop.telemetry.goodput import MAX_OPEN_ROUNDS, Goodput, RoundSteps
 
 MAX_ROUNDS = MAX_OPEN_ROUNDS  # of which at least the latest half is kept
 MAX_FAILURES = 64  # of one round that are kept
-MAX_EVIDENCE_CHARS = 16 << 20  # of all tracebacks and log lines; those of the oldest failures are dropped
+MAX_EVIDENCE_CHARS = 4 << 20  # of all tracebacks and log lines; those of the oldest failures are dropped
 MAX_NODES = 10_000
 MAX_ACTIONS = 1000
 MAX_SETTINGS = 256
@@ -405,6 +406,9 @@ class _Builder:
         worker = self._worker(record, event.round, event.rank, event.message, event.pid)
         if worker is None or (worker.evidence is not None and worker.evidence.is_recorded):
             return  # a worker that hung may fail later, while it is stopped
+        record = bounded_record(record)  # a file may be anybody's
+        assert isinstance(record.event, events.WorkerEvidence)
+        event = record.event
         worker.evidence = from_event(event)
         size = len(event.traceback) + sum(map(len, event.log_tail))
         self._evidence.append((worker, size))
