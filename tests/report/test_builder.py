@@ -111,7 +111,7 @@ def test_the_odd_rank_of_a_hang_is_the_cause_with_its_stack() -> None:
     (incident,) = build_report(job.records).incidents
     assert incident.title == "rank 1 on host-1 hung: rank 0 waits in all_reduce; rank 1 is in read_shard"
     assert incident.root is not None and incident.root.traceback == stack
-    assert incident.root.collectives == "in none"
+    assert incident.root.collectives == "in no collective"
     assert [(victim.rank, victim.message) for victim in incident.victims] == [(0, "waits in all_reduce")]
 
 
