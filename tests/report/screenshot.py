@@ -4,6 +4,7 @@ Runs a real job of three agents with a crash, a lost node, a hang and a last cra
 cover; writes its report and takes a picture of the page.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,28 +20,29 @@ FAULTS = "raise:4:70,hang:1:250,oom:3:330"
 
 
 def run_job(folder: Path) -> Path:
-    """The directory of the run."""
+    """The directory of the run.  The script is copied, so that tracebacks have short paths."""
+    script = Path(shutil.copy(TRAIN, folder))
     env = {"STATE": str(folder / "state"), "FAULTS": FAULTS, "STEPS": "1000", "STEP_S": "0.08"}
     flags = (
         "--nproc-per-node=2", "--max-restarts=1", "--hang-timeout=4", "--shutdown-timeout=2", "--rdzv-id=llama-7b-sft",
         "--preload=torch,torch.distributed",
     )  # fmt: skip
     with Job(folder, **env) as job:
-        nodes = [job.node(*flags, nnodes="2:3", script=TRAIN)]
+        nodes = [job.node(*flags, nnodes="2:3", script=script)]
         nodes[0].wait_for_log("joined")  # it runs the coordinator
-        nodes += [job.node(*flags, nnodes="2:3", script=TRAIN) for _ in range(2)]
+        nodes += [job.node(*flags, nnodes="2:3", script=script) for _ in range(2)]
         nodes[0].wait_for_log(r"round=2 ranks")
         wait_until(lambda: (int((folder / "state").read_text() or 0) >= 160) or None)
         nodes[2].signal(signal.SIGKILL)
         nodes[0].wait_for_log(r"round=3 ranks")
-        nodes.append(job.node(*flags, nnodes="2:3", script=TRAIN))
+        nodes.append(job.node(*flags, nnodes="2:3", script=script))
         for node in nodes:
             node.wait(120)
         (run,) = job.logs.iterdir()
     return run
 
 
-def take_picture(page: Path, image: Path, size: str = "1200,1500") -> None:
+def take_picture(page: Path, image: Path, size: str = "1200,1220") -> None:
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
@@ -53,10 +55,8 @@ def take_picture(page: Path, image: Path, size: str = "1200,1500") -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
-    run = run_job(folder)
-    subprocess.run([sys.executable, "-m", "ripstop", "report", str(run)], check=True)
-    take_picture(run / "job-report.html", IMAGE)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="demo-"))
+    take_picture(run_job(folder) / "job-report.html", IMAGE)
     print(IMAGE)
 
 

@@ -6,6 +6,7 @@ latest, while all of them are counted; (4) the root cause of a round is the one 
 the likeliest one by `diagnostics/failure_report.py`.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -53,11 +54,19 @@ def build_report(records: Iterable[EventRecord], notes: Iterable[str] = ()) -> R
     """The report of a job; ValueError if there is no record.  `notes` are remarks about the source."""
     builder = _Builder()
     handlers = builder.handlers
-    for record in records:
-        builder.count += 1
-        if handler := handlers.get(record.event.__struct_config__.tag):
+    count, first, last = 0, math.inf, -math.inf
+    for record in records:  # there may be millions of them
+        count += 1
+        at = record.at
+        if at < first:
+            first = at
+        if at > last:
+            last = at
+        if not record.node:
+            builder.saw_coordinator(record)
+        if handler := handlers[type(record.event)]:
             handler(record, record.event)
-        builder.saw(record)
+    builder.count, builder.first, builder.last = count, first, last
     if not builder.count:
         raise ValueError("there are no events")
     return builder.report(tuple(notes))
@@ -105,6 +114,14 @@ class _Round(Struct):
         return Phases(wait=gap, start=self.started, first_step=self.first_step)
 
 
+class _Handlers(dict[type, Callable[[EventRecord, Any], None] | None]):
+    """The handler for each class of events and its subclasses, None for the others."""
+
+    def __missing__(self, cls: type) -> Callable[[EventRecord, Any], None] | None:
+        self[cls] = found = next((self[base] for base in cls.__mro__ if base in self), None)
+        return found
+
+
 class _Builder:
     """Takes the records in order; `handlers` has a method for each kind that matters to the report."""
 
@@ -112,8 +129,7 @@ class _Builder:
         self.count = 0
         self._run_id = ""
         self._limits: events.JobStarted | None = None
-        self._first: float | None = None  # by any clock
-        self._last = 0.0
+        self.first = self.last = 0.0  # record, by any clock
         self._coordinator: tuple[float, float] | None = None  # its first and last record
         self._closing: tuple[str, str] | None = None
         self._closed: events.JobClosed | None = None
@@ -143,9 +159,8 @@ class _Builder:
         self._versions: Counter[tuple[str, str]] = Counter()
         self._goodput = Goodput()
         self._losses: dict[str, Loss] = {}  # of rounds that are no longer kept
-        self.handlers: dict[Any, Callable[[EventRecord, Any], None]] = {
-            cls.__struct_config__.tag: handler
-            for cls, handler in (
+        self.handlers = _Handlers(
+            (
                 (events.JobStarted, self._on_job_started),
                 (events.NodeJoined, self._on_joined),
                 (events.NodeLeaving, self._on_leaving),
@@ -174,21 +189,12 @@ class _Builder:
                 (events.WorkersStopping, self._on_stopping),
                 (events.AgentEnded, self._on_agent_ended),
             )
-        }
+        )
 
-    def saw(self, record: EventRecord) -> None:
-        at = record.at
-        if self._first is None:
-            self._first = self._last = at
-        elif at > self._last:
-            self._last = at
-        elif at < self._first:
-            self._first = at
-        if not record.node:
-            self._coordinator = (min(self._coordinator[0], at), max(self._coordinator[1], at)) if (
-                self._coordinator
-            ) else (at, at)  # fmt: skip
-            self._goodput.on(record)
+    def saw_coordinator(self, record: EventRecord) -> None:
+        first, last = self._coordinator or (record.at, record.at)
+        self._coordinator = min(first, record.at), max(last, record.at)
+        self._goodput.on(record)
 
     # the job ----------------------------------------------------------------------------------------------------------
 
@@ -424,8 +430,7 @@ class _Builder:
     # the report -------------------------------------------------------------------------------------------------------
 
     def report(self, notes: tuple[str, ...]) -> Report:
-        assert self._first is not None
-        began = self._coordinator[0] if self._coordinator else self._first
+        began = self._coordinator[0] if self._coordinator else self.first
         result, why = self._result()
         ended = self._end_time(result)
         steps = self._goodput.rounds()
@@ -500,13 +505,13 @@ class _Builder:
     def _end_time(self, result: JobResult) -> float:
         if self._coordinator and result is not JobResult.UNFINISHED:
             return self._coordinator[1]
-        return self._last
+        return self.last
 
     def _notes(self, result: JobResult) -> Iterable[str]:
         if self._coordinator is None:
             yield "These are the events of single nodes: goodput, rounds and decisions are the coordinator's events."
-        elif result is JobResult.UNFINISHED and self._last - self._coordinator[1] > 1.0:
-            after = self._last - self._coordinator[1]
+        elif result is JobResult.UNFINISHED and self.last - self._coordinator[1] > 1.0:
+            after = self.last - self._coordinator[1]
             yield f"Agents recorded events until {after:.0f} s after the coordinator's last one: it was killed first."
         if not self._goodput.has_steps:
             yield "No worker reported a step, so goodput is unknown. Call ripstop.train.heartbeat(step) in the script."
@@ -536,7 +541,7 @@ class _Builder:
                     number=number,
                     formed_at=round.formed_at,
                     running_at=running_at,
-                    trained_until=round.ended_at if round.ended_at is not None else self._last,
+                    trained_until=round.ended_at if round.ended_at is not None else self.last,
                     ended_at=round.ended_at,
                     nodes=round.nodes,
                     world_size=round.world_size,
@@ -624,7 +629,7 @@ class _Builder:
         """What ended the round, if it was no plan (rule 4)."""
         if round.cause in PLANNED or (not round.workers and not round.departure and not round.hang):
             return None
-        at = round.ended_at if round.ended_at is not None else self._last
+        at = round.ended_at if round.ended_at is not None else self.last
         by_node = round.cause in (RoundEndCause.NODE_LOST, RoundEndCause.NODE_LEFT, RoundEndCause.NODE_UNFIT)
         is_node_gone = round.departure is not None and (by_node or (is_end and not round.workers))
         if not is_node_gone and not round.workers:

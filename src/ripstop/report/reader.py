@@ -5,7 +5,6 @@ program; (2) a record is read once, although a new coordinator writes the latest
 job and of its nodes have the same records; (3) files are read as streams, in a bounded amount of memory.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from operator import or_
@@ -18,6 +17,8 @@ from msgspec import Struct, defstruct
 from ripstop.model.events import MAX_LINE, VERSION, Event, EventRecord
 from ripstop.model.field_types import Int64
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
+
+CHUNK_BYTES = 1 << 18
 
 
 class Skipped(Struct):
@@ -44,21 +45,36 @@ def read_events(paths: list[Path], skipped: Skipped) -> Iterator[EventRecord]:
     decode = _line_decoder()
     last_seq: dict[str, int] = {}
     for path in paths:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb", buffering=1 << 20) as file:  # noqa: PTH123
-            while line := file.readline(MAX_LINE + 1):
-                try:
-                    event = decode(line)
-                except (msgspec.MsgspecError, UnicodeError, RecursionError):
-                    skipped.lines += line != b"\n"
-                    continue
-                node, seq = event.node, event.seq
-                if node:
-                    if seq <= last_seq.get(node, 0):
-                        continue  # rule 2
-                    last_seq[node] = seq
-                if event.v != VERSION:
-                    skipped.versions.add(event.v)
-                yield EventRecord(seq, event.at, node, event)
+        for line in _lines(path):
+            try:
+                event = decode(line)
+            except (msgspec.MsgspecError, UnicodeError, RecursionError):
+                skipped.lines += bool(line)
+                continue
+            node, seq = event.node, event.seq
+            if node:
+                if seq <= last_seq.get(node, 0):
+                    continue  # rule 2
+                last_seq[node] = seq
+            if event.v != VERSION:
+                skipped.versions.add(event.v)
+            yield EventRecord(seq, event.at, node, event)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without the end of each; of a line that is too long, only its beginning."""
+    with path.open("rb", buffering=0) as file:
+        rest = b""
+        while chunk := file.read(CHUNK_BYTES):
+            *lines, last = chunk.split(b"\n")
+            if lines:
+                yield rest + lines[0]
+                yield from lines[1:]
+                rest = last
+            elif len(rest) <= MAX_LINE:
+                rest += last
+        if rest:
+            yield rest
 
 
 @cache
