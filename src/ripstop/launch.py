@@ -56,7 +56,10 @@ from ripstop.workers.spawner import Spawner, Starter
 log = logging.getLogger("ripstop")
 
 # workers do not get these
-SECRET_VARIABLES = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD")
+SECRET_VARIABLES = (
+    *("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD"),
+    "PET_NOTIFY_URL",
+)
 
 
 # one node -------------------------------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ async def _host_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """The coordinator runs in this process; `bound` is None if it serves this node alone."""
-    sinks = [_job_event_file(parts, directory), *_span_sinks(parts, config)]
+    sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
     coordinator = Coordinator(_job_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
@@ -201,7 +204,7 @@ def _elect_coordinator(
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_job_event_file(parts, directory), *_span_sinks(parts, config)],
+        sinks=[_job_event_file(parts, directory), *_other_sinks(parts, config)],
         on_leader=on_elected,
     )
     return _CoordinatorAccess(link, link.failed)
@@ -240,7 +243,7 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
         loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
         sinks = [_job_event_file(parts, directory)] if directory else []
-        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
+        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_other_sinks(parts, config)])
         await _serve(parts, coordinator, bound, config)
         _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
@@ -380,15 +383,22 @@ def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
     return file.add
 
 
-def _span_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
-    """The sender of the job's traces, if tracing is on."""
-    if config.tracing is None:
-        return []
-    from ripstop.telemetry.trace_exporter import TraceExporter
+def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
+    """The senders of the job's traces and of notifications, if they are on."""
+    sinks: list[Sink] = []
+    if config.tracing is not None:
+        from ripstop.telemetry.trace_exporter import TraceExporter
 
-    exporter = TraceExporter(config.tracing, config.run_id)
-    parts.push_async_callback(exporter.close)
-    return [exporter.add]
+        exporter = TraceExporter(config.tracing, config.run_id)
+        parts.push_async_callback(exporter.close)
+        sinks.append(exporter.add)
+    if config.notify_url:
+        from ripstop.notifications.webhook import Webhook
+
+        webhook = Webhook(config.notify_url, config.run_id)
+        parts.push_async_callback(webhook.close)
+        sinks.append(webhook.add)
+    return sinks
 
 
 @contextmanager

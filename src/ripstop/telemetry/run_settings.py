@@ -19,7 +19,7 @@ from ripstop.model.round import Address
 from ripstop.system.numa import format_ranges
 from ripstop.workers.spawner import command_line
 
-HIDDEN_FIELDS = ("token", "user", "password", "headers", "notes")
+HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
 GROUPS = ("budget", "timing", "health", "quarantine", "logs")  # their settings have names like `timing.join`
 HIDDEN = "***"
 # compiled at first use

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, start_method
@@ -73,6 +73,8 @@ failures
   --restart-backoff TIME      longest delay before a restart when rounds fail early (30)
   --hang-timeout TIME         diagnose and restart workers without progress for this time (0: never)
   --max-infra-restarts N      restarts after hangs within an hour, counted separately (3)
+  --notify-url URL            POST a message to this webhook (Slack or other) when the job ends, hangs, or has few
+                              restarts left.  The coordinator's node sends it
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted for torchrun's sake; no effect: worker exits are detected without polling
@@ -214,6 +216,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
         rdzv = handler_options(args, notes)
+    if handler is not None and "--notify-url" in args:
+        notes.append(f"{args.label('--notify-url')} has no effect with another package's rendezvous handler")
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
@@ -258,6 +262,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         event_handler=event_handler(args),
         timer_pipe=timer_pipe(environ, notes),
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
+        notify_url=notify_url(args),
         token=token or (_random_name() if is_local and api is None else ""),
         tls=tls,
         api=api,
