@@ -148,9 +148,10 @@ def test_a_crash_that_the_job_survives_and_a_success_are_in_the_report(job: Job)
 def test_the_report_of_a_running_job_and_a_comparison(job: Job) -> None:
     env = {"STATE": str(job.folder / "count"), "CRASH_AT": "20", "REPORT": "1", "XDG_RUNTIME_DIR": str(job.folder)}
     job.env |= env
-    agent = job.run("--standalone", "--nproc-per-node=2", "--max-restarts=1", str(SCRIPTS / "counting.py"))
+    flags = ("--standalone", "--rdzv-id=counting", "--nproc-per-node=2", "--max-restarts=1")
+    agent = job.run(*flags, str(SCRIPTS / "counting.py"))
     agent.wait_for_log(r"round=2 ranks")
-    run = ripstop(job, "report", "--output", str(job.folder / "now.html"))
+    run = ripstop(job, "report", "--job=counting", "--output", str(job.folder / "now.html"))
     assert run.returncode == 0, run.stderr
     page = (job.folder / "now.html").read_text()
     assert "no end recorded" in page and "rank 1 on 127.0.0.1 exited with code 7" in page

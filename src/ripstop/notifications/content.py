@@ -22,7 +22,10 @@ from ripstop.report.formats import duration
 MAX_FAILURES = 64  # of a round that are kept to find the root cause
 MAX_WHY = 500
 LOW_BUDGET = 0.2  # share of the restarts that are left
-_SECRETS = r"(?i)\b([\w-]*(?:token|secret|passw(?:or)?d|api[-_]?key|authorization)[\w-]*)(\s*[=:]\s*)(?:bearer\s+)?\S+"
+_SECRETS = (
+    r"(?i)\b([\w-]*(?:token|secret|passw(?:or)?d|passphrase|authorization|(?:api|access|private|secret)[-_]?key))"
+    r"(\s*[=:]\s*)(?:bearer\s+)?\S+"
+)
 _URL_USER = r"(?<=://)[^/@\s]+@"
 
 

@@ -62,7 +62,7 @@ def render_markdown(status: dict[str, Any]) -> str:
 def _escaped(text: str) -> str:
     """The text as it is: no character of it is markup, and it stays in its cell."""
     text = one_line(text).replace("\n", " ")
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|~@&$])", r"\\\1", text)
+    return re.sub(r"([\\`*_\[\]<>|~@&])", r"\\\1", text)
 
 
 def _facts(status: dict[str, Any]) -> tuple[str, ...]:
