@@ -5,7 +5,6 @@ message has no secret of ours, and values that look like secrets are removed fro
 valid for Slack: no text of a job can mention anybody or become a link.
 """
 
-import re
 from enum import StrEnum
 
 from msgspec import Struct
@@ -15,6 +14,7 @@ from ripstop.diagnostics.failure_report import how, root_cause
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
 from ripstop.model.failure import Failure
+from ripstop.model.redaction import without_secrets
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, truncate
 from ripstop.report.formats import duration
@@ -22,11 +22,6 @@ from ripstop.report.formats import duration
 MAX_FAILURES = 64  # of a round that are kept to find the root cause
 MAX_WHY = 500
 LOW_BUDGET = 0.2  # share of the restarts that are left
-_SECRETS = (
-    r"(?i)\b([\w-]*(?:token|secret|passw(?:or)?d|passphrase|authorization|(?:api|access|private|secret)[-_]?key))"
-    r"(\s*[=:]\s*)(?:bearer\s+)?\S+"
-)
-_URL_USER = r"(?<=://)[^/@\s]+@"
 
 
 class NotificationKind(StrEnum):
@@ -115,11 +110,6 @@ ICONS = {
     NotificationKind.RESTART_BUDGET_LOW: "▲",
     NotificationKind.HANG: "▲",
 }
-
-
-def without_secrets(text: str) -> str:
-    """The text without values after names such as `token`, and without the user part of URLs."""
-    return re.sub(_URL_USER, "***@", re.sub(_SECRETS, r"\1\2***", text))
 
 
 def for_slack(text: str) -> str:

@@ -1,32 +1,25 @@
 """Settings, programs and versions as texts for operators: in `--dry-run`, in events and in the report.
 
-Secrets are left out: fields with a secret, the values of options and keys whose names say that they are secret, and the
-user part of a URL.
+Secrets are left out: fields with a secret, and what `model/redaction.py` finds.
 """
 
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 
 from msgspec import Struct
 from msgspec.structs import fields
 
 from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Module, RunConfig, Script
+from ripstop.model.redaction import HIDDEN, is_secret_name, without_url_users
 from ripstop.model.round import Address
 from ripstop.system.numa import format_ranges
 from ripstop.workers.spawner import command_line
 
 HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
 GROUPS = ("budget", "timing", "health", "quarantine", "logs")  # their settings have names like `timing.join`
-HIDDEN = "***"
-# compiled at first use
-_SECRET_NAME = (
-    r"(?i)(?:^|[^a-z])(?:token|secret|password|passwd|pwd|passphrase|credentials?|auth|(?:api|private|access)[-_]?key)$"
-)
-_URL_USER = r"(?<=://)[^/@\s]+@"
 
 
 def settings(prefix: str, group: object) -> Iterator[tuple[str, object]]:
@@ -49,7 +42,7 @@ def setting_text(value: object) -> str:
         case Script() | Module() | Executable():
             return join(command_line(value))
         case Handler(name, endpoint, conf):
-            return " ".join((name, endpoint, *(f"{key}={value}" for key, value in without_secrets(dict(conf)).items())))
+            return " ".join((name, endpoint, *(f"{key}={_shown(key, value)}" for key, value in conf)))
         case Binding(cpus, memory):
             return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
         case Enum():
@@ -67,7 +60,7 @@ def changed_settings(config: RunConfig) -> tuple[str, ...]:
     """`name=value` of every setting that differs from its default."""
     defaults = dict(settings("", RunConfig(config.entry, config.run_id)))
     return tuple(
-        f"{name}={_without_user(setting_text(value))}"
+        f"{name}={without_url_users(setting_text(value))}"
         for name, value in settings("", config)
         if value != defaults.get(name) and name not in ("entry", "run_id")
     )
@@ -84,7 +77,7 @@ def program_text(entry: Entrypoint) -> str:
             words = list(argv)
         case _:
             return ""
-    return join(_redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)
+    return " ".join(word if HIDDEN in word else quote(word) for word in _redacted(words))
 
 
 def _redacted(words: Iterable[str]) -> Iterator[str]:
@@ -94,19 +87,15 @@ def _redacted(words: Iterable[str]) -> Iterator[str]:
         if is_next_secret and not word.startswith("-"):
             yield HIDDEN
             is_next_secret = False
-        elif equals and re.search(_SECRET_NAME, name):
+        elif equals and is_secret_name(name):
             yield f"{name}={HIDDEN}"
         else:
-            is_next_secret = word.startswith("-") and re.search(_SECRET_NAME, word) is not None
-            yield _without_user(word)
+            is_next_secret = word.startswith("-") and is_secret_name(word)
+            yield without_url_users(word)
 
 
-def without_secrets(values: Mapping[str, str]) -> dict[str, str]:
-    return {key: HIDDEN if re.search(_SECRET_NAME, key) else _without_user(value) for key, value in values.items()}
-
-
-def _without_user(text: str) -> str:
-    return re.sub(_URL_USER, f"{HIDDEN}@", text) if "://" in text else text
+def _shown(key: str, value: str) -> str:
+    return HIDDEN if is_secret_name(key) else value
 
 
 def torch_version() -> str:
