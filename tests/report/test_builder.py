@@ -4,7 +4,7 @@ import pytest
 
 from ripstop.model import events
 from ripstop.model.events import MAX_TRACEBACK
-from ripstop.report.builder import MAX_EVIDENCE_CHARS, MAX_ROUNDS, build_report
+from ripstop.report.builder import MAX_EVIDENCE_CHARS, MAX_ROUNDS, NoEvents, build_report
 from ripstop.report.model import JobResult
 from tests.report.transcripts import BEGAN, Transcript, evidence
 
@@ -227,5 +227,5 @@ def test_wrong_clocks_do_not_break_a_report() -> None:
 
 
 def test_no_events_are_an_error() -> None:
-    with pytest.raises(ValueError, match="no events"):
+    with pytest.raises(NoEvents):
         build_report([])

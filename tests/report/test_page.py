@@ -4,11 +4,15 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ripstop.model import events
+from ripstop.model.events import EventRecord
 from ripstop.report.builder import build_report
 from ripstop.report.formats import duration, moment, percent
 from ripstop.report.html import POLICY, render
+from tests.model.test_events import every_event
 from tests.report.transcripts import BEGAN, Transcript, evidence
 
 NASTY = "</pre><script>alert(1)</script>\x1b[31mred\x1b[0m \x00\x07 <img src=x onerror=alert(2)> \"'& \u202egnp\ud800"
@@ -120,3 +124,18 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 def test_times_out_of_range_and_almost_whole_shares_are_honest() -> None:
     assert moment(1e18) == "1e+18"
     assert (percent(0.9999), percent(1.0), percent(0.0)) == ("99.9%", "100%", "0%")
+
+
+records = st.builds(
+    EventRecord,
+    st.integers(1, 2**62),
+    st.one_of(st.floats(0, 2e9), st.floats(-1e18, 9e18)),
+    st.sampled_from(["", "", "a", "b", NASTY]),
+    every_event(),
+)
+
+
+@given(st.lists(records, min_size=1, max_size=40))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_report_of_any_events_is_a_valid_page(found: list[EventRecord]) -> None:
+    Page(render(build_report(found)))

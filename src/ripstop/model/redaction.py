@@ -4,7 +4,8 @@ import re
 
 HIDDEN = "***"
 # compiled at first use
-_WORDS = r"(?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|auth(?:orization)?|(?:api|access|private|secret)[-_]?key)"
+_KEY = r"(?:api|access|private|secret)[-_]?key"
+_WORDS = rf"(?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|auth(?:orization)?|{_KEY})"
 _NAME = rf"(?i)(?:^|[^a-z]){_WORDS}$"
 _ASSIGNMENT = rf"(?i)\b((?:[\w-]*[-_])?{_WORDS})(\s*[=:]\s*)(?:bearer\s+)?\S+"
 _URL_USER = r"(?<=://)[^/@\s]+@"

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ripstop.diagnostics.evidence_events import Evidence, from_event
 from ripstop.diagnostics.failure_report import how, order, tail_without_traceback
 from ripstop.model import events
-from ripstop.model.events import EventRecord, RoundEndCause
+from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.text_formatting import rank_list, truncate
 from ripstop.protocol.limits import bounded_record
@@ -50,8 +50,12 @@ MAX_TITLE = 500
 MAX_MESSAGE = 4000
 
 
+class NoEvents(Exception):
+    """There is no record to make a report of."""
+
+
 def build_report(records: Iterable[EventRecord], notes: Iterable[str] = ()) -> Report:
-    """The report of a job; ValueError if there is no record.  `notes` are remarks about the source."""
+    """The report of a job; raises `NoEvents`.  `notes` are remarks about the source."""
     builder = _Builder()
     handlers = builder.handlers
     count, first, last = 0, math.inf, -math.inf
@@ -66,9 +70,9 @@ def build_report(records: Iterable[EventRecord], notes: Iterable[str] = ()) -> R
             builder.saw_coordinator(record)
         if handler := handlers[type(record.event)]:
             handler(record, record.event)
+    if not count:
+        raise NoEvents("there are no events")
     builder.count, builder.first, builder.last = count, first, last
-    if not builder.count:
-        raise ValueError("there are no events")
     return builder.report(tuple(notes))
 
 
@@ -220,7 +224,7 @@ class _Builder:
 
     def _act(self, at: float, kind: str, text: str) -> None:
         self._action_count += 1
-        self._actions.append(Action(at, kind, text))
+        self._actions.append(Action(at, kind, _short(text)))
 
     # nodes ------------------------------------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ class _Builder:
         self._lost_nodes += event.lost
         if event.lost:
             self._act(record.at, "node lost", f"node {event.name} {event.why}")
-        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=event.why)
+        self._change_node(event.name, gone_at=record.at, is_lost=event.lost, why_gone=_short(event.why))
         self._depart(event.name, event.why)
 
     def _depart(self, name: str, why: str) -> None:
@@ -259,11 +263,11 @@ class _Builder:
             self._left.setdefault(name, why)
         round = self._rounds.get(self._highest)
         if round is not None and round.departure is None:
-            round.departure = (name, why)
+            round.departure = (name, _short(why))
 
     def _on_unhealthy(self, record: EventRecord, event: events.NodeUnhealthy) -> None:
         if node := self._nodes.get(event.name):
-            self._change_node(event.name, unhealthy=node.unhealthy + 1, problems=event.problems[:8])
+            self._change_node(event.name, unhealthy=node.unhealthy + 1, problems=tuple(map(_short, event.problems[:8])))
         self._act(record.at, "unhealthy", f"node {event.name} is unhealthy: {'; '.join(event.problems[:8])}")
 
     def _on_healthy(self, record: EventRecord, event: events.NodeHealthy) -> None:
@@ -316,9 +320,8 @@ class _Builder:
     def _on_formed(self, record: EventRecord, event: events.RoundFormed) -> None:
         if round := self._round(event.round, record.at):
             round.formed_at, round.nodes, round.world_size = record.at, len(event.nodes), event.world_size
-            round.why = event.why
-        if self._node_count <= MAX_NODES:
-            self._node_rounds.update(event.nodes)
+            round.why = _short(event.why)
+        self._node_rounds.update(name for name in event.nodes if name in self._nodes)
 
     def _on_found(self, record: EventRecord, event: events.RoundFound) -> None:
         if round := self._round(event.round, record.at):
@@ -330,7 +333,7 @@ class _Builder:
 
     def _end_round(self, round: _Round | None, at: float, cause: str, why: str) -> None:
         if round is not None and round.ended_at is None:
-            round.ended_at, round.cause, round.why_ended = at, cause, why
+            round.ended_at, round.cause, round.why_ended = at, _short(cause), _short(why)
 
     def _on_charged(self, record: EventRecord, event: events.BudgetCharged) -> None:
         if round := self._round(event.round, record.at):
@@ -342,20 +345,22 @@ class _Builder:
 
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
-            round.hang = event
+            round.hang = replace(event, odd=event.odd[:MAX_FAILURES], why=_short(event.why))
 
     def _on_started(self, record: EventRecord, event: events.WorkersStarted) -> None:
         if round := self._round(event.round, record.at - event.seconds):
             round.world_size = round.world_size or event.world_size
             round.nodes = round.nodes or 1
-            round.why = round.why or event.why
+            round.why = round.why or _short(event.why)
             round.started = max(round.started, event.seconds)
-        self._pauses[record.node] = event.pause
+        if len(self._pauses) < MAX_NODES or record.node in self._pauses:
+            self._pauses[record.node] = event.pause
 
     def _on_recovered(self, record: EventRecord, event: events.Recovered) -> None:
         wait = self._pauses.get(record.node, 0.0) - event.detect - event.decide - event.stop - event.start
         phases = Phases(event.detect, event.decide, event.stop, max(0.0, wait), event.start)
-        self._recoveries[record.node] = (event.round, phases)
+        if record.node in self._pauses:
+            self._recoveries[record.node] = (event.round, phases)
         self._compare_recovery(self._round(event.round, record.at), phases)
 
     def _on_first_step(self, record: EventRecord, event: events.FirstStep) -> None:
@@ -392,12 +397,13 @@ class _Builder:
         if worker is None:
             round.failures += 1
             if len(round.workers) < MAX_FAILURES:
-                worker = round.workers[rank] = _Worker(rank, record.node, record.at, why, pid)
+                worker = round.workers[rank] = _Worker(rank, record.node, record.at, _short(why), pid)
         return worker
 
     def _on_failed(self, record: EventRecord, event: events.WorkerFailed) -> None:
         self._failures += 1
-        self._node_failures[record.node] += 1
+        if record.node in self._nodes:
+            self._node_failures[record.node] += 1
         self._worker(record, event.round, event.rank, event.why, event.pid)
 
     def _on_hangs(self, record: EventRecord, event: events.WorkerHangs) -> None:
@@ -486,9 +492,9 @@ class _Builder:
 
     def _result(self) -> tuple[JobResult, str]:
         if self._closed is not None:
-            return JobResult(self._closed.outcome), self._closed.why
+            return _result_of(self._closed.outcome), self._closed.why
         if self._closing is not None:
-            return JobResult(self._closing[0]), self._closing[1]
+            return _result_of(self._closing[0]), self._closing[1]
         host = self._limits.coordinator_node if self._limits else ""
         if host and (host in self._left or host in self._ended):
             why = self._left.get(host) or self._ended[host].why
@@ -704,6 +710,16 @@ def _title(root: WorkerReport, hang: events.HangDiagnosed | None) -> str:
         return f"{odd} {'hung' if hang and hang.odd else 'made no progress'}: {hang.why if hang else root.message}"
     message = root.message.split("\n", 1)[0]
     return f"{who} {root.how}" if message in ("", root.how) else f"{who}: {message}"
+
+
+def _short(text: str) -> str:
+    """A text that is kept: a file may be anybody's."""
+    return truncate(text, MAX_TEXT)
+
+
+def _result_of(outcome: str) -> JobResult:
+    """The result; of an outcome that this version does not know, that the job did not succeed."""
+    return JobResult(outcome) if outcome in JobResult.__members__.values() else JobResult.FAILED
 
 
 def _left(why: str) -> str:

@@ -14,7 +14,7 @@ from ripstop.logs.directory import file_name
 from ripstop.model.errors import RipstopError, UsageError
 from ripstop.model.events import EventRecord, from_json
 from ripstop.model.text_formatting import ascii_json, one_line
-from ripstop.report.builder import build_report
+from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
 from ripstop.report.files import REPORT_PAGE
 from ripstop.report.formats import duration, percent
@@ -88,7 +88,7 @@ def load_report(source: Path) -> tuple[Report, Path]:
         made = build_report(read_events(files, skipped), skipped.notes())
     except OSError as error:
         raise UsageError(f"{source}: cannot be read: {error.strerror}; check the path and its permissions") from error
-    except ValueError:
+    except NoEvents:
         found = f"{skipped.lines} lines that are no events of ripstop" if skipped.lines else "no events"
         raise UsageError(f"{source}: has {found}; give a directory LOG_DIR/RUN_ID, or an events.jsonl") from None
     return made, files[0].parent
@@ -115,7 +115,7 @@ def _of_running_job(job: RunningJob) -> Report:
     records = list(_records(job, notes))
     try:
         return build_report(records, notes)
-    except ValueError:
+    except NoEvents:
         raise UsageError(f"{job} has no events yet; try again when it has started") from None
 
 
