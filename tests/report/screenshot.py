@@ -16,7 +16,7 @@ from tests.e2e.harness import Job, wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "docs" / "images" / "report.png"
 TRAIN = Path(__file__).with_name("train.py")
-FAULTS = "raise:4:70,hang:1:250,oom:3:330"
+FAULTS = "raise:4:70,hang:1:420,oom:3:500"
 
 
 def run_job(folder: Path) -> Path:
@@ -32,7 +32,7 @@ def run_job(folder: Path) -> Path:
         nodes[0].wait_for_log("joined")  # it runs the coordinator
         nodes += [job.node(*flags, nnodes="2:3", script=script) for _ in range(2)]
         nodes[0].wait_for_log(r"round=2 ranks")
-        wait_until(lambda: (int((folder / "state").read_text() or 0) >= 160) or None)
+        wait_until(lambda: (int((folder / "state").read_text() or 0) >= 180) or None)
         nodes[2].signal(signal.SIGKILL)
         nodes[0].wait_for_log(r"round=3 ranks")
         nodes.append(job.node(*flags, nnodes="2:3", script=script))

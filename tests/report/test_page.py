@@ -98,6 +98,18 @@ def test_the_page_has_every_part_of_a_failed_job() -> None:
         assert text in page.text, text
 
 
+def test_a_failure_that_comes_back_is_counted_and_old_failures_are_folded() -> None:
+    job = Transcript()
+    for round in range(1, 9):
+        job.round(10.0 * round, round)
+        job.failure(10.0 * round + 5, round, round % 2, f"ValueError: shard-{round}")
+        job.restart(10.0 * round + 5, round)
+    page = Page(render(build_report(job.records)))
+    assert "8×rank 0 on host-0: ValueError: shard-82" in page.text  # the cells: times, title, nodes
+    cards = [tag for tag, attributes in page.elements if (attributes.get("id") or "").startswith("failure-")]
+    assert cards == ["article"] * 5 + ["details"] * 3
+
+
 def test_a_job_of_4000_ranks_that_all_fail_is_bounded() -> None:
     job = Transcript(nodes=tuple(f"node-{number}" for number in range(500)))
     job.round(1.0, 1, first_step=0)

@@ -5,6 +5,7 @@ Content-Security-Policy; (3) a state is an icon and a word, not only a colour; (
 leave out.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,8 @@ from ripstop.report.timeline import timeline
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_ROWS = 200
 MAX_CARDS = 100
+MAX_OPEN = 5  # failures that are not folded
+MAX_RECURRING = 5
 MAX_TRACEBACK = 16_384
 RESULTS = {
     JobResult.SUCCEEDED: ("good", "✓", "succeeded"),
@@ -154,17 +157,38 @@ def _failures(report: Report) -> Iterator[str]:
         yield '<section><h2>Failures</h2>\n<p class="good"><span aria-hidden="true">✓</span> None.</p></section>'
         return
     yield f"<section><h2>Failures <small>{count(len(report.incidents), 'failure')}, the latest first</small></h2>"
+    yield _recurring(report.incidents)
     numbered = list(enumerate(report.incidents, 1))
     for number, incident in reversed(numbered[-MAX_CARDS:]):
-        yield from _card(number, incident, is_open=number == len(numbered))
+        yield from _card(number, incident, age=len(numbered) - number)
     yield _left_out(len(numbered) - MAX_CARDS, "earlier failures")
     yield "</section>"
 
 
-def _card(number: int, incident: Incident, is_open: bool) -> Iterator[str]:
-    css = "card" if incident.root else "card by-node"
-    yield f'<article class="{css}" id="failure-{number}">'
-    yield f'<header><span class="no">{number}</span><h3>{safe(incident.title, 500)}</h3></header>'
+def _recurring(incidents: Sequence[Incident]) -> str:
+    """Causes that came back; numbers in their texts are ignored."""
+    groups: dict[str, list[Incident]] = {}
+    for incident in incidents:
+        text = incident.root.message if incident.root else incident.cause
+        groups.setdefault(re.sub(r"\d+", "0", text), []).append(incident)
+    largest = sorted(groups.values(), key=len, reverse=True)[:MAX_RECURRING]
+    rows = [
+        [f"{len(group)}×", group[-1].title, f"{len({incident.node for incident in group})}", moment(group[-1].at)]
+        for group in largest
+        if len(group) > 1
+    ]
+    head = ("times", "the latest of them", "nodes", "last seen")
+    return _table(head, rows, numeric={0, 2}, wide={1}, fixed={3}) if rows else ""
+
+
+def _card(number: int, incident: Incident, age: int) -> Iterator[str]:
+    """A failure; those with more than `MAX_OPEN` later ones are folded."""
+    css, is_folded = "card" if incident.root else "card by-node", age >= MAX_OPEN
+    title = f'<span class="no">{number}</span><h3>{safe(incident.title, 500)}</h3>'
+    if is_folded:
+        yield f'<details class="{css}" id="failure-{number}"><summary class="head">{title}</summary>'
+    else:
+        yield f'<article class="{css}" id="failure-{number}"><div class="head">{title}</div>'
     meta = [moment(incident.at), f"round {incident.round}", CAUSES.get(incident.cause, incident.cause)]
     if incident.is_end:
         meta.append("the job ended with it")
@@ -172,10 +196,10 @@ def _card(number: int, incident: Incident, is_open: bool) -> Iterator[str]:
         lost = f", {count(incident.repeated_steps, 'step')} repeated" if incident.repeated_steps else ""
         meta.append(f"cost {duration(incident.downtime + incident.repeated)}{lost}")
     yield f'<p class="meta">{safe(" · ".join(meta))}</p>'
-    yield from _root(incident, is_open)
+    yield from _root(incident, is_open=age == 0)
     if incident.victims:
         yield from _victims(incident)
-    yield "</article>"
+    yield "</details>" if is_folded else "</article>"
 
 
 def _root(incident: Incident, is_open: bool) -> Iterator[str]:
@@ -194,7 +218,7 @@ def _worker_facts(worker: WorkerReport, title: str) -> list[tuple[str, str]]:
     local = f" (local rank {worker.local_rank}{pid})" if worker.local_rank is not None else ""
     return [
         ("root cause", f"rank {worker.rank}{local} on node {worker.node}"),
-        ("how", worker.how),
+        ("how", worker.how if worker.how != "failed" else ""),
         ("message", "" if worker.message == worker.how or worker.message in title else worker.message),
         ("memory", worker.oom if worker.oom != worker.message else ""),
         ("collectives", worker.collectives),

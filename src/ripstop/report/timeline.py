@@ -111,7 +111,8 @@ def _marks(report: Report, scale: _Scale) -> Iterator[str]:
     for number, incident in list(enumerate(report.incidents, 1))[-MAX_MARKS:]:
         x = min(99.2, max(0.8, scale.x(incident.at)))
         yield f'<a href="#failure-{number}"><title>{safe(f"{number}: {incident.title}")}</title>'
-        yield f'<line class="fault" x1="{x:g}%" x2="{x:g}%" y1="{MARKS_Y}" y2="{BARS_Y + BARS_HEIGHT}"/>'
+        foot = BARS_Y + (BARS_HEIGHT if numbered else -2)  # many lines would hide the rounds
+        yield f'<line class="fault" x1="{x:g}%" x2="{x:g}%" y1="{MARKS_Y}" y2="{foot}"/>'
         yield f'<circle class="fault" cx="{x:g}%" cy="{MARKS_Y}" r="{9 if numbered else 3}"/>'
         if numbered:
             yield f'<text class="fault-number" x="{x:g}%" y="{MARKS_Y + 4}" text-anchor="middle">{number}</text>'
