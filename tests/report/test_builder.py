@@ -226,6 +226,40 @@ def test_wrong_clocks_do_not_break_a_report() -> None:
     assert summary.seconds >= 0 and summary.result is JobResult.SUCCEEDED
 
 
+def first_run() -> Transcript:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.failure(5.0, 1, 1, "ValueError: bad shard", TRACE)
+    return job
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_of_several_runs_with_one_id_the_last_one_is_reported(is_closed: bool) -> None:
+    first, second = first_run(), Transcript(nodes=("c", "d"))
+    if is_closed:
+        first.close(6.0, "failed", "x")
+    second.round(1.0, 1, first_step=0)
+    second.close(60.0)
+    report = build_report([*first.records, *second.records])
+    assert report.summary.result is JobResult.SUCCEEDED and report.incidents == ()
+    assert [node.name for node in report.nodes] == ["c", "d"] and report.summary.rounds == 1
+    assert any("1 earlier runs" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_another_coordinator_of_the_same_run_continues_the_report(is_found: bool) -> None:
+    job = first_run()
+    job.add(8.0, events.JobStarted("job7", "0.1.0", "b", 1, 2, 3))
+    if is_found:
+        job.add(8.1, events.RoundFound(1, 2))
+    else:
+        job.round(8.1, 2, pause=1.0)
+    job.close(60.0)
+    report = build_report(job.records)
+    assert report.summary.nodes == 2 and len(report.incidents) == 1
+    assert [action.text for action in report.actions] == ["a new coordinator took over"]
+
+
 def test_no_events_are_an_error() -> None:
     with pytest.raises(NoEvents):
         build_report([])

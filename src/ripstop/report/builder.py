@@ -2,8 +2,8 @@
 
 Rules: (1) records may be of the whole job or of one node, and may end anywhere; (2) durations come from one clock each:
 the coordinator's, or a node's own measurements; (3) what is kept is bounded: of rounds, failures, nodes and actions the
-latest, while all of them are counted; (4) the root cause of a round is the one that the coordinator decided on, or else
-the likeliest one by `diagnostics/failure_report.py`.
+latest, while all of them are counted; (4) of several runs with one id, the last one counts; (5) the root cause of a
+round is the one that the coordinator decided on, or else the likeliest one by `diagnostics/failure_report.py`.
 """
 
 import math
@@ -44,6 +44,7 @@ MAX_EVIDENCE_CHARS = 4 << 20  # of all tracebacks and log lines; those of the ol
 MAX_NODES = 10_000
 MAX_ACTIONS = 1000
 MAX_SETTINGS = 256
+MAX_RECENT = 10_000
 PLANNED = frozenset({RoundEndCause.NODE_JOINED, RoundEndCause.SCALED, RoundEndCause.OPERATOR})
 STARTUP = "start-up"
 MAX_TITLE = 500
@@ -57,22 +58,12 @@ class NoEvents(Exception):
 def build_report(records: Iterable[EventRecord], notes: Iterable[str] = ()) -> Report:
     """The report of a job; raises `NoEvents`.  `notes` are remarks about the source."""
     builder = _Builder()
-    handlers = builder.handlers
-    count, first, last = 0, math.inf, -math.inf
-    for record in records:  # there may be millions of them
-        count += 1
-        at = record.at
-        if at < first:
-            first = at
-        if at > last:
-            last = at
-        if not record.node:
-            builder.saw_coordinator(record)
-        if handler := handlers[type(record.event)]:
-            handler(record, record.event)
-    if not count:
+    for record in records:
+        builder.take(record)
+        if builder.is_other_run:
+            builder = _Builder(earlier_runs=builder.earlier_runs + 1, records=builder.recent or ())
+    if not builder.count:
         raise NoEvents("there are no events")
-    builder.count, builder.first, builder.last = count, first, last
     return builder.report(tuple(notes))
 
 
@@ -129,11 +120,14 @@ class _Handlers(dict[type, Callable[[EventRecord, Any], None] | None]):
 class _Builder:
     """Takes the records in order; `handlers` has a method for each kind that matters to the report."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier_runs: int = 0, records: Iterable[EventRecord] = ()) -> None:
+        self.earlier_runs = earlier_runs
+        self.is_other_run = False  # the latest record shows that `recent` are records of another run
+        self.recent: list[EventRecord] | None = None  # since a coordinator began, until its first round
         self.count = 0
         self._run_id = ""
         self._limits: events.JobStarted | None = None
-        self.first = self.last = 0.0  # record, by any clock
+        self._first, self._last = math.inf, -math.inf  # record, by any clock
         self._coordinator: tuple[float, float] | None = None  # its first and last record
         self._closing: tuple[str, str] | None = None
         self._closed: events.JobClosed | None = None
@@ -195,16 +189,35 @@ class _Builder:
             )
         )
 
-    def saw_coordinator(self, record: EventRecord) -> None:
-        first, last = self._coordinator or (record.at, record.at)
-        self._coordinator = min(first, record.at), max(last, record.at)
-        self._goodput.on(record)
+        for record in records:
+            self.take(record)
+
+    def take(self, record: EventRecord) -> None:
+        """Called once for each record, of which there may be millions."""
+        self.count += 1
+        at = record.at
+        if at < self._first:
+            self._first = at
+        if at > self._last:
+            self._last = at
+        if not record.node:
+            first, last = self._coordinator or (at, at)
+            self._coordinator = min(first, at), max(last, at)
+            self._goodput.on(record)
+        if handler := self.handlers[type(record.event)]:
+            handler(record, record.event)
+        if self.recent is not None:
+            self.recent.append(record)
+            if len(self.recent) > MAX_RECENT:
+                self.recent = None
 
     # the job ----------------------------------------------------------------------------------------------------------
 
     def _on_job_started(self, record: EventRecord, event: events.JobStarted) -> None:
-        if self._limits is not None:
+        if self._limits is not None:  # another coordinator, perhaps of another run that has the same id
             self._act(record.at, "coordinator", "a new coordinator took over")
+            self.recent = []
+            self.is_other_run = self._closed is not None
         self._limits, self._run_id = event, event.run_id
         self._versions["ripstop", event.version] += 0
 
@@ -318,12 +331,17 @@ class _Builder:
             self._lose(self._losses, old, self._rounds[following].phases(old), steps.get(number))
 
     def _on_formed(self, record: EventRecord, event: events.RoundFormed) -> None:
+        if self.recent is not None and event.round <= self._highest:
+            self.is_other_run = True  # within one run, round numbers only grow
+            return
+        self.recent = None
         if round := self._round(event.round, record.at):
             round.formed_at, round.nodes, round.world_size = record.at, len(event.nodes), event.world_size
             round.why = _short(event.why)
         self._node_rounds.update(name for name in event.nodes if name in self._nodes)
 
     def _on_found(self, record: EventRecord, event: events.RoundFound) -> None:
+        self.recent = None
         if round := self._round(event.round, record.at):
             round.nodes = round.nodes or event.nodes
 
@@ -436,7 +454,7 @@ class _Builder:
     # the report -------------------------------------------------------------------------------------------------------
 
     def report(self, notes: tuple[str, ...]) -> Report:
-        began = self._coordinator[0] if self._coordinator else self.first
+        began = self._coordinator[0] if self._coordinator else self._first
         result, why = self._result()
         ended = self._end_time(result)
         steps = self._goodput.rounds()
@@ -511,13 +529,15 @@ class _Builder:
     def _end_time(self, result: JobResult) -> float:
         if self._coordinator and result is not JobResult.UNFINISHED:
             return self._coordinator[1]
-        return self.last
+        return self._last
 
     def _notes(self, result: JobResult) -> Iterable[str]:
+        if self.earlier_runs:
+            yield f"The event file also has {self.earlier_runs} earlier runs of this id. This is the last one."
         if self._coordinator is None:
             yield "These are the events of single nodes: goodput, rounds and decisions are the coordinator's events."
-        elif result is JobResult.UNFINISHED and self.last - self._coordinator[1] > 1.0:
-            after = self.last - self._coordinator[1]
+        elif result is JobResult.UNFINISHED and self._last - self._coordinator[1] > 1.0:
+            after = self._last - self._coordinator[1]
             yield f"Agents recorded events until {after:.0f} s after the coordinator's last one: it was killed first."
         if not self._goodput.has_steps:
             yield "No worker reported a step, so goodput is unknown. Call ripstop.train.heartbeat(step) in the script."
@@ -547,7 +567,7 @@ class _Builder:
                     number=number,
                     formed_at=round.formed_at,
                     running_at=running_at,
-                    trained_until=round.ended_at if round.ended_at is not None else self.last,
+                    trained_until=round.ended_at if round.ended_at is not None else self._last,
                     ended_at=round.ended_at,
                     nodes=round.nodes,
                     world_size=round.world_size,
@@ -632,10 +652,10 @@ class _Builder:
         return tuple(found)
 
     def _incident(self, round: _Round, is_end: bool, result: JobResult) -> Incident | None:
-        """What ended the round, if it was no plan (rule 4)."""
+        """What ended the round, if it was no plan (rule 5)."""
         if round.cause in PLANNED or (not round.workers and not round.departure and not round.hang):
             return None
-        at = round.ended_at if round.ended_at is not None else self.last
+        at = round.ended_at if round.ended_at is not None else self._last
         by_node = round.cause in (RoundEndCause.NODE_LOST, RoundEndCause.NODE_LEFT, RoundEndCause.NODE_UNFIT)
         is_node_gone = round.departure is not None and (by_node or (is_end and not round.workers))
         if not is_node_gone and not round.workers:
