@@ -140,13 +140,30 @@ def test_a_job_whose_coordinators_node_left_was_interrupted() -> None:
     assert "which ran the coordinator" in summary.why
 
 
-def test_a_job_without_an_end_is_unfinished_and_later_events_of_agents_show_that_the_coordinator_was_killed() -> None:
+def test_a_job_without_an_end_is_unfinished() -> None:
     job = Transcript()
     job.round(1.0, 1)
-    job.add(60.0, events.AgentMessage("coordinator lost: connection closed; workers continue, reconnecting"), "b")
-    report = build_report(job.records)
-    assert report.summary.result is JobResult.UNFINISHED
-    assert any("it was killed first" in note for note in report.notes)
+    job.add(900.0, events.CheckpointSaved(1, 0, 7, "/x"), "a")
+    summary = build_report(job.records).summary
+    assert summary.result is JobResult.UNFINISHED and summary.seconds == pytest.approx(900.0)
+    assert "it still runs, or the process of its coordinator was killed" in summary.why
+
+
+def test_an_agent_that_ended_without_the_coordinator_shows_that_it_was_killed() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.add(60.0, events.AgentEnded(1, "no coordinator for 30 s"), "b")
+    assert build_report(job.records).summary.why == (
+        "the process of the coordinator was killed, and node b ended without it: no coordinator for 30 s"
+    )
+
+
+def test_a_node_that_left_a_running_job_is_no_sign_of_a_killed_coordinator() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.add(5.0, events.NodeGone("b", "left: drained", False))
+    job.add(5.1, events.AgentEnded(0, "drained"), "b")
+    assert "it still runs" in build_report(job.records).summary.why
 
 
 def test_the_events_of_one_node_are_enough() -> None:

@@ -188,7 +188,6 @@ class _Builder:
                 (events.AgentEnded, self._on_agent_ended),
             )
         )
-
         for record in records:
             self.take(record)
 
@@ -499,11 +498,9 @@ class _Builder:
             nodes=self._node_reports(incidents),
             actions=tuple(self._actions),
             programs=tuple(self._programs)[:8],
-            settings=_sorted_settings(
-                {(name, value): count for (name, _, value), count in _pairs(self._settings).items()}
-            ),
-            versions=_sorted_settings(self._versions),
-            notes=(*notes, *self._notes(result)),
+            settings=_settings((*text.partition("=")[::2], count) for text, count in self._settings.items()),
+            versions=_settings((*version, count) for version, count in self._versions.items()),
+            notes=(*notes, *self._notes()),
             omitted=self._omitted(),
             events=self.count,
         )
@@ -521,6 +518,9 @@ class _Builder:
             worst = max(self._ended.values(), key=lambda end: end.code)
             results = JobResult.FAILED if worst.code < 128 else JobResult.INTERRUPTED
             return results if worst.code else JobResult.SUCCEEDED, worst.why
+        if orphan := next((node for node in self._ended if self._coordinator and node not in self._left), ""):
+            why = f"the process of the coordinator was killed, and node {orphan} ended without it"
+            return JobResult.UNFINISHED, f"{why}: {self._ended[orphan].why}"
         return JobResult.UNFINISHED, (
             "the events have no end of the job: it still runs, or the process of its coordinator was killed "
             "(SIGKILL, out of memory, or a lost machine)"
@@ -531,14 +531,11 @@ class _Builder:
             return self._coordinator[1]
         return self._last
 
-    def _notes(self, result: JobResult) -> Iterable[str]:
+    def _notes(self) -> Iterable[str]:
         if self.earlier_runs:
             yield f"The event file also has {self.earlier_runs} earlier runs of this id. This is the last one."
         if self._coordinator is None:
             yield "These are the events of single nodes: goodput, rounds and decisions are the coordinator's events."
-        elif result is JobResult.UNFINISHED and self._last - self._coordinator[1] > 1.0:
-            after = self._last - self._coordinator[1]
-            yield f"Agents recorded events until {after:.0f} s after the coordinator's last one: it was killed first."
         if not self._goodput.has_steps:
             yield "No worker reported a step, so goodput is unknown. Call ripstop.train.heartbeat(step) in the script."
 
@@ -746,13 +743,5 @@ def _left(why: str) -> str:
     return why if why.startswith("left") else f"left: {why}"
 
 
-def _pairs(texts: Counter[str]) -> dict[tuple[str, str, str], int]:
-    pairs = {}
-    for text, count in texts.items():
-        name, equals, value = text.partition("=")
-        pairs[name, equals, value] = count
-    return pairs
-
-
-def _sorted_settings(counts: dict[tuple[str, str], int]) -> tuple[Setting, ...]:
-    return tuple(Setting(name, value, count) for (name, value), count in sorted(counts.items()))
+def _settings(found: Iterable[tuple[str, str, int]]) -> tuple[Setting, ...]:
+    return tuple(Setting(*one) for one in sorted(found))
