@@ -21,6 +21,8 @@ WRITE_TIMEOUT_S = 5.0
 
 def write_report(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """The page that was written; None if there are no events of the job here, or after a warning."""
+    if not (directory / JOB_EVENTS).exists():  # removed with the empty logs of a successful job
+        return None
     done: list[Path | str | None] = []
     thread = threading.Thread(target=lambda: done.append(_try_to_write(directory)), name="report", daemon=True)
     try:

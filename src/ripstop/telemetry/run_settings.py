@@ -3,10 +3,11 @@
 Secrets are left out: fields with a secret, and what `model/redaction.py` finds.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
-from pathlib import Path
 from shlex import join, quote
 
 from msgspec import Struct
@@ -103,11 +104,9 @@ def torch_version() -> str:
 
     The agent must not import torch, and `importlib.metadata` takes longer to import than this search.
     """
-    for directory in map(Path, sys.path):
-        try:
-            found = next((path for path in directory.glob("torch-*.dist-info")), None)
-        except OSError:
-            continue
-        if found is not None:
-            return found.name.removeprefix("torch-").removesuffix(".dist-info")
+    for directory in filter(None, sys.path):
+        with suppress(OSError):
+            for name in os.listdir(directory):  # noqa: PTH208 - ten times as fast
+                if name.startswith("torch-") and name.endswith(".dist-info"):
+                    return name.removeprefix("torch-").removesuffix(".dist-info")
     return ""
