@@ -39,11 +39,11 @@ def write_report(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def _try_to_write(directory: Path) -> Path | str | None:
-    from ripstop.report.builder import build_report  # at the end of a job only
-    from ripstop.report.html import render
-    from ripstop.report.reader import Skipped, event_files, read_events
-
     try:
+        from ripstop.report.builder import build_report  # at the end of a job only
+        from ripstop.report.html import render
+        from ripstop.report.reader import Skipped, event_files, read_events
+
         size = (directory / JOB_EVENTS).stat().st_size
         if size > MAX_EVENT_BYTES:
             return f"the event file has {size >> 20} MiB"

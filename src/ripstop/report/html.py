@@ -387,7 +387,7 @@ def _table(
     def cell(column: int, text: str) -> str:
         return f"<td{css(column)}>{safe(text)}</td>"
 
-    titles = "".join(f"<th{css(column)}>{safe(title)}</th>" for column, title in enumerate(head))
+    titles = "".join(f'<th scope="col"{css(column)}>{safe(title)}</th>' for column, title in enumerate(head))
     body = "\n".join(f"<tr>{''.join(cell(*pair) for pair in enumerate(row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>'
 

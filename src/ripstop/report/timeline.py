@@ -30,7 +30,7 @@ def _elements(report: Report) -> Iterator[str]:
     began, ended = report.summary.began, report.summary.ended
     scale = _Scale(began, ended)
     label = f"Timeline: {count(report.summary.rounds, 'round')} in {duration(ended - began)}"
-    yield f'<svg class="timeline" width="100%" height="{HEIGHT}" role="img" aria-label="{safe(label)}">'
+    yield f'<svg class="timeline" width="100%" height="{HEIGHT}" role="group" aria-label="{safe(label)}">'
     yield (
         '<defs><pattern id="down" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="6" height="6" class="down-bg"/><line x1="0" y1="0" x2="0" y2="6" class="down-line"/>'
