@@ -56,7 +56,10 @@ from ripstop.workers.spawner import Spawner, Starter
 log = logging.getLogger("ripstop")
 
 # workers do not get these
-SECRET_VARIABLES = ("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD")
+SECRET_VARIABLES = (
+    *("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD"),
+    "PET_NOTIFY_URL",
+)
 
 
 # one node -------------------------------------------------------------------------------------------------------------
@@ -68,6 +71,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         directory = LogDirectory(config.logs, config.run_id)
         end = _run_with_workers(config, directory, link)
     _print_result(end, directory)
+    _write_job_report(directory, "run")
     if config.termination_log is not None:
         _write_termination_message(config.termination_log, end)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
@@ -150,7 +154,7 @@ async def _host_coordinator(
     parts: AsyncExitStack, config: RunConfig, node: Node, directory: LogDirectory, bound: Bound | None
 ) -> _CoordinatorAccess:
     """The coordinator runs in this process; `bound` is None if it serves this node alone."""
-    sinks = [_event_file(parts, directory, JOB_EVENTS), *_span_sinks(parts, config)]
+    sinks = [_job_event_file(parts, directory), *_other_sinks(parts, config)]
     coordinator = Coordinator(_job_settings(config, own=node.id), sinks=sinks)
     if bound is not None:
         await _serve(parts, coordinator, bound, config)
@@ -200,7 +204,7 @@ def _elect_coordinator(
         token=config.token,
         local_addr=config.local_addr,
         tls=config.tls,
-        sinks=[_event_file(parts, directory, JOB_EVENTS), *_span_sinks(parts, config)],
+        sinks=[_job_event_file(parts, directory), *_other_sinks(parts, config)],
         on_leader=on_elected,
     )
     return _CoordinatorAccess(link, link.failed)
@@ -217,9 +221,12 @@ def coordinate(config: CoordinatorConfig) -> int:
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
+    if isinstance(end, JobReport):
+        print(render(end), end="", file=sys.stderr)
+    if directory is not None:
+        _write_job_report(directory, "coordinator")
     if isinstance(end, int):
         return 128 + end
-    print(render(end), end="", file=sys.stderr)
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
 
 
@@ -235,8 +242,8 @@ async def _run_coordinator(config: CoordinatorConfig, bound: Bound, directory: L
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal, signum)
     async with AsyncExitStack() as parts:
-        sinks = [_event_file(parts, directory, JOB_EVENTS)] if directory else []
-        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_span_sinks(parts, config)])
+        sinks = [_job_event_file(parts, directory)] if directory else []
+        coordinator = Coordinator(_job_settings(config), sinks=[*sinks, *_other_sinks(parts, config)])
         await _serve(parts, coordinator, bound, config)
         _job_socket(parts, config, f"{socket.gethostname()}-{os.getpid()}").lead(coordinator, str(config.endpoint))
         parts.callback(coordinator.stop)
@@ -364,15 +371,34 @@ def _event_file(parts: AsyncExitStack, directory: LogDirectory, name: str) -> Si
     return file.add
 
 
-def _span_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
-    """The sender of the job's traces, if tracing is on."""
-    if config.tracing is None:
-        return []
-    from ripstop.telemetry.trace_exporter import TraceExporter
+def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
+    """The file of the whole job's events; `directory` records whether this process was the one that wrote it."""
+    file = EventFile(directory.path / JOB_EVENTS)
 
-    exporter = TraceExporter(config.tracing, config.run_id)
-    parts.push_async_callback(exporter.close)
-    return [exporter.add]
+    def close() -> None:
+        file.close()
+        directory.has_job_events |= file.is_used
+
+    parts.callback(close)
+    return file.add
+
+
+def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
+    """The senders of the job's traces and of notifications, if they are on."""
+    sinks: list[Sink] = []
+    if config.tracing is not None:
+        from ripstop.telemetry.trace_exporter import TraceExporter
+
+        exporter = TraceExporter(config.tracing, config.run_id)
+        parts.push_async_callback(exporter.close)
+        sinks.append(exporter.add)
+    if config.notify_url:
+        from ripstop.notifications.webhook import Webhook
+
+        webhook = Webhook(config.notify_url, config.run_id)
+        parts.push_async_callback(webhook.close)
+        sinks.append(webhook.add)
+    return sinks
 
 
 @contextmanager
@@ -429,6 +455,17 @@ def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
             print(f"report: {result}", file=sys.stderr)
     elif end.code < 128:
         print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
+
+
+def _write_job_report(directory: LogDirectory, command: str) -> None:
+    """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
+    if not directory.has_job_events or not directory.kept:
+        return
+    from ripstop.report.files import write_report
+
+    page = write_report(directory.path, lambda text: print(f"ripstop {command}: warning: {text}", file=sys.stderr))
+    if page is not None:
+        print(f"job report: {page}", file=sys.stderr)
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:

@@ -212,7 +212,7 @@ def test_status_queries_one_node_for_the_goodput_and_works_without_its_reply(
 def test_events_are_numbered_and_read_in_pages(harness: Any) -> None:
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         _, whole = await caller.get("/events")
-        assert [event["kind"] for event in whole["events"]][:2] == ["node_joined", "round_formed"]
+        assert [event["kind"] for event in whole["events"]][:3] == ["job_started", "node_joined", "round_formed"]
         assert [event["number"] for event in whole["events"]] == list(range(1, whole["last"] + 1))
         _, part = await caller.get("/events?limit=1")
         assert (part["last"], part["more"]) == (1, True)
@@ -235,7 +235,7 @@ def test_a_stream_of_events_continues_and_can_be_resumed(harness: Any) -> None:
     async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
         async with caller.stream("/events", Accept="text/event-stream") as stream:
             assert stream.content_type == "text/event-stream"
-            assert (await data(stream))["kind"] == "node_joined"
+            assert (await data(stream))["kind"] == "job_started"
         async with caller.stream("/events", Accept="text/event-stream", **{"Last-Event-ID": "1"}) as stream:
             assert (await data(stream))["number"] == 2
             coordinator.record(AgentMessage("later"))

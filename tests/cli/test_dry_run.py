@@ -13,6 +13,8 @@ from ripstop.model.config import Binding, Budget, HealthLimits, Logs, Quarantine
 
 PARTS = {"budget": Budget, "health": HealthLimits, "quarantine": QuarantineLimits, "timing": Timing, "logs": Logs}
 
+BINDINGS = (Binding((0, 1, 2, 8), 1), Binding((3,)))
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,12 +35,12 @@ def test_nothing_is_started_or_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_setting_is_shown_and_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    config = RunConfig(Script("train.py"), "job7", token="hush", bindings=(Binding((0, 1, 2, 8), 1), Binding((3,))))
+    config = RunConfig(Script("train.py"), "job7", token="hush", notify_url="http://hush", bindings=BINDINGS)
     output = describe(config, {})
     shown = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
     for field in fields(RunConfig):
         parts = [f"{field.name}.{inner.name}" for inner in fields(PARTS[field.name])] if field.name in PARTS else []
-        assert {*(parts or [field.name])} <= shown | {"token", "notes"}, field.name
+        assert {*(parts or [field.name])} <= shown | {"token", "notify_url", "notes"}, field.name
     assert "hush" not in output
     assert "processors 0-2,8, memory of node 1; processors 3\n" in output
 

@@ -13,7 +13,7 @@ torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
     *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
-    *("--standby", "--standby-warmup"),
+    *("--standby", "--standby-warmup", "--notify-url"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

@@ -10,10 +10,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ripstop.protocol.secret import api_token
+from tests.docs.test_alerts import RULES
 from tests.docs.test_tables import DASHBOARD, queries
 from tests.e2e.harness import SCRIPTS, Job, free_port, wait_until
 
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no p
 TOKEN = "s3cret"
 CRASH_AT = 45
 CONFIG = """\
+global:
+  evaluation_interval: 1s
+rule_files: [{rules}]
 scrape_configs:
   - job_name: ripstop
     scrape_interval: 1s
@@ -36,12 +41,14 @@ class Prometheus:
     """The HTTP API of Prometheus."""
 
     def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}/api/v1/query?"
+        self._api = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, what: str) -> dict[tuple[str, ...], float]:
         """The values of an expression by the values of its labels, in the order of their names."""
         try:
-            with urllib.request.urlopen(self._url + urllib.parse.urlencode({"query": what}), timeout=10) as response:
+            with urllib.request.urlopen(
+                f"{self._api}/query?{urllib.parse.urlencode({'query': what})}", timeout=10
+            ) as response:
                 found = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
             assert error.code == 503, f"{what}: {error.read().decode()}"
@@ -54,6 +61,11 @@ class Prometheus:
             for one in found
         }
 
+    def rules(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"{self._api}/rules", timeout=10) as response:
+            groups = json.load(response)["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
     def until(self, what: str) -> dict[tuple[str, ...], float]:
         """Wait until an expression has values."""
         return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value")
@@ -64,7 +76,7 @@ def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
     """A Prometheus that reads the job's metrics until the test ends."""
     token, config, port = folder / "token", folder / "prometheus.yml", free_port()
     token.write_text(api_token(TOKEN, "e2e"))
-    config.write_text(CONFIG.format(token=token, port=job.port))
+    config.write_text(CONFIG.format(token=token, port=job.port, rules=RULES))
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -87,7 +99,7 @@ def crashing_job(folder: Path) -> Iterator[Job]:
     with Job(folder, **env, REPORT="1") as job:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
         coordinator = job.ripstop(
-            "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=3", f"--log-dir={folder / 'coordinator'}"
+            "coordinator", endpoint, "--rdzv-id=e2e", "--max-restarts=1", f"--log-dir={folder / 'coordinator'}"
         )
         coordinator.wait_for_log("coordinator of job=e2e")
         node = job.node("--rdzv-conf=is_host=0", "--nproc-per-node=2", nnodes="1", script=SCRIPTS / "counting.py")
@@ -145,6 +157,15 @@ def test_prometheus_accepts_every_query_of_the_dashboard(read: Prometheus) -> No
     results = {query: read.query(query) for query in map(filled_in, queries(DASHBOARD["panels"]))}
     (restarts,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Restarts")
     assert results[filled_in(*queries(restarts))] == {(): 1.0}
+
+
+def test_prometheus_evaluates_every_alert_rule_on_the_metrics_of_a_job(read: Prometheus) -> None:
+    read.until("ripstop_round == 2")
+    read.until('ALERTS{alertstate="firing"}')
+    rules = read.rules()
+    assert {rule["health"] for rule in rules} == {"ok"} and len(rules) == 13
+    firing = {rule["name"] for rule in rules if any(alert["state"] == "firing" for alert in rule["alerts"])}
+    assert firing == {"RipstopRestartBudgetLow"}  # the only restart is used
 
 
 def filled_in(question: str) -> str:

@@ -7,11 +7,14 @@ in one event loop.  Work that takes time is a task.  An input that arrives while
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
 
+import ripstop
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
 from ripstop.agent.health.measurements import HealthProbe
@@ -40,9 +43,10 @@ from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
-from ripstop.model.events import AgentEnded, AgentMessage, Sink, WarmedUp
+from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
 from ripstop.model.round import Node
 from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected
+from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
 from ripstop.transport.link import Link
 from ripstop.workers.spawner import Starter
 
@@ -114,6 +118,7 @@ class Driver:
             self._loop.add_signal_handler(signum, self._feed, SignalReceived(signum))
         self._link.open(self)
         self._run_task(self._warm_up())
+        self._recorder.record(_agent_started(self._config))
         self._set_timer()
         try:
             end = await self._end
@@ -282,6 +287,19 @@ class Driver:
         is_done = task.done() and not task.cancelled()
         task.cancel()
         return is_done
+
+
+def _agent_started(config: RunConfig) -> AgentStarted:
+    return AgentStarted(
+        config.run_id,
+        ripstop.__version__,
+        sys.version.split()[0],
+        torch_version(),
+        os.uname().release,
+        os.uname().nodename,
+        program_text(config.entry),
+        changed_settings(config),
+    )
 
 
 def _signals_to_handle(names: Iterable[str]) -> list[signal.Signals]:

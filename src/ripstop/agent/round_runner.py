@@ -31,6 +31,7 @@ from ripstop.agent.query_handler import Workers
 from ripstop.agent.recovery_clock import RecoveryClock
 from ripstop.agent.worker_exits import ExitKind, TimerAction, WorkerExits
 from ripstop.diagnostics.evidence import Memory, TimerKill, gather, not_started, read_memory
+from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.diagnostics.stack_dump import DUMP_SIGNAL, dump_stack
 from ripstop.logs.console import Console
@@ -67,6 +68,7 @@ class Round(Struct):
     group: Group | None = None
     monitor: HangMonitor | None = None
     recorder_sockets: tuple[str, ...] = ()  # by local rank
+    recorded_evidence: int = 0  # events
     timer_kills: dict[int, TimerKill] = field(default_factory=dict)  # workers that the agent killed, by local rank
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -271,6 +273,7 @@ class RoundRunner:
         failed = events.WorkerFailed(place.round, place.first_rank, 0, f"could not be started: {why}")
         self._recorder.record(failed, level=logging.ERROR)
         failure = not_started(place, 0, host=round.host, at=time.time(), why=why, logs=round.logs.directory(0))
+        self._recorder.record(to_event(failure))
         self._report(WorkersFailed(place.round, (failure,)))
 
     # watch ------------------------------------------------------------------------------------------------------------
@@ -329,6 +332,9 @@ class RoundRunner:
         # evidence and restarts the round; the machine does not send it for workers that are being stopped.
         what = failure.message.split("\n")[0]
         self._recorder.record(events.WorkerFailed(number, failure.rank, exit.pid, what), level=logging.WARNING)
+        if round.recorded_evidence < MAX_RECORDED:
+            round.recorded_evidence += 1
+            self._recorder.record(to_event(failure))
         self._report(WorkersFailed(number, (failure,)))
 
     def _start_recovery_clock(self, seconds_ago: float = 0.0) -> RecoveryClock:

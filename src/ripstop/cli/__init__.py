@@ -24,6 +24,8 @@ inspect a running job
   ripstop logs [RANK] [-f]              show its workers' output
   ripstop stacks [RANK]                 show its workers' stacks
   ripstop metrics                       print its metrics in Prometheus' format
+  ripstop report [RUN_DIR]              write a page: failures and their causes, time lost; also of a job that is over
+  ripstop compare A B                   compare two runs
 
 control a running job
   ripstop restart                       restart all workers
@@ -45,6 +47,8 @@ JOB_COMMANDS = {  # and their modules in `commands/`
     "logs": "logs",
     "stacks": "stacks",
     "metrics": "status",
+    "report": "report",
+    "compare": "report",
     **dict.fromkeys(("restart", "drain", "scale", "stop", "token"), "control"),
 }
 COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "completion", "version")

@@ -5,19 +5,14 @@ Nothing is started, bound or written.  Values that only the rendezvous decides a
 
 import sys
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
-from shlex import join
-
-from msgspec import Struct
-from msgspec.structs import fields
 
 from ripstop.logs.directory import file_name
-from ripstop.model.config import Backend, Binding, Executable, Module, RunConfig, Script, StartMethod
+from ripstop.model.config import Backend, Executable, RunConfig, StartMethod
 from ripstop.model.round import Address, Place
-from ripstop.system.numa import format_ranges
+from ripstop.telemetry.run_settings import setting_text, settings
 from ripstop.workers.environment import worker_environment
-from ripstop.workers.spawner import command_line, entry_key
+from ripstop.workers.spawner import entry_key
 from ripstop.workers.zygote import verdicts
 from ripstop.workers.zygote.imports import to_preload
 
@@ -26,12 +21,11 @@ SET_BY_RENDEZVOUS = (
     *("RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
 )
-HIDDEN_FIELDS = ("token", "password", "headers", "notes")
 
 
 def describe(config: RunConfig, environ: Mapping[str, str]) -> str:
     lines = ["dry run: nothing is started", "", "configuration"]
-    lines += [f"  {name:<24} {_value(value)}" for name, value in _flat("", config)]
+    lines += [f"  {name:<24} {setting_text(value)}" for name, value in settings("", config)]
     for local_rank in range(config.slots):
         lines += ["", f"worker {local_rank}: the {len(environ)} variables of this shell, and"]
         lines += [f"  {name}={value}" for name, value in sorted(_environment(config, environ, local_rank).items())]
@@ -51,38 +45,6 @@ def _left_out(config: RunConfig) -> Iterator[str]:
     plan = verdicts.recall(verdicts.key(names, sources, path))
     for name, why in plan["left_out"].items() if plan else ():
         yield f"preload: {name} left out: {why}"
-
-
-def _flat(prefix: str, value: object) -> Iterator[tuple[str, object]]:
-    """Every setting and its name; groups are flattened."""
-    assert isinstance(value, Struct)
-    for field in fields(value):
-        inner = getattr(value, field.name)
-        if field.name in HIDDEN_FIELDS:
-            continue
-        if field.name in ("budget", "timing", "health", "quarantine", "logs"):
-            yield from _flat(f"{field.name}.", inner)
-        else:
-            yield prefix + field.name, inner
-
-
-def _value(value: object) -> str:
-    match value:
-        case None:
-            return "-"
-        case Script() | Module() | Executable():
-            return join(command_line(value))
-        case Binding(cpus, memory):
-            return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
-        case Enum():
-            return str(value.value) if isinstance(value.value, str) else str(value.name).lower()
-        case (Binding(), *_):
-            return "; ".join(map(_value, value))
-        case tuple() | frozenset():
-            return ", ".join(map(_value, sorted(value) if isinstance(value, frozenset) else value)) or "-"
-        case Struct() if not isinstance(value, Address):
-            return ", ".join(f"{name}={_value(inner)}" for name, inner in _flat("", value))
-    return str(value)
 
 
 def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:

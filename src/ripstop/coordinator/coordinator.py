@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+import ripstop
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobInput, JobSettings
@@ -80,6 +81,7 @@ class Coordinator:
         self._pids: dict[str, tuple[int, tuple[int, ...]]] = {}  # of connected nodes: the round, pids by local rank
         self._standbys: dict[str, tuple[StandbySample, ...]] = {}  # of connected nodes
         self.journal = Journal([self.totals.on, self._store_processes, *sinks])
+        self.journal.record(_job_started(settings), time.time())
         self._deadline: float | None = None  # the job's clock does not pass it before the tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
@@ -289,3 +291,8 @@ class Coordinator:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._deadline = None
+
+
+def _job_started(settings: JobSettings) -> events.JobStarted:
+    limits = settings.min_nodes, settings.max_nodes, settings.budget.max_restarts
+    return events.JobStarted(settings.run_id, ripstop.__version__, settings.own, *limits)

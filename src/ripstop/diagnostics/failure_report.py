@@ -153,12 +153,12 @@ def _facts(failure: Failure, width: int) -> Iterator[str]:
     if failure.traceback:
         yield "  stack" if failure.hang else "  traceback"
         yield from (f"    {line}" for line in failure.traceback.split("\n"))
-    if tail := _tail_without_traceback(failure):
+    if tail := tail_without_traceback(failure):
         yield "  last lines of stderr"
         yield from (f"    {line}" for line in tail)
 
 
-def _tail_without_traceback(failure: Failure) -> tuple[str, ...]:
+def tail_without_traceback(failure: Failure) -> tuple[str, ...]:
     """The last lines of stderr; without the traceback, if they end with it."""
     tail = failure.log_tail
     if not (tail and failure.traceback and tail[-1].endswith(failure.traceback.rpartition("\n")[2])):

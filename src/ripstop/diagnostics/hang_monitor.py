@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
+from ripstop.diagnostics.failure_report import order
 from ripstop.diagnostics.progress import (
     NO_HEARTBEAT,
     SAMPLES_PER_TIMEOUT,
@@ -288,6 +290,8 @@ class HangMonitor:
                 where = f"in {hang.call} ({hang.where})" if hang and hang.where else ""
                 event = WorkerHangs(failure.round, failure.rank, worker.stack.pid, known.seconds, known.reason, where)
                 self._record(event, logging.WARNING)
+        for failure in order(worker.failure for worker in inspected)[:MAX_RECORDED]:
+            self._record(to_event(failure), logging.INFO)
         self._native_stacks = self._loop.create_task(self._add_native_stacks(inspected))
         self._native_stacks.add_done_callback(_log_error_of)
         return tuple(worker.failure for worker in inspected)

@@ -44,6 +44,7 @@ class LogDirectory:
     def __init__(self, logs: Logs, run_id: str, *, made_up: bool = False) -> None:
         self._made_up = made_up or logs.directory is None
         self.kept = logs.kept
+        self.has_job_events = False  # this process wrote events of the whole job here
         self._top = logs.directory or _temporary_directory()
         try:
             self._top = self._top.absolute()

@@ -20,7 +20,7 @@ MAX_NODES = 100_000
 MAX_SLOTS = 4_096
 
 
-SECRET_FIELDS = frozenset({"password", "token"})
+SECRET_FIELDS = frozenset({"notify_url", "password", "token"})
 
 
 class Redacted(Struct, frozen=True):
@@ -265,6 +265,7 @@ class RunConfig(Redacted, frozen=True):
     event_handler: str = ""  # a torch event handler; "": none
     timer_pipe: Path | None = None  # on which workers set timers; None: no timers
     tracing: Tracing | None = None  # None: no spans
+    notify_url: str = ""  # webhook for messages about the job; "": none
     token: str = ""
     tls: Tls | None = None
     api: Address | None = None  # address of the HTTP API of a job on one node; None: no network API
@@ -288,6 +289,7 @@ class CoordinatorConfig(Redacted, frozen=True):
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     log_dir: Path | None = None  # for the job's event file; None: no file
     tracing: Tracing | None = None
+    notify_url: str = ""
     token: str = ""
     tls: Tls | None = None
     notes: tuple[str, ...] = ()

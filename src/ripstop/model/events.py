@@ -22,6 +22,7 @@ from ripstop.model.text_formatting import ascii_json, truncate
 
 VERSION = 1
 MAX_TEXT = 1000  # characters of one field
+MAX_TRACEBACK = 8192  # characters of a field `traceback`
 MAX_LINE = 1 << 20  # characters of one record
 MAX_LISTED = 5  # names in one line of the log
 
@@ -49,6 +50,17 @@ class RoundEndCause(StrEnum):
 
 
 # the coordinator's ----------------------------------------------------------------------------------------------------
+
+
+class JobStarted(_Event, frozen=True):
+    """A coordinator began to lead the job: its version, the node that runs it (empty: none), and the job's limits."""
+
+    run_id: str
+    version: str
+    coordinator_node: str
+    min_nodes: Int64
+    max_nodes: Int64
+    max_restarts: Int64
 
 
 class NodeJoined(_Event, frozen=True):
@@ -224,6 +236,19 @@ class OperatorAction(_Event, frozen=True):
 # an agent's -----------------------------------------------------------------------------------------------------------
 
 
+class AgentStarted(_Event, frozen=True):
+    """An agent began: its versions, its program without secrets, and its settings that differ from the defaults."""
+
+    run_id: str
+    version: str
+    python: str
+    torch: str
+    kernel: str
+    host: str
+    program: str
+    settings: tuple[str, ...]
+
+
 class WarmedUp(_Event, frozen=True):
     """Workers can be started: by which method, with which packages preloaded, and why another method is not used.
 
@@ -321,6 +346,38 @@ class WorkerFailed(_Event, frozen=True):
     why: str
 
 
+class WorkerEvidence(_Event, frozen=True):
+    """Evidence of a worker that failed or hangs, for the first workers of a node in a round.
+
+    `failed_at` is the time of the exception, the exit or the last progress; `exitcode` is -1 if there is none.  For a
+    worker of a round that hangs, `traceback` is its stack, `sign` the symptom (empty: it waits for others), and
+    `collectives` its position according to torch's flight recorder.  `files` are the log directory, the error file and
+    the file of stacks, if they exist.
+    """
+
+    round: Int64
+    rank: Int64
+    local_rank: Int64
+    pid: Int64
+    host: str
+    failed_at: float
+    exitcode: Int64
+    signal: str
+    message: str
+    traceback: str
+    oom: str
+    log_tail: tuple[str, ...]
+    files: tuple[str, ...]
+    hangs: bool
+    sign: str
+    seconds: float
+    call: str
+    where: str
+    waits: bool
+    state: str
+    collectives: str
+
+
 class TimersMissed(_Event, frozen=True):
     """A worker, or one of its child processes, missed the deadline of a timer."""
 
@@ -375,12 +432,13 @@ class AgentEnded(_Event, frozen=True):
 
 
 Event = (
-    NodeJoined | NodeRejected | NodeLeaving | NodeGone
+    JobStarted | NodeJoined | NodeRejected | NodeLeaving | NodeGone
     | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | UnhealthyNodeRetained
     | RoundFormed | RankRequestDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleRequested | JobClosing | JobClosed | OperatorAction
-    | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone | CheckpointSaved
-    | WorkerFailed | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping | WorkersStopped
+    | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
+    | CheckpointSaved | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping
+    | WorkersStopped
     | AgentMessage | AgentEnded
 )  # fmt: skip
 
@@ -474,13 +532,19 @@ def kind(event: Event) -> str:
     return str(event.__struct_config__.tag)
 
 
+def max_chars(field: str) -> int:
+    """How long a text in this field can be."""
+    return MAX_TRACEBACK if field == "traceback" else MAX_TEXT
+
+
 def to_json(record: EventRecord) -> str:
     """One line, without its end.  Long texts are truncated."""
     header = ascii_json(_Header(VERSION, record.seq, record.at, record.node))
     body = ascii_json(record.event)
     if len(body) > MAX_TEXT:
         texts = {name: value for name, value in asdict(record.event).items() if isinstance(value, str)}
-        body = ascii_json(replace(record.event, **{name: truncate(text, MAX_TEXT) for name, text in texts.items()}))
+        short = {name: truncate(text, max_chars(name)) for name, text in texts.items()}
+        body = ascii_json(replace(record.event, **short))
     return f"{header[:-1]},{body[1:]}"
 
 

@@ -14,6 +14,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.round import Address, RankBy
 
 MAX_NAME_LENGTH = 200
+MAX_URL_LENGTH = 2000
 MAX_FILE_BYTES = 1 << 20  # of a secret, a certificate or a job file
 SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -173,6 +174,29 @@ def identifier(name: str, text: str) -> str:
         raise UsageError(f"{name}={text[:40]}: has {len(text)} characters; choose a name of 1 to {MAX_NAME_LENGTH}")
     if text.startswith(".") or not all(c.isprintable() and not c.isspace() and c not in "/[]:" for c in text):
         raise UsageError(f"{name}={text}: no spaces, no / [ ] : and no dot at the start; use letters, digits, - and _")
+    return text
+
+
+def webhook_url(name: str, text: str) -> str:
+    """An HTTP address.  Its path may be a secret, so errors show the host at most."""
+    from urllib.parse import urlsplit  # rarely needed
+
+    remedy = "write https://HOST/PATH"
+    try:
+        parts = urlsplit(text)
+        host, port_number = parts.hostname, parts.port
+    except ValueError:
+        raise UsageError(f"{name}: not a valid URL; {remedy}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        seen = f"{parts.scheme}://…" if parts.scheme else "no scheme"
+        raise UsageError(f"{name}: not an HTTP address ({seen}); {remedy}")
+    if len(text) > MAX_URL_LENGTH or not all("!" <= c <= "~" for c in text):
+        raise UsageError(
+            f"{name}=…{host}…: has spaces, control characters or non-ASCII characters, or more than {MAX_URL_LENGTH} "
+            "characters; encode them with %"
+        )
+    if parts.username or parts.password or parts.fragment or port_number == 0:
+        raise UsageError(f"{name}=…{host}…: a user, a password, a fragment and port 0 are not allowed; {remedy}")
     return text
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ripstop.model.config import MAX_SLOTS
-from ripstop.model.events import MAX_TEXT, EventRecord
+from ripstop.model.events import EventRecord, max_chars
 from ripstop.model.failure import MAX_STANDINGS
 from ripstop.model.round import Node, Place
 from ripstop.model.text_formatting import truncate, without_surrogates
@@ -67,14 +67,14 @@ def _truncated_field(name: str, value: Any) -> Any:
 
 def bounded_record(record: EventRecord) -> EventRecord:
     """Truncate an event record."""
-    values = {name: _truncated_event_field(value) for name, value in asdict(record.event).items()}
+    values = {name: _truncated_event_field(name, value) for name, value in asdict(record.event).items()}
     return replace(record, event=replace(record.event, **values))
 
 
-def _truncated_event_field(value: Any) -> Any:
+def _truncated_event_field(name: str, value: Any) -> Any:
     match value:
         case str():
-            return truncate(value, MAX_TEXT)
+            return truncate(value, max_chars(name))
         case (str(), *_):
             return tuple(truncate(text, MAX_NAME) for text in value[:MAX_EVENT_ITEMS])
         case tuple():

@@ -28,10 +28,12 @@ class EventFile:
         self._fd: int | None = None
         self._is_line_incomplete = False
         self._problem_logged = False
+        self.is_used = False
         self._writer = BackgroundWriter("events", self._write, failed=self._log_problem)
 
     def add(self, record: EventRecord) -> None:
         """Write the record soon; does not wait."""
+        self.is_used = True
         self._writer.put(to_json(record))
 
     def close(self) -> None:

@@ -32,6 +32,16 @@ class Spent(Struct, frozen=True):
         return min(1.0, self.kept / self.wall) if self.wall > 0 else 0.0
 
 
+class RoundSteps(Struct, frozen=True):
+    """The steps of one round, the time between the first and the last, and the part of it that was lost."""
+
+    first: int
+    last: int
+    seconds: float
+    seconds_lost: float
+    steps_lost: int
+
+
 class _Steps(Struct, frozen=True):
     """Steps `first` to `last`, and the time between them, as reported by this rank."""
 
@@ -104,16 +114,25 @@ class Goodput:
     def spent(self, now: float) -> Spent:
         """The totals at this time."""
         kept, lost, steps_lost = self._final_totals
+        for steps in self.rounds().values():
+            kept += steps.seconds - steps.seconds_lost
+            lost += steps.seconds_lost
+            steps_lost += steps.steps_lost
+        end = now if self._ended is None else self._ended
+        wall = max(0.0, end - self._began) if self._began is not None else 0.0
+        return Spent(kept, lost, wall, steps_lost)
+
+    def rounds(self) -> dict[int, RoundSteps]:
+        """The steps of the latest rounds, by number; a later round may still turn kept steps into lost ones."""
+        found: dict[int, RoundSteps] = {}
         limit: int | None = None
         for number in sorted(self._rounds, reverse=True):
             round = self._rounds[number]
             if steps := round.final or round.observed:
-                more = steps.split(limit)
-                kept, lost, steps_lost = kept + more[0], lost + more[1], steps_lost + more[2]
+                kept, lost, steps_lost = steps.split(limit)
+                found[number] = RoundSteps(steps.first, steps.last, kept + lost, lost, steps_lost)
             limit = round.first_step if limit is None else min(limit, round.first_step)
-        end = now if self._ended is None else self._ended
-        wall = max(0.0, end - self._began) if self._began is not None else 0.0
-        return Spent(kept, lost, wall, steps_lost)
+        return found
 
     def _round(self, number: int, first: int) -> _Round | None:
         """The round, which began at this step or before; None if its totals are final."""

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
@@ -77,6 +77,8 @@ failures
   --restart-backoff TIME      longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --hang-timeout TIME         if a worker makes no progress for this time, diagnose the hang and restart; 0: never (0)
   --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
+  --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, or has few
+                              restarts left; the coordinator's node sends it
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
@@ -220,6 +222,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         rdzv = rendezvous_options(args, conf, min_nodes, max_nodes, notes)
     else:
         rdzv = handler_options(args, notes)
+    if handler is not None and "--notify-url" in args:
+        notes.append(f"{args.label('--notify-url')} has no effect with another package's rendezvous handler")
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
@@ -265,6 +269,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         event_handler=event_handler(args),
         timer_pipe=timer_pipe(environ, notes),
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
+        notify_url=notify_url(args),
         token=token or (_random_name() if is_local and api is None else ""),
         tls=tls,
         api=api,

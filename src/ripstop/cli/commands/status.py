@@ -1,15 +1,22 @@
 """`ripstop status` and `ripstop metrics`: show the state of a job."""
 
+import re
 from typing import Any
 
-from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, table
-from ripstop.model.text_formatting import format_bytes
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, table
+from ripstop.cli.options.flags import Flag
+from ripstop.model.errors import UsageError
+from ripstop.model.text_formatting import format_bytes, one_line
+
+NODE_COLUMNS: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
 
 STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
 
 Shows a job's phase, round, nodes and ranks, and its goodput if workers report their steps.
-{JOB_HELP}"""
+
+  --markdown                  print it for a chat, a ticket or a notebook
+{JOB_HELP.lstrip(chr(10))}"""
 METRICS_HELP = f"""\
 usage: ripstop metrics [FLAGS]
 
@@ -18,8 +25,10 @@ Prints a job's metrics in Prometheus' text format: its history, its state, and t
 
 
 def status(command: ParsedCommand) -> None:
+    if "--markdown" in command.args and command.as_json:
+        raise UsageError("--markdown and --json: only one format can be printed; remove one of them")
     reply = command.find_job().get("/status")
-    command.print(render(reply), reply)
+    command.print(render_markdown(reply) if "--markdown" in command.args else render(reply), reply)
 
 
 def metrics(command: ParsedCommand) -> None:
@@ -28,10 +37,37 @@ def metrics(command: ParsedCommand) -> None:
 
 
 def render(status: dict[str, Any]) -> str:
+    columns, rows = _nodes(status["nodes"])
+    nodes_table = table(rows, columns)
+    return f"job {status['run_id']}: {', '.join(_facts(status))}\nreason: {status['why']}\n\n{nodes_table}"
+
+
+def render_markdown(status: dict[str, Any]) -> str:
+    """A heading line, the reason, and the nodes as a table that GitHub, GitLab, Slack canvases and notebooks show."""
+    facts = [f"- {_escaped(fact)}" for fact in (*_facts(status), f"reason: {status['why']}")]
+    columns, nodes = _nodes(status["nodes"])
+    rows = [columns, ("---",) * len(columns), *([_escaped(cell) for cell in row] for row in nodes)]
+    lines = [
+        f"**ripstop job {_escaped(status['run_id'])}**",
+        "",
+        *facts,
+        "",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """The text as it is: no character of it is markup, and it stays in its cell."""
+    text = one_line(text).replace("\n", " ")
+    return re.sub(r"([\\`*_\[\]<>|~@&])", r"\\\1", text)
+
+
+def _facts(status: dict[str, Any]) -> tuple[str, ...]:
     nodes = f"{status['min_nodes']}:{status['max_nodes']}"
     if status["target"] != status["max_nodes"]:
         nodes += f", scaled to {status['target']}"
-    facts = (
+    return (
         f"{status['phase']} for {_duration(status['seconds'])}",
         f"round {status['round']}",
         f"world size {status['world_size']}",
@@ -39,13 +75,15 @@ def render(status: dict[str, Any]) -> str:
         f"nodes {nodes}",
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
-    columns: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
-    rows = [_row(node) for node in status["nodes"]]
-    if any(node["standbys"] for node in status["nodes"]):
+
+
+def _nodes(nodes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns and rows of the table of nodes."""
+    columns, rows = NODE_COLUMNS, [_row(node) for node in nodes]
+    if any(node["standbys"] for node in nodes):
         columns += ("STANDBYS",)
-        rows = [(*row, _standbys(node["standbys"])) for row, node in zip(rows, status["nodes"], strict=True)]
-    nodes_table = table(rows, columns)
-    return f"job {status['run_id']}: {', '.join(facts)}\nreason: {status['why']}\n\n{nodes_table}"
+        rows = [(*row, _standbys(node["standbys"])) for row, node in zip(rows, nodes, strict=True)]
+    return columns, rows
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
@@ -72,4 +110,7 @@ def _duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-COMMANDS = {"status": JobCommand(status, STATUS_HELP), "metrics": JobCommand(metrics, METRICS_HELP)}
+COMMANDS = {
+    "status": JobCommand(status, STATUS_HELP, (*JOB_FLAGS, Flag("--markdown"))),
+    "metrics": JobCommand(metrics, METRICS_HELP),
+}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
 from ripstop.model.config import Budget, Tls
-from ripstop.model.parsers import duration, integer, tls
+from ripstop.model.parsers import duration, integer, tls, webhook_url
 
 JOB_FLAGS = (
     HELP_FLAG,
@@ -16,6 +16,7 @@ JOB_FLAGS = (
     Flag("--restart-window", "TIME", ours=True),
     Flag("--restart-backoff", "TIME", ours=True),
     Flag("--max-infra-restarts", "N", ours=True),
+    Flag("--notify-url", "URL", ours=True),
 )
 MAX_RESTARTS = 1_000_000
 
@@ -36,6 +37,10 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
             *args.labelled("--max-infra-restarts", str(default.max_infra_restarts)), minimum=0, maximum=MAX_RESTARTS
         ),
     )
+
+
+def notify_url(args: ParsedArguments) -> str:
+    return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
 
 
 def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:

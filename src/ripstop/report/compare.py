@@ -1,0 +1,106 @@
+"""Compares the reports of two runs, figure by figure.  Pure."""
+
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from ripstop.report.formats import duration, percent
+from ripstop.report.model import Phases, Report
+
+
+class Figure(Struct, frozen=True):
+    """One line: both values as numbers (None: unknown) and as texts, and the change."""
+
+    name: str
+    a: float | str | None
+    b: float | str | None
+    a_text: str
+    b_text: str
+    change: str
+
+
+def compare(a: Report, b: Report) -> tuple[Figure, ...]:
+    return tuple(_figures(a, b))
+
+
+def _figures(a: Report, b: Report) -> Iterator[Figure]:
+    for name, text in (("result", _result), ("program", _program), ("versions", _versions)):
+        yield Figure(name, text(a), text(b), text(a), text(b), "" if text(a) == text(b) else "differs")
+    yield _figure("goodput", a.summary.goodput, b.summary.goodput, percent, _points)
+    yield _seconds("duration", a.summary.seconds, b.summary.seconds)
+    yield _seconds("step time", a.summary.seconds_per_step, b.summary.seconds_per_step)
+    yield _number("last step", a.summary.last_step, b.summary.last_step)
+    yield _number("workers", a.summary.world_size, b.summary.world_size)
+    yield _number("nodes", a.summary.nodes, b.summary.nodes)
+    yield _number("nodes lost", a.summary.nodes_lost, b.summary.nodes_lost)
+    yield _number("rounds", a.summary.rounds, b.summary.rounds)
+    yield _number("restarts", a.summary.restarts, b.summary.restarts)
+    yield _number("worker failures", a.summary.worker_failures, b.summary.worker_failures)
+    yield _seconds("start-up", a.time.startup, b.time.startup)
+    yield _seconds("downtime", a.time.downtime, b.time.downtime)
+    yield _seconds("repeated steps", a.time.repeated, b.time.repeated)
+    recoveries = [[round.phases for round in report.rounds[1:]] for report in (a, b)]
+    yield _seconds("recovery, median", *map(_median, recoveries))
+    for phase in Phases.__struct_fields__:
+        means = [_mean(phases, phase) for phases in recoveries]
+        if any(means):
+            yield _seconds(f"recovery, mean {phase.replace('_', ' ')}", *means)
+    causes = {loss.cause: None for report in (a, b) for loss in report.time.losses}
+    for cause in causes:
+        yield _seconds(f"lost to {cause.replace('_', ' ')}", *(_lost(report, cause) for report in (a, b)))
+
+
+def _result(report: Report) -> str:
+    return report.summary.result.value
+
+
+def _program(report: Report) -> str:
+    return "; ".join(report.programs)
+
+
+def _versions(report: Report) -> str:
+    return ", ".join(f"{one.name} {one.value}" for one in report.versions if one.name != "kernel")
+
+
+def _lost(report: Report, cause: str) -> float:
+    return sum(loss.total for loss in report.time.losses if loss.cause == cause)
+
+
+def _median(recoveries: list[Phases]) -> float | None:
+    totals = sorted(phases.total for phases in recoveries)
+    return totals[len(totals) // 2] if totals else None
+
+
+def _mean(recoveries: list[Phases], phase: str) -> float | None:
+    return sum(getattr(phases, phase) for phases in recoveries) / len(recoveries) if recoveries else None
+
+
+def _seconds(name: str, a: float | None, b: float | None) -> Figure:
+    return _figure(name, a, b, duration, _ratio)
+
+
+def _number(name: str, a: int | None, b: int | None) -> Figure:
+    return _figure(name, a, b, lambda value: f"{value:,.0f}", lambda a, b: f"{b - a:+,.0f}")
+
+
+def _figure(
+    name: str,
+    a: float | None,
+    b: float | None,
+    text: Callable[[float], str],
+    change: Callable[[float, float], str],
+) -> Figure:
+    change_text = change(a, b) if a is not None and b is not None and a != b else ""
+    return Figure(name, a, b, _text(a, text), _text(b, text), change_text)
+
+
+def _text(value: float | None, text: Callable[[float], str]) -> str:
+    return "–" if value is None else text(value)
+
+
+def _points(a: float, b: float) -> str:
+    return f"{(b - a) * 100:+.1f} points"
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{b / a - 1:+.0%}" if a > 0 and b / a < 10 else f"×{b / a:.0f}" if a > 0 else "new"

@@ -1,0 +1,112 @@
+"""Settings, programs and versions as texts for operators: in `--dry-run`, in events and in the report.
+
+Secrets are left out: fields with a secret, and what `model/redaction.py` finds.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from enum import Enum
+from shlex import join, quote
+
+from msgspec import Struct
+from msgspec.structs import fields
+
+from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Module, RunConfig, Script
+from ripstop.model.redaction import HIDDEN, is_secret_name, without_url_users
+from ripstop.model.round import Address
+from ripstop.system.numa import format_ranges
+from ripstop.workers.spawner import command_line
+
+HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
+GROUPS = ("budget", "timing", "health", "quarantine", "logs")  # their settings have names like `timing.join`
+
+
+def settings(prefix: str, group: object) -> Iterator[tuple[str, object]]:
+    """Every setting and its name; groups are flattened."""
+    assert isinstance(group, Struct)
+    for field in fields(group):
+        value = getattr(group, field.name)
+        if field.name in HIDDEN_FIELDS:
+            continue
+        if field.name in GROUPS:
+            yield from settings(f"{field.name}.", value)
+        else:
+            yield prefix + field.name, value
+
+
+def setting_text(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case Script() | Module() | Executable():
+            return join(command_line(value))
+        case Handler(name, endpoint, conf):
+            return " ".join((name, endpoint, *(f"{key}={_shown(key, value)}" for key, value in conf)))
+        case Binding(cpus, memory):
+            return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
+        case Enum():
+            return str(value.value) if isinstance(value.value, str) else str(value.name).lower()
+        case (Binding(), *_):
+            return "; ".join(map(setting_text, value))
+        case tuple() | frozenset():
+            return ", ".join(map(setting_text, sorted(value) if isinstance(value, frozenset) else value)) or "-"
+        case Struct() if not isinstance(value, Address):
+            return ", ".join(f"{name}={setting_text(inner)}" for name, inner in settings("", value))
+    return str(value)
+
+
+def changed_settings(config: RunConfig) -> tuple[str, ...]:
+    """`name=value` of every setting that differs from its default."""
+    defaults = dict(settings("", RunConfig(config.entry, config.run_id)))
+    return tuple(
+        f"{name}={without_url_users(setting_text(value))}"
+        for name, value in settings("", config)
+        if value != defaults.get(name) and name not in ("entry", "run_id")
+    )
+
+
+def program_text(entry: Entrypoint) -> str:
+    """The command line of the workers without secrets."""
+    match entry:
+        case Script(path, args):
+            words = [path, *args]
+        case Module(name, args):
+            words = ["-m", name, *args]
+        case Executable(argv):
+            words = list(argv)
+        case _:
+            return ""
+    return " ".join(word if HIDDEN in word else quote(word) for word in _redacted(words))
+
+
+def _redacted(words: Iterable[str]) -> Iterator[str]:
+    is_next_secret = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if is_next_secret and not word.startswith("-"):
+            yield HIDDEN
+            is_next_secret = False
+        elif equals and is_secret_name(name):
+            yield f"{name}={HIDDEN}"
+        else:
+            is_next_secret = word.startswith("-") and is_secret_name(word)
+            yield without_url_users(word)
+
+
+def _shown(key: str, value: str) -> str:
+    return HIDDEN if is_secret_name(key) else value
+
+
+def torch_version() -> str:
+    """The version of the torch that workers import, from the name of its metadata; empty if there is none.
+
+    The agent must not import torch, and `importlib.metadata` takes longer to import than this search.
+    """
+    for directory in filter(None, sys.path):
+        with suppress(OSError):
+            for name in os.listdir(directory):  # noqa: PTH208 - ten times as fast
+                if name.startswith("torch-") and name.endswith(".dist-info"):
+                    return name.removeprefix("torch-").removesuffix(".dist-info")
+    return ""

@@ -1,0 +1,71 @@
+"""Which events become messages, and what they say."""
+
+import pytest
+
+from ripstop.model import events
+from ripstop.notifications.content import Notification, NotificationKind, Notifications, for_slack
+from tests.report.transcripts import Transcript
+
+
+def messages(job: Transcript) -> list[Notification]:
+    notifications = Notifications("job7")
+    return [message for record in job.records if (message := notifications.on(record))]
+
+
+def test_a_successful_job_sends_one_message() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.close(200.0)
+    (message,) = messages(job)
+    assert message.event is NotificationKind.JOB_FINISHED
+    assert message.text == "✓ ripstop job job7 finished after 3 min 20 s (round 1): all workers exited 0"
+
+
+def test_a_failed_job_names_the_root_cause() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.failure(5.0, 1, 0, "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    job.failure(5.1, 1, 1, "ValueError: bad shard\nsecond line", "Traceback\nValueError: bad shard")
+    job.close(6.0, "failed", "rank 0 exited with code 1; 0 of 0 restarts are spent")
+    (message,) = messages(job)
+    assert (message.event, message.why) == (NotificationKind.JOB_FAILED, "rank 1 on host-1: ValueError: bad shard")
+
+
+def test_failures_of_an_earlier_round_are_not_the_cause() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.failure(5.0, 1, 0, "ValueError: old")
+    job.restart(5.1, 1)
+    job.round(5.2, 2)
+    job.close(6.0, "failed", "too few nodes for 600 s")
+    assert messages(job)[-1].why == "too few nodes for 600 s"
+
+
+@pytest.mark.parametrize(("used", "limit", "is_low"), [(1, 3, False), (3, 3, True), (7, 10, False), (8, 10, True)])
+def test_a_low_restart_budget_is_announced(used: int, limit: int, is_low: bool) -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.add(5.0, events.BudgetCharged(1, "application", used, limit, True, "x"))
+    assert [message.event for message in messages(job)] == [NotificationKind.RESTART_BUDGET_LOW] * is_low
+
+
+def test_hangs_and_interruptions_are_announced_and_other_events_are_not() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.add(2.0, events.HangDiagnosed(1, (1,), "rank 1 is in read_shard"))
+    job.add(3.0, events.BudgetCharged(1, "infrastructure", 3, 3, True, "x"))
+    job.add(3.1, events.NodeLeaving("b", "SIGTERM"))
+    job.add(3.2, events.NodeGone("b", "left: SIGTERM", False))
+    job.add(4.0, events.NodeLeaving("a", "SIGTERM"))
+    found = messages(job)
+    assert [message.event for message in found] == [NotificationKind.HANG, NotificationKind.JOB_INTERRUPTED]
+    assert found[0].why == "rank 1 is in read_shard" and found[1].why.endswith("leaves: SIGTERM")
+
+
+def test_no_text_of_a_job_mentions_anybody_or_has_control_characters() -> None:
+    job = Transcript()
+    job.round(1.0, 1)
+    job.close(2.0, "failed", "<!channel> <https://evil|click> \x1b[31m& more\x00")
+    (message,) = messages(job)
+    assert message.text.endswith("&lt;!channel&gt; &lt;https://evil|click&gt; &amp; more")
+    assert for_slack("<a&b>") == "&lt;a&amp;b&gt;"
