@@ -130,4 +130,5 @@ export function askForToken(reason, wasTried, retry) {
     ];
   });
   dialog.querySelector("input").focus();
+  return dialog;
 }

@@ -11,7 +11,7 @@ export function el(name, attributes = {}, ...children) {
     else if (key in element && key !== "list") element[key === "class" ? "className" : key] = value;
     else element.setAttribute(key === "class" ? "class" : key, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 
@@ -23,7 +23,7 @@ export function setText(element, text) {
 }
 
 export function replace(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
 /** A CSS variable's value, for canvases. */

@@ -114,10 +114,12 @@ export class LogView {
   find(text) {
     this.needle = text.toLowerCase();
     this.hit = -1;
+    this.text.querySelector(".current")?.classList.remove("current");
     for (const line of this.lines) {
       const had = line.classList.contains("match");
       if (had || (this.needle && line.plain.toLowerCase().includes(this.needle))) this.fill(line);
     }
+    this.jump(1); // to the latest match
     this.say();
   }
 

@@ -302,8 +302,9 @@ export class Model {
     const left = status.max_restarts - status.charged;
     if (left <= 0 && status.max_restarts > 0) problems.push({ level: "warn", text: "The restart budget is spent: the next failure ends the job" });
     const bad = problems.some((problem) => problem.level === "bad");
-    if (bad) return verdict("bad", "Needs attention", problems[0].text + ".", problems);
-    if (problems.length) return verdict("warn", "Running with problems", problems[0].text + ".", problems);
+    const heading = problems.length === 1 ? "One problem:" : `${problems.length} problems:`;
+    if (bad) return verdict("bad", "Needs attention", heading, problems);
+    if (problems.length) return verdict("warn", "Running with problems", heading, problems);
     const failedAt = Math.max(this.lastFailure?.at ?? 0, this.lastLost);
     const since = this.now() - failedAt;
     if (failedAt && since < RECENT_S)

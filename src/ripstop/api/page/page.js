@@ -33,6 +33,13 @@ const eventList = new EventList(model, openRank);
 // reading the job -----------------------------------------------------------------------------------------------------
 
 let tokenTried = false;
+let enterToken = null; // opens the dialog again
+
+function retry() {
+  tokenTried = true;
+  enterToken = null;
+  start();
+}
 
 function start() {
   followEvents({
@@ -49,8 +56,8 @@ function start() {
         for (const reader of [status, usage, history]) reader.soon();
       }
       if (code === 401) {
-        askForToken(text, tokenTried, start);
-        tokenTried = true;
+        enterToken = () => askForToken(text, tokenTried, retry);
+        enterToken();
       }
       draw();
     },
@@ -144,20 +151,25 @@ function renderHeader() {
   const texts = { live: "live", connecting: "connecting", lost: "reconnecting", denied: "no access" };
   setText(link, model.closed && model.link !== "live" ? "ended" : texts[model.link]);
   link.className = `link ${model.closed && model.link !== "live" ? "ended" : model.link}`;
-  const found = model.link === "denied" ? { level: "idle", answer: "No access", reason: model.linkError, problems: [] } : model.verdict();
+  const found = model.link === "denied" ? { level: "idle", answer: "No access", reason: model.linkError, problems: [], needsToken: Boolean(enterToken) } : model.verdict();
   find("verdict").className = `verdict ${found.level}`;
   setText(find("answer"), found.answer);
   setText(find("reason"), found.reason);
-  renderProblems(found.problems);
+  document.body.classList.toggle("no-access", model.link === "denied");
+  renderProblems(found);
   for (const action of find("actions").querySelectorAll("[data-needs]")) action.disabled = !model.status || model.link !== "live" || Boolean(model.closed);
 }
 
 let problemsKey = "";
 
-function renderProblems(problems) {
-  const key = JSON.stringify(problems);
+function renderProblems({ problems, needsToken = false }) {
+  const key = JSON.stringify([problems, needsToken]);
   if (key === problemsKey) return;
   problemsKey = key;
+  if (needsToken) {
+    replace(find("problems"), el("li", { class: "plain" }, button("Enter the token", () => enterToken?.(), { class: "primary" })));
+    return;
+  }
   replace(find("problems"), problems.slice(0, 6).map(({ text, level, ranks: concerned }) => el("li", { class: level }, text,
     (concerned ?? []).slice(0, 3).map((rank) => button(`Open rank ${rank}`, () => openRank(rank), { class: "inline" })))));
 }

@@ -66,7 +66,7 @@ export class Plots {
       cursor: { sync: { key: "ripstop" }, y: false, drag: { x: true, y: false } },
       scales: { y: { range: plot.range ?? ((_, low, high) => [0, (high || 1) * 1.15]) } },
       axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map((at) => clock(at).slice(0, ticks.at(-1) - ticks[0] < 300 ? 8 : 5)), space: 80 },
-        { ...axis, size: 62, values: (_, ticks) => ticks.map(plot.format), space: 36 }],
+        { ...axis, size: 62, values: (_, ticks) => ticks.map((value) => plot.format(value).replace(".0 ", " ")), space: 36 }],
       series: [{}, ...plot.series.map(([, label, name]) => ({ label, stroke: color(name), width: 2, points: { show: data[0].length < 2 }, spanGaps: false }))],
       hooks: {
         drawClear: [(chart) => this.drawRounds(chart)],

@@ -70,7 +70,7 @@ export class RankPanel {
       find(`tab-${name}`).tabIndex = name === tab ? 0 : -1;
     }
     this.body.setAttribute("aria-labelledby", `tab-${tab}`);
-    this.body.className = `body ${tab}`;
+    this.body.className = `body on-${tab}`;
     if (tab === "log") {
       this.log = new LogView(this.rank);
       replace(this.body, this.log.element);
@@ -98,7 +98,7 @@ export class RankPanel {
     ];
     const events = this.model.events.filter((event) => event.rank === this.rank).slice(-6).reverse();
     replace(this.body,
-      el("dl", { class: "facts" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, ...[value].flat().map(String_))])),
+      el("dl", { class: "facts" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, [value].flat().map((part) => (part instanceof Node ? part : String(part))))])),
       el("h3", {}, "GPU"), this.gpus(rank),
       el("h3", {}, "Its latest events"),
       events.length ? el("ol", { class: "events small" }, events.map((event) => el("li", {}, el("time", {}, clock(event.at)), el("span", {}, describe(event))))) : el("p", { class: "hint" }, "None."),
@@ -139,5 +139,3 @@ export class RankPanel {
     }
   }
 }
-
-const String_ = (value) => (value instanceof Node ? value : String(value));

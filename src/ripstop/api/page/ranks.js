@@ -5,7 +5,8 @@ import { age, bytes, count, duration } from "./format.js";
 import { STATES } from "./model.js";
 
 const MODES = { state: "State", step: "Step time", age: "Heartbeat age", memory: "Memory" };
-const SIZES = [34, 30, 26, 22, 18, 16, 14, 12, 10, 9, 8, 7, 6];
+const SIZES = [[96, 46], [34, 34], [30, 30], [26, 26], [22, 22], [18, 18], [16, 16], [14, 14], [12, 12], [10, 10], [9, 9], [8, 8], [7, 7], [6, 6]]; // width, height
+const MAX_WIDE_CELLS = 64;
 const MAX_HEIGHT = 380;
 const BLOCK = 8; // ranks of a node in one row
 const PAGE = 100; // rows of the table
@@ -117,8 +118,9 @@ export class Ranks {
     this.cells = layout.cells;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    const { size } = layout;
-    context.font = `600 ${Math.max(8, Math.floor(size * 0.36))}px system-ui, sans-serif`;
+    const { size, wide } = layout;
+    this.size = [wide, size];
+    const font = wide > size ? "600 13px" : `600 ${Math.max(8, Math.floor(size * 0.36))}px`;
     for (const cell of this.cells) {
       const { rank, x, y } = cell;
       const dim = shown && !shown.has(rank.rank);
@@ -127,10 +129,16 @@ export class Ranks {
       context.fillStyle = fill;
       if (size >= 10) {
         context.beginPath();
-        context.roundRect(x, y, size, size, Math.min(5, size / 5));
+        context.roundRect(x, y, wide, size, Math.min(6, size / 5));
         context.fill();
       } else context.fillRect(x, y, size, size);
-      if (size >= 22) {
+      context.font = `${font} system-ui, sans-serif`;
+      if (wide > size) {
+        context.fillStyle = ink;
+        context.fillText(String(rank.rank), x + wide / 2, y + 16);
+        context.font = "11px system-ui, sans-serif";
+        context.fillText(this.caption(rank), x + wide / 2, y + 33);
+      } else if (size >= 22) {
         context.fillStyle = ink;
         context.fillText(String(rank.rank), x + size / 2, y + size / 2 + 0.5);
       } else if (!dim && size >= 10 && ["failed", "hung", "silent"].includes(rank.state)) {
@@ -140,7 +148,7 @@ export class Ranks {
     }
     context.globalAlpha = 1;
     this.drawLabels(context, layout);
-    this.drawCursor(context, size);
+    this.drawCursor(context);
     this.renderScale();
     const worst = this.model.ranks.filter((rank) => !["running", "done", "starting"].includes(rank.state)).length;
     this.canvas.setAttribute("aria-label", `${count(ranks.length)} ranks, ${worst ? `${count(worst)} with problems` : "none with problems"}. Arrow keys move, Enter opens a rank. The button Table shows them as a table.`);
@@ -155,26 +163,28 @@ export class Ranks {
     }
     const slots = blocks.reduce((most, block) => Math.max(most, block.length), 1);
     const across = Math.min(slots, BLOCK);
-    for (const size of SIZES) {
+    for (const [wide, size] of SIZES) {
+      if (wide > size && ranks.length > MAX_WIDE_CELLS) continue;
       const gap = size >= 14 ? 3 : size >= 9 ? 2 : 1;
       const named = blocks.length <= MAX_LABELS && size >= 18;
       const space = slots > 1 ? Math.max(gap, Math.round(size / 2)) : gap;
-      const blockWidth = across * (size + gap) - gap;
+      const blockWidth = across * (wide + gap) - gap;
+      if (wide > size && blockWidth > width) continue;
       const minWidth = named ? Math.max(blockWidth, 92) : blockWidth;
       const inRow = Math.max(1, Math.floor((width + space) / (minWidth + space)));
       const rows = Math.ceil(slots / across);
       const blockHeight = rows * (size + gap) - gap + (named ? LABEL : 0);
       const height = Math.ceil(blocks.length / inRow) * (blockHeight + (slots > 1 || named ? Math.max(gap, space / 1.5) : gap));
-      if (height > MAX_HEIGHT && size !== SIZES.at(-1)) continue;
+      if (height > MAX_HEIGHT && size !== SIZES.at(-1)[1]) continue;
       const stepY = blockHeight + (slots > 1 || named ? Math.max(gap, space / 1.5) : gap);
       const cells = [], labels = [];
       blocks.forEach((block, index) => {
         const left = (index % inRow) * (minWidth + space), top = Math.floor(index / inRow) * stepY;
         if (named) labels.push({ text: block[0].node, x: left, y: top + 6, width: minWidth });
         block.forEach((rank, i) =>
-          cells.push({ rank, x: left + (i % across) * (size + gap), y: top + (named ? LABEL : 0) + Math.floor(i / across) * (size + gap) }));
+          cells.push({ rank, x: left + (i % across) * (wide + gap), y: top + (named ? LABEL : 0) + Math.floor(i / across) * (size + gap) }));
       });
-      return { size, gap, cells, labels, height: Math.max(height, size) + 2 };
+      return { wide, size, cells, labels, height: Math.max(height, size) + 2 };
     }
   }
 
@@ -185,13 +195,21 @@ export class Ranks {
     for (const { text, x, y, width } of labels) context.fillText(shorten(context, text, width), x, y);
   }
 
-  drawCursor(context, size) {
+  drawCursor(context) {
     if (document.activeElement !== this.canvas) return;
     const cell = this.cells[this.cursor];
     if (!cell) return;
     context.strokeStyle = color("ink");
     context.lineWidth = 2;
-    context.strokeRect(cell.x - 1.5, cell.y - 1.5, size + 3, size + 3);
+    context.strokeRect(cell.x - 1.5, cell.y - 1.5, this.size[0] + 3, this.size[1] + 3);
+  }
+
+  /** The second line of a wide cell. */
+  caption(rank) {
+    if (!["running", "straggler"].includes(rank.state)) return STATES[rank.state];
+    if (this.mode === "age") return rank.age === null ? "no heartbeat" : `${age(rank.age)} ago`;
+    if (this.mode === "memory") return bytes(rank.memory);
+    return rank.stepTime === null ? STATES[rank.state] : `${duration(rank.stepTime)}/step`;
   }
 
   /** A function from a rank to its fill and its ink. */
@@ -256,12 +274,8 @@ export class Ranks {
   at(event) {
     const box = this.canvas.getBoundingClientRect();
     const x = event.clientX - box.left, y = event.clientY - box.top;
-    const size = this.cells.length > 1 ? Math.max(6, this.cellSize()) : 34;
-    return this.cells.findIndex((cell) => x >= cell.x - 1 && x <= cell.x + size + 1 && y >= cell.y - 1 && y <= cell.y + size + 1);
-  }
-
-  cellSize() {
-    return this.layout(this.model.ranks, find("rank-view").clientWidth).size;
+    const [width, height] = this.size ?? [0, 0];
+    return this.cells.findIndex((cell) => x >= cell.x - 1 && x <= cell.x + width + 1 && y >= cell.y - 1 && y <= cell.y + height + 1);
   }
 
   onHover(event) {
@@ -273,13 +287,14 @@ export class Ranks {
     replace(this.tip, el("b", {}, `Rank ${rank.rank}`), ` ${STATES[rank.state]}`, el("br"), rank.node, el("br"), facts(rank), rank.why ? [el("br"), rank.why] : null);
     const width = this.canvas.clientWidth;
     this.tip.style.left = `${Math.max(0, Math.min(x, width - 260))}px`;
-    this.tip.style.top = `${y + 40}px`;
+    this.tip.style.top = `${y + this.size[1] + 6}px`;
   }
 
   onClick(event) {
     const index = this.at(event);
     if (index < 0) return;
     this.cursor = index;
+    this.tip.hidden = true;
     this.onOpen(this.cells[index].rank.rank);
   }
 

@@ -31,7 +31,7 @@ export async function showAllStacks(onRank) {
     const { stacks, unanswered } = await get("/stacks");
     const groups = new Map();
     for (const stack of stacks) {
-      const key = stack.stack || `(none; kernel: ${stack.wchan || "unknown"})`;
+      const key = stack.stack.replace(/^(thread) \d+/gm, "$1") || `(none; kernel: ${stack.wchan || "unknown"})`;
       groups.set(key, [...(groups.get(key) ?? []), stack]);
     }
     const ordered = [...groups].sort((a, b) => a[1].length - b[1].length); // the odd ones first

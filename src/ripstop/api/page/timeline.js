@@ -217,9 +217,10 @@ export class Timeline {
       last[mark.kind] = at;
       context.fillStyle = color(name);
       shape(context, mark.kind, at, y + (mark.kind === "checkpoint" ? 16 : 0));
-      if (selected) outline(context, at - 8, y - 8, 16, 16);
-      const h = mark.kind === "checkpoint" ? 8 : 18;
-      this.items.push({ x: at - 7, y: mark.kind === "checkpoint" ? y + 12 : y - 9, w: 14, h, item: { type: "mark", id: mark.event.number, at: mark.at, mark } });
+      const box = mark.kind === "checkpoint" ? [at - 5, y + 12, 10, 8] : [at - 8, y - 9, 16, 18];
+      if (selected) outline(context, ...box);
+      const item = { type: "mark", id: mark.event.number, at: mark.at, mark };
+      this.items.push({ x: box[0], y: box[1], w: box[2], h: box[3], item });
     }
   }
 
@@ -314,7 +315,7 @@ export class Timeline {
   }
 
   step(direction) {
-    const items = this.items.map(({ item }) => item).sort((a, b) => a.at - b.at);
+    const items = this.items.map(({ item }) => item).filter(({ mark }) => mark?.kind !== "checkpoint").sort((a, b) => a.at - b.at);
     const unique = items.filter((item, i) => items.findIndex((other) => other.type === item.type && other.id === item.id) === i);
     const at = unique.findIndex((item) => this.selected && item.type === this.selected.type && item.id === this.selected.id);
     const next = unique[at < 0 ? (direction > 0 ? 0 : unique.length - 1) : Math.max(0, Math.min(unique.length - 1, at + direction))];
