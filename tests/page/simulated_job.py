@@ -57,7 +57,9 @@ class SimulatedNode:
     def _start(self, place: Place) -> None:
         pids = tuple(1000 + place.first_rank + local for local in range(self._slots))
         self._record(
-            WorkersStarted(place.round, place.first_rank, place.world_size, place.restarts, pids, 0.1, 0.0, "simulated"),
+            WorkersStarted(
+                place.round, place.first_rank, place.world_size, place.restarts, pids, 0.1, 0.0, "simulated"
+            ),
             FirstStep(place.round, place.first_rank, 0, 0.2),
             *([CheckpointSaved(place.round, 0, 0, "/checkpoints/0")] if place.first_rank == 0 else []),
         )

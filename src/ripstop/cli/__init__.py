@@ -19,6 +19,7 @@ start a job
   ripstop coordinator [FLAGS]           run a job's coordinator without workers
 
 inspect a running job
+  ripstop page                          open its page in the browser
   ripstop status                        show its phase, nodes and ranks
   ripstop events [-f]                   show what happened in it
   ripstop logs [RANK] [-f]              show its workers' output
@@ -40,6 +41,7 @@ other commands
 See `ripstop COMMAND --help`.
 """
 JOB_COMMANDS = {  # and their modules in `commands/`
+    "page": "page",
     "status": "status",
     "events": "events",
     "logs": "logs",

@@ -42,6 +42,7 @@ export class Model {
     this.status = null;
     this.statusAt = 0; // by this machine's clock
     this.usage = null;
+    this.gpus = new Map(); // by node
     this.history = null;
     this.link = "connecting";
     this.linkError = "";
@@ -193,6 +194,13 @@ export class Model {
 
   setUsage(usage) {
     this.usage = usage;
+    this.gpus = new Map();
+    usage.gpus.node.forEach((node, i) => {
+      const { index, utilisation, memory_used, memory_total, temperature, power } = usage.gpus;
+      const gpu = { index: index[i], utilisation: utilisation[i], used: memory_used[i], total: memory_total[i], temperature: temperature[i], power: power[i] };
+      if (this.gpus.has(node)) this.gpus.get(node).push(gpu);
+      else this.gpus.set(node, [gpu]);
+    });
     this.clockOffset = usage.at - Date.now() / 1000;
     this.rebuildRanks();
   }
@@ -242,13 +250,7 @@ export class Model {
   }
 
   gpusOf(node) {
-    const gpus = this.usage?.gpus;
-    if (!gpus) return [];
-    return gpus.node.flatMap((name, i) =>
-      name === node
-        ? [{ index: gpus.index[i], utilisation: gpus.utilisation[i], used: gpus.memory_used[i], total: gpus.memory_total[i], temperature: gpus.temperature[i], power: gpus.power[i] }]
-        : [],
-    );
+    return this.gpus.get(node) ?? [];
   }
 
   stepsPerSecond() {

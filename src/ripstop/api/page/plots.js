@@ -6,9 +6,9 @@ import { bytes, clock, dateTime, duration, percent } from "./format.js";
 const HEIGHT = 170;
 const PLOTS = [
   { title: "Step time", format: duration, series: [["step_time_p50", "p50", "series-1"], ["step_time_p99", "p99", "series-2"]] },
-  { title: "Goodput", format: percent, range: [0, 1], series: [["goodput", "since the start", "series-3"]] },
-  { title: "Memory of the largest worker", format: bytes, series: [["memory", "resident", "series-1"]] },
-  { title: "GPU", format: percent, range: [0, 1], series: [["gpu", "busy, mean", "series-3"], ["gpu_memory", "memory, highest", "series-2"]] },
+  { title: "Goodput", format: percent, range: [0, 1.04], series: [["goodput", "since the start", "series-3"]] },
+  { title: "Memory of the largest worker", format: bytes, incrs: Array.from({ length: 44 }, (_, power) => 2 ** power), series: [["memory", "resident", "series-1"]] },
+  { title: "GPU", format: percent, range: [0, 1.04], series: [["gpu", "busy, mean", "series-3"], ["gpu_memory", "memory, highest", "series-2"]] },
 ];
 
 export class Plots {
@@ -66,7 +66,7 @@ export class Plots {
       cursor: { sync: { key: "ripstop" }, y: false, drag: { x: true, y: false } },
       scales: { y: { range: plot.range ?? ((_, low, high) => [0, (high || 1) * 1.15]) } },
       axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map((at) => clock(at).slice(0, ticks.at(-1) - ticks[0] < 300 ? 8 : 5)), space: 80 },
-        { ...axis, size: 62, values: (_, ticks) => ticks.map((value) => plot.format(value).replace(".0 ", " ")), space: 36 }],
+        { ...axis, size: 62, ...(plot.incrs && { incrs: plot.incrs }), values: (_, ticks) => ticks.map((value) => plot.format(value).replace(".0 ", " ")), space: 36 }],
       series: [{}, ...plot.series.map(([, label, name]) => ({ label, stroke: color(name), width: 2, points: { show: data[0].length < 2 }, spanGaps: false }))],
       hooks: {
         drawClear: [(chart) => this.drawRounds(chart)],
