@@ -26,8 +26,16 @@ export function replace(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
+const colors = new Map(); // reading one computes styles
+
 /** A CSS variable's value, for canvases. */
-export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export function color(name) {
+  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colors.get(name);
+}
+
+/** After a change of the colour scheme. */
+export const forgetColors = () => colors.clear();
 
 /** A canvas as large as its box, in device pixels; returns its context, scaled to CSS pixels. */
 export function context2d(canvas, width, height) {

@@ -5,6 +5,7 @@ import { clock, dateTime } from "./format.js";
 import { CATEGORIES, category, describe } from "./model.js";
 
 const MORE = 100;
+const READING_PX = 40; // scrolled further down, the list waits
 
 export class EventList {
   constructor(model, onRank) {
@@ -13,11 +14,13 @@ export class EventList {
     this.limit = MORE;
     this.kind = "";
     this.text = "";
+    this.shown = null; // the version of the events that is shown
     const kinds = el("select", { "aria-label": "Kind of events", onchange: () => { this.kind = kinds.value; this.reset(); } },
       el("option", { value: "" }, "All kinds"), Object.entries(CATEGORIES).map(([value, text]) => el("option", { value }, text)));
     const search = el("input", { type: "search", placeholder: "Search events", "aria-label": "Search events", autocomplete: "off", spellcheck: false,
       oninput: () => { this.text = search.value.toLowerCase(); this.reset(); } });
-    replace(find("event-tools"), kinds, search);
+    this.news = button("New events", () => { this.list.scrollTop = 0; this.reset(); }, { hidden: true, class: "chip" });
+    replace(find("event-tools"), this.news, kinds, search);
     this.list = find("events");
   }
 
@@ -29,6 +32,9 @@ export class EventList {
 
   update() {
     if (this.shown === this.model.version) return;
+    const isReading = this.shown !== null && this.list.scrollTop > READING_PX;
+    this.news.hidden = !isReading;
+    if (isReading) return; // what is read does not move
     this.shown = this.model.version;
     const found = [];
     for (let i = this.model.events.length - 1; i >= 0 && found.length <= this.limit; i--) {

@@ -79,6 +79,8 @@ export class Model {
     }
     if (this.events.length > MAX_EVENTS * 1.2) this.trim();
     if (fresh.length) this.version += 1;
+    if (this.flagged) this.rebuildRanks();
+    this.flagged = false;
     return fresh;
   }
 
@@ -181,7 +183,9 @@ export class Model {
 
   flag(event, state, why) {
     const current = Math.max(0, ...this.rounds.keys());
-    if (event.round === current) this.flags.set(event.rank, { state, why });
+    if (event.round !== current) return;
+    this.flags.set(event.rank, { state, why });
+    this.flagged = true;
   }
 
   // status and usage --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import { askForToken, drain, restart, scale, stop } from "./actions.js";
 import { followEvents, get, loadToken } from "./api.js";
-import { button, el, find, replace, setText } from "./dom.js";
+import { button, el, find, forgetColors, replace, setText } from "./dom.js";
 import { EventList } from "./events.js";
 import { age, count, duration, percent, plural, rate } from "./format.js";
 import { Model } from "./model.js";
@@ -131,7 +131,7 @@ function render() {
   renderTiles();
   timeline.draw();
   if (timeline.selected?.type === "round") timeline.showDetail();
-  ranks.render();
+  ranks.update();
   eventList.update();
   renderNodes();
   panel.update();
@@ -203,8 +203,11 @@ function renderTiles() {
 }
 
 let nodesKey = "";
+let nodesOf = null; // the status and the usage that are shown
 
 function renderNodes() {
+  if (nodesOf?.[0] === model.status && nodesOf[1] === model.usage) return;
+  nodesOf = [model.status, model.usage];
   const nodes = model.status?.nodes ?? [];
   const shown = nodes.slice(0, 500);
   const missing = new Set(model.usage?.missing ?? []);
@@ -234,7 +237,13 @@ function toggleTheme() {
   } catch {
     // storage is disabled: the choice lasts until a reload
   }
+  repaint();
+}
+
+function repaint() {
+  forgetColors();
   plots.redraw();
+  ranks.changed();
   draw();
 }
 
@@ -244,10 +253,7 @@ replace(find("actions"),
   button("Restart", () => restart(model), needsJob), button("Scale", () => scale(model), needsJob),
   button("Stop", () => stop(model), { ...needsJob, class: "danger-outline" }),
   button("◐", toggleTheme, { class: "icon", "aria-label": "Light or dark", title: "Light or dark" }));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  plots.redraw();
-  draw();
-});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   event.preventDefault();

@@ -71,6 +71,7 @@ export class RankPanel {
     }
     this.body.setAttribute("aria-labelledby", `tab-${tab}`);
     this.body.className = `body on-${tab}`;
+    this.parts = null;
     if (tab === "log") {
       this.log = new LogView(this.rank);
       replace(this.body, this.log.element);
@@ -78,30 +79,40 @@ export class RankPanel {
     else this.update();
   }
 
-  /** Called when the model has changed. */
+  /** Called when the model may have changed.  The buttons stay, and with them the focus. */
   update() {
     if (this.rank === null || this.tab !== "overview") return;
+    const { model } = this;
+    if (this.parts && this.shown[0] === model.ranks && this.shown[1] === model.version) return;
+    this.shown = [model.ranks, model.version];
     const rank = this.model.ranks.find((record) => record.rank === this.rank);
     if (!rank) {
       replace(this.body, el("p", { class: "empty" }, `There is no rank ${this.rank} in the current round.`));
+      this.parts = null;
       return;
     }
+    if (this.parts?.node !== rank.node) this.makeParts(rank);
     const { median } = this.model;
     const against = rank.stepTime !== null && median ? ` (${(rank.stepTime / median).toFixed(2)} × the median)` : "";
     const facts = [
       ["State", [el("i", { class: `swatch state-${rank.state}` }), STATES[rank.state], rank.why ? `: ${rank.why}` : ""]],
-      ["Node", rank.node], ["Host", rank.host], ["Pid", rank.pid ?? "not reported"], ["Local rank", rank.local],
-      ["Step", rank.step ?? "not reported"],
+      ["Node", rank.node], ["Host", rank.host], ["Pid", String(rank.pid ?? "not reported")], ["Local rank", String(rank.local)],
+      ["Step", String(rank.step ?? "not reported")],
       ["Step time", rank.stepTime === null ? "not reported" : duration(rank.stepTime) + against],
       ["Heartbeat", rank.age === null ? "none" : `${age(rank.age)} ago`],
       ["Memory", bytes(rank.memory)], ["CPU", this.cpuShare(rank)],
     ];
+    replace(this.parts.facts, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+    replace(this.parts.gpus, this.gpus(rank));
     const events = this.model.events.filter((event) => event.rank === this.rank).slice(-6).reverse();
-    replace(this.body,
-      el("dl", { class: "facts" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, [value].flat().map((part) => (part instanceof Node ? part : String(part))))])),
-      el("h3", {}, "GPU"), this.gpus(rank),
-      el("h3", {}, "Its latest events"),
-      events.length ? el("ol", { class: "events small" }, events.map((event) => el("li", {}, el("time", {}, clock(event.at)), el("span", {}, describe(event))))) : el("p", { class: "hint" }, "None."),
+    replace(this.parts.events, events.length
+      ? el("ol", { class: "events small" }, events.map((event) => el("li", {}, el("time", {}, clock(event.at)), el("span", {}, describe(event)))))
+      : el("p", { class: "hint" }, "None."));
+  }
+
+  makeParts(rank) {
+    this.parts = { node: rank.node, facts: el("dl", { class: "facts" }), gpus: el("div"), events: el("div") };
+    replace(this.body, this.parts.facts, el("h3", {}, "GPU"), this.parts.gpus, el("h3", {}, "Its latest events"), this.parts.events,
       el("div", { class: "buttons" }, button("Take a stack", () => this.show("stack")), button("Read the log", () => this.show("log")),
         button(`Drain node ${rank.node}`, () => drain(this.model, rank.node), { class: "danger-outline" })));
   }

@@ -66,8 +66,18 @@ export class Ranks {
 
   // drawing -------------------------------------------------------------------------------------------------------------
 
+  /** Called when the model may have changed. */
+  update() {
+    if (this.model.ranks !== this.drawn) this.render();
+  }
+
+  changed() {
+    this.drawn = null;
+  }
+
   render() {
     const { ranks } = this.model;
+    this.drawn = ranks;
     this.shown = this.matches();
     const all = this.shown.length === ranks.length;
     setText(find("rank-count"), all ? `${count(ranks.length)}` : `${count(this.shown.length)} of ${count(ranks.length)}`);
@@ -214,9 +224,10 @@ export class Ranks {
 
   /** A function from a rank to its fill and its ink. */
   painter() {
-    const onDark = color("on-cell"), onLight = color("on-light-cell");
+    const onDark = color("on-cell"), onLight = color("on-light-cell"), onStraggler = color("on-straggler");
+    const inks = { running: onLight, starting: onLight, done: onLight, straggler: onStraggler };
     const states = Object.fromEntries(Object.keys(STATES).map((state) => [state, color(`state-${state}`)]));
-    if (this.mode === "state") return (rank) => [states[rank.state], ["running", "starting", "done"].includes(rank.state) ? onLight : onDark];
+    if (this.mode === "state") return (rank) => [states[rank.state], inks[rank.state] ?? onDark];
     const unknown = color("cell-unknown"), fills = SCALE.map(color);
     const { median, ranks } = this.model;
     const most = Math.max(...ranks.map((rank) => rank.memory || 0)), least = Math.min(...ranks.map((rank) => rank.memory ?? Infinity));
@@ -227,7 +238,7 @@ export class Ranks {
     }[this.mode];
     return (rank) => {
       const found = level(rank);
-      return found === null ? [unknown, onLight] : [fills[found], found > 2 ? onDark : onLight];
+      return found === null ? [unknown, onLight] : [fills[found], found > 3 ? onDark : found > 2 ? onStraggler : onLight];
     };
   }
 
