@@ -110,7 +110,7 @@ fi
 endef
 
 # Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`, those of metrics
-# `prometheus`; without them they say so and skip.  Debian would start services: policy-rc.d keeps it from that, as the
+# `prometheus`, those of the page `chromium`; without them they say so and skip.  Debian would start services: policy-rc.d keeps it from that, as the
 # tests start their own.
 .PHONY: tools
 tools:
@@ -118,6 +118,7 @@ tools:
 	@$(call tool,etcd,etcd-server)
 	@$(call tool,iptables,iptables)
 	@$(call tool,prometheus,prometheus)
+	@$(call tool,chromium,chromium)
 
 define tool
 if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

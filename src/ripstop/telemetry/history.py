@@ -57,8 +57,8 @@ class History:
             self._stride *= 2
 
     def columns(self) -> dict[str, list[Any]]:
-        """The values of each field, the oldest first; the latest samples are their own points."""
-        points = [*self._points, *self._pending]
+        """The values of each field, the oldest first; the last point may still change."""
+        points = [*self._points, *([_merge(self._pending)] if self._pending else [])]
         return {name: [getattr(point, name) for point in points] for name in NAMES}
 
 
