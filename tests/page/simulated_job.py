@@ -1,6 +1,8 @@
 """A real coordinator and its port, with simulated nodes that answer its queries: a large job in one process.
 
-    python -m tests.page.simulated_job --nodes 500 --slots 8     prints the port, and runs until its stdin is closed
+    python -m tests.page.simulated_job --nodes 500 --slots 8 --events 0
+
+It prints its port, and runs until its stdin is closed.
 
 Rank 17 is slow, rank 42 is silent.  Every node has one GPU a slot.
 """
@@ -8,8 +10,12 @@ Rank 17 is slow, rank 42 is silent.  Every node has one GPU a slot.
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
@@ -17,7 +23,7 @@ from msgspec import to_builtins
 from ripstop.coordinator.coordinator import Coordinator, Session
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing
-from ripstop.model.events import CheckpointSaved, Event, EventRecord, FirstStep, WorkersStarted, to_json
+from ripstop.model.events import AgentMessage, CheckpointSaved, Event, EventRecord, FirstStep, WorkersStarted, to_json
 from ripstop.model.round import Address, Node, Place
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StepSample
 from ripstop.protocol.messages import Assign, Events, FromCoordinator, Join, Query, Ready, Reply
@@ -95,7 +101,21 @@ class SimulatedNode:
         return NodeSample(time.time(), place.round, 1.0, 1 << 26, tuple(ranks), gpus)
 
 
-async def run(nodes: int, slots: int, seconds: float) -> None:
+@contextmanager
+def simulated(nodes: int, slots: int, events: int = 0) -> Iterator[str]:
+    """The address of a job in a process of its own."""
+    argv = [sys.executable, "-m", "tests.page.simulated_job", f"--nodes={nodes}", f"--slots={slots}"]
+    argv.append(f"--events={events}")
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(argv, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.stdin.close()
+
+
+async def run(nodes: int, slots: int, events: int) -> None:
     settings = JobSettings(RUN_ID, nodes, nodes, Timing(lease=LEASE_S), Budget(3))
     coordinator = Coordinator(settings)
     bound = bind(Address("127.0.0.1", 0), required=True)
@@ -104,14 +124,12 @@ async def run(nodes: int, slots: int, seconds: float) -> None:
     await server.start()
     for number in range(nodes):
         SimulatedNode(coordinator, number, slots, nodes)
+    for number in range(events):
+        coordinator.journal.record(AgentMessage(f"message {number}"), time.time())
     print(bound.address.port, flush=True)
     stdin = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
-    try:
-        async with asyncio.timeout(seconds):
-            await stdin.read()
-    except TimeoutError:
-        pass
+    await stdin.read()
     coordinator.stop()
     await server.close()
 
@@ -120,6 +138,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, default=500)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=7200.0)
+    parser.add_argument("--events", type=int, default=0)
     args = parser.parse_args()
-    asyncio.run(run(args.nodes, args.slots, args.seconds))
+    asyncio.run(run(args.nodes, args.slots, args.events))

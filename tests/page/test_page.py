@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -277,7 +275,7 @@ def test_html_of_the_job_is_shown_and_never_run(browser: Any, tmp_path: Path) ->
     go = tmp_path / "go"
     run_id = "<b><script>window.attacked=1<\\script>"
     token = api_token(SECRET, run_id)
-    env = {"SAYS": f"\x1b[31m{HOSTILE}\x1b[0m", "RAISE": "0", "WHEN": str(go)}
+    env = {"SAYS": f"\x1b[31m{HOSTILE}\x1b[0m\x07\n{'y' * 100_000}", "RAISE": "0", "WHEN": str(go)}
     with job_in(tmp_path, **env) as job, tab(browser, origin(job)) as opened:
         add_node(job, "--max-restarts=1", workers=1, run_id=run_id)
         until_running(job, 1, token)
@@ -286,7 +284,8 @@ def test_html_of_the_job_is_shown_and_never_run(browser: Any, tmp_path: Path) ->
         page.locator("canvas.grid").focus()
         page.keyboard.press("Enter")
         page.get_by_role("tab", name="Log").click()
-        expect(page.get_by_role("log")).to_contain_text(HOSTILE)
+        expect(page.get_by_role("log")).to_contain_text(f"{HOSTILE}·")
+        expect(page.get_by_role("log")).to_contain_text("yyy … (cut)")
         page.get_by_role("searchbox", name="Search the log").fill("<img")
         expect(page.get_by_role("log").locator("mark").first).to_have_text("<img")
         go.touch()
@@ -330,20 +329,8 @@ def test_ripstop_page_serves_a_job_without_a_port(browser: Any, tmp_path: Path) 
 # thousands of ranks ---------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def simulated(nodes: int, slots: int) -> Iterator[str]:
-    argv = [sys.executable, "-m", "tests.page.simulated_job", f"--nodes={nodes}", f"--slots={slots}"]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(argv, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.stdin.close()
-
-
 def test_4000_ranks_are_shown_filtered_and_opened(browser: Any) -> None:
-    with simulated(nodes=500, slots=8) as address, tab(browser, address) as opened:
+    with simulated_job.simulated(nodes=500, slots=8) as address, tab(browser, address) as opened:
         page = opened.open(api_token(simulated_job.TOKEN, simulated_job.RUN_ID))
         count = page.locator("#rank-count")
         expect(count).to_have_text("4,000")

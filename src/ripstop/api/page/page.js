@@ -17,6 +17,7 @@ const USAGE_MS = 2000;
 const USAGE_OF_LARGE_JOBS_MS = 5000;
 const LARGE_JOB_NODES = 256;
 const HISTORY_MS = 5000;
+const DRAW_MS = 80;
 const CHANGES_STATUS = /^(round_|node_|workers_|worker_|job_|scale_|budget_)/;
 
 const model = new Model();
@@ -116,14 +117,16 @@ document.addEventListener("visibilitychange", () => {
 // showing it ----------------------------------------------------------------------------------------------------------
 
 let frame = 0;
+let drawnAt = 0;
 let lastHistory = null;
 
-/** Draw at the next frame. */
+/** Draw at the next frame, but not again within `DRAW_MS`. */
 function draw() {
-  frame ||= requestAnimationFrame(() => {
+  frame ||= setTimeout(() => requestAnimationFrame(() => {
     frame = 0;
+    drawnAt = performance.now();
     render();
-  });
+  }), Math.max(0, drawnAt + DRAW_MS - performance.now()));
 }
 
 function render() {
