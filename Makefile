@@ -110,8 +110,8 @@ fi
 endef
 
 # Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`, those of metrics
-# `prometheus`, those of the page `chromium`; without them they say so and skip.  Debian would start services: policy-rc.d keeps it from that, as the
-# tests start their own.
+# `prometheus`, those of the page `chromium`; without them they say so and skip.  Debian would start services:
+# policy-rc.d keeps it from that, as the tests start their own.
 .PHONY: tools
 tools:
 	@$(call tool,ip,iproute2)
