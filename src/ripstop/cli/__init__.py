@@ -20,6 +20,7 @@ start a job
 
 inspect a running job
   ripstop page                          open its page in the browser
+  ripstop top                           show it live at the terminal
   ripstop status                        show its phase, nodes and ranks
   ripstop events [-f]                   show what happened in it
   ripstop logs [RANK] [-f]              show its workers' output
@@ -42,6 +43,7 @@ See `ripstop COMMAND --help`.
 """
 JOB_COMMANDS = {  # and their modules in `commands/`
     "page": "page",
+    "top": "top",
     "status": "status",
     "events": "events",
     "logs": "logs",
