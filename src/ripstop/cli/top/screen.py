@@ -88,9 +88,9 @@ def rows(job: JobView, chosen: Selection) -> list[Rank]:
 
 def _test(word: str) -> Callable[[Rank], bool]:
     first, dash, last = word.partition("-")
-    if first.isdigit() and last.isdigit():
+    if first.isdecimal() and last.isdecimal():
         return lambda rank: int(first) <= rank.rank <= int(last)
-    if word.isdigit() and not dash:
+    if word.isdecimal() and not dash:
         return lambda rank: int(word) in (rank.rank, rank.pid)
     return lambda rank: word in rank.node.lower() or word in rank.host.lower() or rank.state.startswith(word)
 
@@ -171,8 +171,8 @@ def _merge(spans: Iterable[Span]) -> Line:
 
 def _table(found: list[Rank], chosen: Selection, width: int, height: int) -> list[Line]:
     wide = width >= 100
-    name = max([4, *(len(rank.node) for rank in found[:500])])
-    name = min(name, width - (70 if wide else 58))
+    longest = max((len(rank.node) for rank in found[:500]), default=0)
+    name = max(4, min(longest, width - (70 if wide else 58)))
     head = f"{'RANK':>6} {'NODE':<{name}} {'STATE':<9} {'STEP':>9} {'STEP TIME':>9} {'BEAT':>7} {'MEMORY':>9}"
     head += f" {'PID':>9}" if wide else ""
     lines: list[Line] = [[(head, Style.DIM)]]

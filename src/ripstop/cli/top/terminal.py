@@ -272,9 +272,10 @@ def _styles() -> dict[Style, int]:
         Style.BAD: curses.A_BOLD | curses.A_UNDERLINE,
         Style.SELECTED: curses.A_REVERSE,
     }
+    if curses.has_colors():
+        curses.use_default_colors()  # else curses paints white on black
     if os.environ.get("NO_COLOR") or not curses.has_colors():
         return styles
-    curses.use_default_colors()
     colors = {Style.OK: curses.COLOR_GREEN, Style.WARN: curses.COLOR_YELLOW, Style.BAD: curses.COLOR_RED}
     for number, (style, color) in enumerate(colors.items(), 1):
         curses.init_pair(number, color, -1)
