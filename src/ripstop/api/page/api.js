@@ -3,6 +3,7 @@
 
 const PREFIX = "api/v1";
 const STORED = "ripstop-token";
+const REPLY_MS = 30_000;
 const SILENCE_MS = 40_000; // the server sends a comment every 15 s
 
 export class ApiError extends Error {
@@ -51,11 +52,12 @@ async function send(path, options = {}) {
   throw new ApiError(response.status, text);
 }
 
-export const get = async (path) => (await send(path)).json();
+export const get = async (path) => (await send(path, { signal: AbortSignal.timeout(REPLY_MS) })).json();
 
 export async function post(path, body = {}) {
   const response = await send(path, {
     method: "POST",
+    signal: AbortSignal.timeout(REPLY_MS),
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
   });

@@ -92,6 +92,10 @@ export class Model {
     while (this.rounds.size > MAX_ROUNDS) this.rounds.delete(this.rounds.keys().next().value);
   }
 
+  forget() {
+    [this.rounds, this.marks, this.closed, this.lastFailure, this.lastLost] = [new Map(), [], null, null, 0];
+  }
+
   round(number, at) {
     let round = this.rounds.get(number);
     if (!round) {
@@ -108,6 +112,7 @@ export class Model {
   apply(event) {
     switch (event.kind) {
       case "round_formed": {
+        if (this.closed && event.at > this.closed.at) this.forget(); // another job at the same address
         const before = this.rounds.get(event.round - 1);
         const round = this.round(event.round, event.at);
         Object.assign(round, { formed: event.at, why: event.why, nodes: event.nodes.length, world: event.world_size });
