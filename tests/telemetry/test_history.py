@@ -44,5 +44,5 @@ def test_a_point_has_the_percentiles_of_all_ranks_and_the_peaks_of_memory() -> N
 
 
 def test_large_jobs_are_sampled_less_often() -> None:
-    assert interval_s(1) == interval_s(500) == 5.0
+    assert interval_s(1) == interval_s(1000) == 10.0
     assert interval_s(4000) == 40.0

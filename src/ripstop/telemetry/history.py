@@ -14,7 +14,7 @@ from msgspec.structs import fields
 from ripstop.model.usage import NodeSample
 
 MAX_POINTS = 720  # even
-FIRST_INTERVAL_S = 5.0
+FIRST_INTERVAL_S = 10.0
 NODES_PER_SECOND = 100  # at most so many nodes are queried a second, on average
 
 

@@ -16,7 +16,7 @@ const STATUS_MS = 5000; // and after every event that changes it
 const USAGE_MS = 2000;
 const USAGE_OF_LARGE_JOBS_MS = 5000;
 const LARGE_JOB_NODES = 256;
-const HISTORY_MS = 5000;
+const HISTORY_MS = 10000;
 const DRAW_MS = 80;
 const CHANGES_STATUS = /^(round_|node_|workers_|worker_|job_|scale_|budget_)/;
 

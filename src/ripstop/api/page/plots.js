@@ -26,7 +26,7 @@ export class Plots {
   update() {
     const { history } = this.model;
     const points = history?.at.length ?? 0;
-    setText(find("plots-note"), points ? `since ${dateTime(history.at[0])}` : "The first sample is taken a few seconds after the round starts.");
+    setText(find("plots-note"), points ? `since ${dateTime(history.at[0])}` : "The first sample is taken within ten seconds.");
     for (const figure of this.figures) {
       const names = figure.plot.series.map(([name]) => name);
       const isEmpty = !points || names.every((name) => history[name].every((value) => value === null));
