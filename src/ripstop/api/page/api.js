@@ -119,7 +119,11 @@ export async function followEvents({ onEvents, onState }) {
 }
 
 function eventsOf(block) {
-  const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n");
+  const data = block
+    .split("\n")
+    .filter((line) => line.startsWith("data:"))
+    .map((line) => line.slice(5))
+    .join("\n");
   if (!data) return [];
   try {
     return [JSON.parse(data)];

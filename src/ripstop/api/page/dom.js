@@ -11,11 +11,14 @@ export function el(name, attributes = {}, ...children) {
     else if (key in element && key !== "list") element[key === "class" ? "className" : key] = value;
     else element.setAttribute(key === "class" ? "class" : key, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
-export const button = (label, onclick, attributes = {}) => el("button", { type: "button", onclick, ...attributes }, label);
+export const button = (label, onclick, attributes = {}) =>
+  el("button", { type: "button", onclick, ...attributes }, label);
 
 /** Set an element's text only if it changes, so that a screen reader and a selection are not disturbed. */
 export function setText(element, text) {
@@ -23,14 +26,17 @@ export function setText(element, text) {
 }
 
 export function replace(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
 }
 
 const colors = new Map(); // reading one computes styles
 
 /** A CSS variable's value, for canvases. */
 export function color(name) {
-  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  if (!colors.has(name))
+    colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return colors.get(name);
 }
 

@@ -15,11 +15,37 @@ export class EventList {
     this.kind = "";
     this.text = "";
     this.shown = null; // the version of the events that is shown
-    const kinds = el("select", { "aria-label": "Kind of events", onchange: () => { this.kind = kinds.value; this.reset(); } },
-      el("option", { value: "" }, "All kinds"), Object.entries(CATEGORIES).map(([value, text]) => el("option", { value }, text)));
-    const search = el("input", { type: "search", placeholder: "Search events", "aria-label": "Search events", autocomplete: "off", spellcheck: false,
-      oninput: () => { this.text = search.value.toLowerCase(); this.reset(); } });
-    this.news = button("New events", () => { this.list.scrollTop = 0; this.reset(); }, { hidden: true, class: "chip" });
+    const kinds = el(
+      "select",
+      {
+        "aria-label": "Kind of events",
+        onchange: () => {
+          this.kind = kinds.value;
+          this.reset();
+        },
+      },
+      el("option", { value: "" }, "All kinds"),
+      Object.entries(CATEGORIES).map(([value, text]) => el("option", { value }, text)),
+    );
+    const search = el("input", {
+      type: "search",
+      placeholder: "Search events",
+      "aria-label": "Search events",
+      autocomplete: "off",
+      spellcheck: false,
+      oninput: () => {
+        this.text = search.value.toLowerCase();
+        this.reset();
+      },
+    });
+    this.news = button(
+      "New events",
+      () => {
+        this.list.scrollTop = 0;
+        this.reset();
+      },
+      { hidden: true, class: "chip" },
+    );
     replace(find("event-tools"), this.news, kinds, search);
     this.list = find("events");
   }
@@ -45,17 +71,33 @@ export class EventList {
     }
     const more = found.length > this.limit;
     const rows = found.slice(0, this.limit).map((event) => this.row(event));
-    if (more) rows.push(el("li", {}, button("Show more", () => { this.limit += MORE; this.shown = null; this.update(); })));
+    if (more)
+      rows.push(
+        el(
+          "li",
+          {},
+          button("Show more", () => {
+            this.limit += MORE;
+            this.shown = null;
+            this.update();
+          }),
+        ),
+      );
     replace(this.list, rows.length ? rows : el("li", { class: "empty" }, "No events match."));
   }
 
   row(event) {
-    const rank = event.rank >= 0 && ["worker_failed", "worker_hangs", "timers_missed"].includes(event.kind)
-      ? button(`rank ${event.rank}`, () => this.onRank(event.rank), { class: "inline" }) : null;
-    return el("li", { class: `is-${category(event)}` },
+    const rank =
+      event.rank >= 0 && ["worker_failed", "worker_hangs", "timers_missed"].includes(event.kind)
+        ? button(`rank ${event.rank}`, () => this.onRank(event.rank), { class: "inline" })
+        : null;
+    return el(
+      "li",
+      { class: `is-${category(event)}` },
       el("time", { title: dateTime(event.at) }, clock(event.at)),
       el("span", { class: "kind" }, event.kind.replaceAll("_", " ")),
       el("span", { class: "text" }, describe(event), rank ? [" ", rank] : null),
-      el("span", { class: "who" }, event.node || "coordinator"));
+      el("span", { class: "who" }, event.node || "coordinator"),
+    );
   }
 }

@@ -32,7 +32,8 @@ export function bytes(value) {
   return `${value >= 100 || unit === 0 ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0.995 || share === 0 ? 0 : 1)} %`);
+export const percent = (share) =>
+  share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0.995 || share === 0 ? 0 : 1)} %`;
 
 export function rate(perSecond) {
   if (!perSecond) return "–";
@@ -59,7 +60,9 @@ export function ranges(ranks) {
     if (last && rank === last[1] + 1) last[1] = rank;
     else found.push([rank, rank]);
   }
-  return found.map(([first, last]) => (first === last ? first : last === first + 1 ? `${first}, ${last}` : `${first}–${last}`)).join(", ");
+  return found
+    .map(([first, last]) => (first === last ? first : last === first + 1 ? `${first}, ${last}` : `${first}–${last}`))
+    .join(", ");
 }
 
 // Escape sequences of terminals, and control characters except tab.

@@ -19,17 +19,50 @@ export class LogView {
     this.needle = "";
     this.hit = -1;
     this.follows = true;
-    this.source = el("select", { "aria-label": "Output stream", onchange: () => this.start() }, el("option", { value: "stderr" }, "stderr"), el("option", { value: "stdout" }, "stdout"));
+    this.source = el(
+      "select",
+      { "aria-label": "Output stream", onchange: () => this.start() },
+      el("option", { value: "stderr" }, "stderr"),
+      el("option", { value: "stdout" }, "stdout"),
+    );
     this.search = el("input", {
-      type: "search", placeholder: "Search the log", "aria-label": "Search the log", autocomplete: "off", spellcheck: false,
-      oninput: () => this.find(this.search.value), onkeydown: (event) => event.key === "Enter" && this.jump(event.shiftKey ? -1 : 1),
+      type: "search",
+      placeholder: "Search the log",
+      "aria-label": "Search the log",
+      autocomplete: "off",
+      spellcheck: false,
+      oninput: () => this.find(this.search.value),
+      onkeydown: (event) => event.key === "Enter" && this.jump(event.shiftKey ? -1 : 1),
     });
-    this.only = el("input", { type: "checkbox", id: "log-only", onchange: () => this.text.classList.toggle("only", this.only.checked) });
+    this.only = el("input", {
+      type: "checkbox",
+      id: "log-only",
+      onchange: () => this.text.classList.toggle("only", this.only.checked),
+    });
     this.state = el("span", { class: "count", role: "status" });
     this.bottom = button("To the end", () => this.toEnd(), { hidden: true });
-    this.text = el("div", { class: "log", tabindex: 0, role: "log", "aria-label": `Output of rank ${rank}`, "aria-live": "off", onscroll: () => this.onScroll() });
-    this.element = el("div", { class: "log-view" },
-      el("div", { class: "tools" }, this.source, this.search, el("label", { class: "check" }, this.only, " only matches"), this.state, this.bottom), this.text);
+    this.text = el("div", {
+      class: "log",
+      tabindex: 0,
+      role: "log",
+      "aria-label": `Output of rank ${rank}`,
+      "aria-live": "off",
+      onscroll: () => this.onScroll(),
+    });
+    this.element = el(
+      "div",
+      { class: "log-view" },
+      el(
+        "div",
+        { class: "tools" },
+        this.source,
+        this.search,
+        el("label", { class: "check" }, this.only, " only matches"),
+        this.state,
+        this.bottom,
+      ),
+      this.text,
+    );
     this.start();
   }
 
@@ -42,7 +75,10 @@ export class LogView {
     setText(this.state, "reading");
     try {
       await stream(`/logs/${this.rank}?stream=${this.source.value}&tail=${TAIL}&follow=true`, {
-        accept: "text/plain", signal: control.signal, onOpen: () => this.say(), onText: (text) => this.add(text),
+        accept: "text/plain",
+        signal: control.signal,
+        onOpen: () => this.say(),
+        onText: (text) => this.add(text),
       });
       this.ended = "the log ended";
     } catch (error) {

@@ -20,18 +20,50 @@ export const STATES = {
   done: "done",
 };
 
-export const CATEGORIES = { failure: "Failures", round: "Rounds", node: "Nodes", operator: "Operators", step: "Progress", other: "Other" };
+export const CATEGORIES = {
+  failure: "Failures",
+  round: "Rounds",
+  node: "Nodes",
+  operator: "Operators",
+  step: "Progress",
+  other: "Other",
+};
 
 const CATEGORY = {
-  worker_failed: "failure", worker_hangs: "failure", hang_diagnosed: "failure", timers_missed: "failure", budget_charged: "failure",
-  budget_refunded: "failure", node_unhealthy: "failure", node_quarantined: "failure",
-  round_formed: "round", round_ended: "round", round_found: "round", round_resumed: "round", recovered: "round",
-  workers_started: "round", workers_stopping: "round", workers_stopped: "round", workers_succeeded: "round",
-  job_closing: "round", job_closed: "round",
-  node_joined: "node", node_rejected: "node", node_leaving: "node", node_gone: "node", node_healthy: "node", node_released: "node",
-  unhealthy_node_retained: "node", rank_request_denied: "node", warmed_up: "node", agent_ended: "node",
-  operator_action: "operator", scale_requested: "operator",
-  first_step: "step", steps_done: "step", checkpoint_saved: "step",
+  worker_failed: "failure",
+  worker_hangs: "failure",
+  hang_diagnosed: "failure",
+  timers_missed: "failure",
+  budget_charged: "failure",
+  budget_refunded: "failure",
+  node_unhealthy: "failure",
+  node_quarantined: "failure",
+  round_formed: "round",
+  round_ended: "round",
+  round_found: "round",
+  round_resumed: "round",
+  recovered: "round",
+  workers_started: "round",
+  workers_stopping: "round",
+  workers_stopped: "round",
+  workers_succeeded: "round",
+  job_closing: "round",
+  job_closed: "round",
+  node_joined: "node",
+  node_rejected: "node",
+  node_leaving: "node",
+  node_gone: "node",
+  node_healthy: "node",
+  node_released: "node",
+  unhealthy_node_retained: "node",
+  rank_request_denied: "node",
+  warmed_up: "node",
+  agent_ended: "node",
+  operator_action: "operator",
+  scale_requested: "operator",
+  first_step: "step",
+  steps_done: "step",
+  checkpoint_saved: "step",
 };
 
 export const category = (event) =>
@@ -99,7 +131,20 @@ export class Model {
   round(number, at) {
     let round = this.rounds.get(number);
     if (!round) {
-      round = { number, formed: at, ended: null, started: null, firstStep: null, cause: "", why: "", endWhy: "", nodes: 0, world: 0, failures: [], recovery: null };
+      round = {
+        number,
+        formed: at,
+        ended: null,
+        started: null,
+        firstStep: null,
+        cause: "",
+        why: "",
+        endWhy: "",
+        nodes: 0,
+        world: 0,
+        failures: [],
+        recovery: null,
+      };
       this.rounds.set(number, round);
     }
     return round;
@@ -136,7 +181,8 @@ export class Model {
         const { detect, decide, stop, start } = event;
         const old = round.recovery;
         const total = (phases) => phases.detect + phases.decide + phases.stop + phases.start;
-        if (!old || total(event) > total(old)) round.recovery = { detect, decide, stop, start, at: event.at, node: event.node };
+        if (!old || total(event) > total(old))
+          round.recovery = { detect, decide, stop, start, at: event.at, node: event.node };
         break;
       }
       case "first_step": {
@@ -165,7 +211,11 @@ export class Model {
         break;
       case "node_quarantined":
       case "node_unhealthy":
-        this.mark("failure", event, `node ${event.name} ${event.kind === "node_unhealthy" ? "unhealthy" : "quarantined"}`);
+        this.mark(
+          "failure",
+          event,
+          `node ${event.name} ${event.kind === "node_unhealthy" ? "unhealthy" : "quarantined"}`,
+        );
         break;
       case "operator_action":
         this.mark("operator", event, `${event.action} by ${event.by}`);
@@ -206,7 +256,14 @@ export class Model {
     this.gpus = new Map();
     usage.gpus.node.forEach((node, i) => {
       const { index, utilisation, memory_used, memory_total, temperature, power } = usage.gpus;
-      const gpu = { index: index[i], utilisation: utilisation[i], used: memory_used[i], total: memory_total[i], temperature: temperature[i], power: power[i] };
+      const gpu = {
+        index: index[i],
+        utilisation: utilisation[i],
+        used: memory_used[i],
+        total: memory_total[i],
+        temperature: temperature[i],
+        power: power[i],
+      };
       if (this.gpus.has(node)) this.gpus.get(node).push(gpu);
       else this.gpus.set(node, [gpu]);
     });
@@ -232,14 +289,20 @@ export class Model {
         const index = at.get(number);
         const has = index !== undefined;
         const record = {
-          rank: number, local, node: node.name, host: node.host, nodeState: node.state, role: node.role,
+          rank: number,
+          local,
+          node: node.name,
+          host: node.host,
+          nodeState: node.state,
+          role: node.role,
           pid: node.pids[local] ?? null,
           step: has ? columns.step[index] : null,
           stepTime: has ? columns.step_time[index] : null,
           age: has ? columns.age[index] : null,
           memory: has ? columns.memory[index] : null,
           cpu: has ? columns.cpu[index] : null,
-          state: "running", why: "",
+          state: "running",
+          why: "",
         };
         const flag = this.flags.get(number);
         if (flag) [record.state, record.why] = [flag.state, flag.why];
@@ -279,11 +342,20 @@ export class Model {
     if (this.closed || status?.phase === "closed") return this.endVerdict();
     if (this.link !== "live" && this.link !== "connecting") {
       const known = status ? `The last known phase is ${status.phase}.` : "";
-      return verdict("idle", "No connection", `The page cannot reach the coordinator: ${this.linkError || "no reply"}. It keeps trying. ${known}`);
+      return verdict(
+        "idle",
+        "No connection",
+        `The page cannot reach the coordinator: ${this.linkError || "no reply"}. It keeps trying. ${known}`,
+      );
     }
     if (!status) return verdict("idle", "Connecting", "Waiting for the job's status.");
     if (status.phase === "closing") return verdict("bad", "Ending", status.why);
-    if (status.phase === "recovering") return verdict("warn", "Coordinator replaced", `Training goes on; waiting for the nodes to reconnect. ${status.why}`);
+    if (status.phase === "recovering")
+      return verdict(
+        "warn",
+        "Coordinator replaced",
+        `Training goes on; waiting for the nodes to reconnect. ${status.why}`,
+      );
     if (status.phase === "gathering")
       return verdict(status.round ? "warn" : "idle", status.round ? "Recovering" : "Waiting for nodes", status.why);
     return this.runningVerdict();
@@ -292,7 +364,11 @@ export class Model {
   endVerdict() {
     const outcome = this.closed?.outcome || "closed";
     const good = outcome === "succeeded";
-    return verdict(good ? "ok" : "bad", good ? "Finished" : `Job ${outcome}`, this.closed?.why || this.status?.why || "");
+    return verdict(
+      good ? "ok" : "bad",
+      good ? "Finished" : `Job ${outcome}`,
+      this.closed?.why || this.status?.why || "",
+    );
   }
 
   runningVerdict() {
@@ -300,18 +376,28 @@ export class Model {
     const problems = [];
     const list = (state, text) => {
       const found = this.ranks.filter((rank) => rank.state === state);
-      if (found.length) problems.push({ level: state === "straggler" ? "warn" : "bad", state, ranks: found.map((r) => r.rank), text: text(found) });
+      if (found.length)
+        problems.push({
+          level: state === "straggler" ? "warn" : "bad",
+          state,
+          ranks: found.map((r) => r.rank),
+          text: text(found),
+        });
     };
     const who = (found) => (found.length === 1 ? `Rank ${found[0].rank}` : `${found.length} ranks`);
     list("failed", (found) => `${who(found)} failed`);
     list("hung", (found) => `${who(found)} ${found.length === 1 ? "hangs" : "hang"}`);
     list("silent", (found) => `${who(found)}: no heartbeat for ${Math.round(Math.max(...found.map((r) => r.age)))} s`);
-    list("straggler", (found) => `${who(found)} ${found.length === 1 ? "is" : "are"} slower than ${STRAGGLER} times the median`);
+    list(
+      "straggler",
+      (found) => `${who(found)} ${found.length === 1 ? "is" : "are"} slower than ${STRAGGLER} times the median`,
+    );
     for (const node of status.nodes)
       if (["unhealthy", "quarantined", "absent"].includes(node.state) || node.unfit)
         problems.push({ level: "warn", node: node.name, text: `Node ${node.name}: ${node.unfit || node.state}` });
     const left = status.max_restarts - status.charged;
-    if (left <= 0 && status.max_restarts > 0) problems.push({ level: "warn", text: "The restart budget is spent: the next failure ends the job" });
+    if (left <= 0 && status.max_restarts > 0)
+      problems.push({ level: "warn", text: "The restart budget is spent: the next failure ends the job" });
     const bad = problems.some((problem) => problem.level === "bad");
     const heading = problems.length === 1 ? "One problem:" : `${problems.length} problems:`;
     if (bad) return verdict("bad", "Needs attention", heading, problems);
@@ -319,9 +405,16 @@ export class Model {
     const failedAt = Math.max(this.lastFailure?.at ?? 0, this.lastLost);
     const since = this.now() - failedAt;
     if (failedAt && since < RECENT_S)
-      return verdict("ok", "Running again", `Recovered from a failure ${Math.round(since)} s ago: ${status.why}.`, problems);
+      return verdict(
+        "ok",
+        "Running again",
+        `Recovered from a failure ${Math.round(since)} s ago: ${status.why}.`,
+        problems,
+      );
     const reporting = this.ranks.filter((rank) => rank.step !== null).length;
-    const steps = reporting ? `All ${reporting === this.ranks.length ? "" : `${reporting} reporting `}ranks make steps.` : "The training script reports no steps.";
+    const steps = reporting
+      ? `All ${reporting === this.ranks.length ? "" : `${reporting} reporting `}ranks make steps.`
+      : "The training script reports no steps.";
     return verdict("ok", "Running fine", steps, problems);
   }
 }
@@ -358,7 +451,8 @@ const TEXTS = {
   steps_done: (e) => `round ${e.round}: steps ${e.first} to ${e.last} in ${e.seconds.toFixed(1)} s`,
   checkpoint_saved: (e) => `rank ${e.rank} saved step ${e.step}${e.path ? ` to ${e.path}` : ""}`,
   worker_failed: (e) => `rank ${e.rank} (pid ${e.pid}) failed: ${e.why}`,
-  worker_hangs: (e) => `rank ${e.rank} (pid ${e.pid}) hangs: ${e.sign} for ${Math.round(e.seconds)} s${e.where ? `, ${e.where}` : ""}`,
+  worker_hangs: (e) =>
+    `rank ${e.rank} (pid ${e.pid}) hangs: ${e.sign} for ${Math.round(e.seconds)} s${e.where ? `, ${e.where}` : ""}`,
   timers_missed: (e) => `rank ${e.rank}: ${e.why}`,
   workers_succeeded: (e) => `round ${e.round}: all workers of this node exited 0`,
   workers_stopping: (e) => `round ${e.round}: stopping: ${e.why}`,
@@ -375,5 +469,7 @@ export function describe(event) {
     // a newer version's field has another type
   }
   const { number, v, seq, at, node, kind, ...fields } = event;
-  return Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
+  return Object.entries(fields)
+    .map(([name, value]) => `${name}=${value}`)
+    .join(" ");
 }

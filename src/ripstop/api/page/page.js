@@ -99,16 +99,28 @@ class Reader {
 }
 
 const isLarge = () => (model.status?.nodes.length ?? 0) > LARGE_JOB_NODES;
-const status = new Reader("/status", () => STATUS_MS, (reply) => {
-  model.setStatus(reply);
-  if (usageRound !== reply.round) usage.soon();
-});
+const status = new Reader(
+  "/status",
+  () => STATUS_MS,
+  (reply) => {
+    model.setStatus(reply);
+    if (usageRound !== reply.round) usage.soon();
+  },
+);
 let usageRound = 0;
-const usage = new Reader("/usage", () => (isLarge() ? USAGE_OF_LARGE_JOBS_MS : USAGE_MS), (reply) => {
-  usageRound = reply.round;
-  model.setUsage(reply);
-});
-const history = new Reader("/history", () => HISTORY_MS, (reply) => (model.history = reply));
+const usage = new Reader(
+  "/usage",
+  () => (isLarge() ? USAGE_OF_LARGE_JOBS_MS : USAGE_MS),
+  (reply) => {
+    usageRound = reply.round;
+    model.setUsage(reply);
+  },
+);
+const history = new Reader(
+  "/history",
+  () => HISTORY_MS,
+  (reply) => (model.history = reply),
+);
 
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) for (const reader of [status, usage, history]) reader.soon();
@@ -122,11 +134,15 @@ let lastHistory = null;
 
 /** Draw at the next frame, but not again within `DRAW_MS`. */
 function draw() {
-  frame ||= setTimeout(() => requestAnimationFrame(() => {
-    frame = 0;
-    drawnAt = performance.now();
-    render();
-  }), Math.max(0, drawnAt + DRAW_MS - performance.now()));
+  frame ||= setTimeout(
+    () =>
+      requestAnimationFrame(() => {
+        frame = 0;
+        drawnAt = performance.now();
+        render();
+      }),
+    Math.max(0, drawnAt + DRAW_MS - performance.now()),
+  );
 }
 
 function render() {
@@ -154,13 +170,17 @@ function renderHeader() {
   const texts = { live: "live", connecting: "connecting", lost: "reconnecting", denied: "no access" };
   setText(link, model.closed && model.link !== "live" ? "ended" : texts[model.link]);
   link.className = `link ${model.closed && model.link !== "live" ? "ended" : model.link}`;
-  const found = model.link === "denied" ? { level: "idle", answer: "No access", reason: model.linkError, problems: [], needsToken: Boolean(enterToken) } : model.verdict();
+  const found =
+    model.link === "denied"
+      ? { level: "idle", answer: "No access", reason: model.linkError, problems: [], needsToken: Boolean(enterToken) }
+      : model.verdict();
   find("verdict").className = `verdict ${found.level}`;
   setText(find("answer"), found.answer);
   setText(find("reason"), found.reason);
   document.body.classList.toggle("no-access", model.link === "denied");
   renderProblems(found);
-  for (const action of find("actions").querySelectorAll("[data-needs]")) action.disabled = !model.status || model.link !== "live" || Boolean(model.closed);
+  for (const action of find("actions").querySelectorAll("[data-needs]"))
+    action.disabled = !model.status || model.link !== "live" || Boolean(model.closed);
 }
 
 let problemsKey = "";
@@ -170,11 +190,29 @@ function renderProblems({ problems, needsToken = false }) {
   if (key === problemsKey) return;
   problemsKey = key;
   if (needsToken) {
-    replace(find("problems"), el("li", { class: "plain" }, button("Enter the token", () => enterToken?.(), { class: "primary" })));
+    replace(
+      find("problems"),
+      el(
+        "li",
+        { class: "plain" },
+        button("Enter the token", () => enterToken?.(), { class: "primary" }),
+      ),
+    );
     return;
   }
-  replace(find("problems"), problems.slice(0, 6).map(({ text, level, ranks: concerned }) => el("li", { class: level }, text,
-    (concerned ?? []).slice(0, 3).map((rank) => button(`Open rank ${rank}`, () => openRank(rank), { class: "inline" })))));
+  replace(
+    find("problems"),
+    problems.slice(0, 6).map(({ text, level, ranks: concerned }) =>
+      el(
+        "li",
+        { class: level },
+        text,
+        (concerned ?? [])
+          .slice(0, 3)
+          .map((rank) => button(`Open rank ${rank}`, () => openRank(rank), { class: "inline" })),
+      ),
+    ),
+  );
 }
 
 function renderTiles() {
@@ -192,11 +230,21 @@ function renderTiles() {
     ["Ranks", count(job.world_size), `on ${plural(members, "node")}${others ? `, ${count(others)} more` : ""}`],
     ["Goodput", percent(job.goodput), job.goodput === null ? "no steps reported" : "time in kept steps"],
     ["Steps per second", rate(model.stepsPerSecond()), step === null ? "no steps reported" : `at step ${count(step)}`],
-    ["Last checkpoint", saved ? age(model.now() - saved) : "–", saved ? `ago, of step ${count(used.checkpoint_step)}` : "none reported"],
+    [
+      "Last checkpoint",
+      saved ? age(model.now() - saved) : "–",
+      saved ? `ago, of step ${count(used.checkpoint_step)}` : "none reported",
+    ],
     ["Restarts left", count(left), `of ${count(job.max_restarts)}`],
   ];
   const place = find("tiles");
-  if (place.children.length !== tiles.length) replace(place, tiles.map(([name]) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", { class: "value" }), el("dd", { class: "note" }))));
+  if (place.children.length !== tiles.length)
+    replace(
+      place,
+      tiles.map(([name]) =>
+        el("div", { class: "tile" }, el("dt", {}, name), el("dd", { class: "value" }), el("dd", { class: "note" })),
+      ),
+    );
   tiles.forEach(([, value, note], index) => {
     const [, big, small] = place.children[index].children;
     setText(big, value);
@@ -214,18 +262,52 @@ function renderNodes() {
   const nodes = model.status?.nodes ?? [];
   const shown = nodes.slice(0, 500);
   const missing = new Set(model.usage?.missing ?? []);
-  const rows = shown.map((node) => ({ ...node, pids: 0, missing: missing.has(node.name), gpus: model.gpusOf(node.name).length }));
+  const rows = shown.map((node) => ({
+    ...node,
+    pids: 0,
+    missing: missing.has(node.name),
+    gpus: model.gpusOf(node.name).length,
+  }));
   const key = JSON.stringify(rows);
   if (key === nodesKey) return;
   nodesKey = key;
-  setText(find("node-count"), `${count(nodes.length)}${shown.length < nodes.length ? `, the first ${shown.length} shown` : ""}`);
-  const head = ["Node", "Host", "State", "Ranks", "GPUs", ""].map((text) => el("th", { scope: "col" }, text || el("span", { class: "visually-hidden" }, "Actions")));
-  const body = rows.map((node) => el("tr", {},
-    el("th", { scope: "row" }, node.name), el("td", {}, node.host),
-    el("td", {}, el("span", { class: `badge ${node.state}` }, node.state), node.unfit ? el("small", {}, ` ${node.unfit}`) : null, node.missing ? el("small", {}, " no sample") : null),
-    el("td", { class: "number" }, node.first_rank < 0 ? "–" : node.slots === 1 ? String(node.first_rank) : `${node.first_rank}–${node.first_rank + node.slots - 1}`),
-    el("td", { class: "number" }, node.gpus ? String(node.gpus) : "–"),
-    el("td", {}, button("Drain", () => drain(model, node.name), { class: "small", "aria-label": `Drain node ${node.name}` }))));
+  setText(
+    find("node-count"),
+    `${count(nodes.length)}${shown.length < nodes.length ? `, the first ${shown.length} shown` : ""}`,
+  );
+  const head = ["Node", "Host", "State", "Ranks", "GPUs", ""].map((text) =>
+    el("th", { scope: "col" }, text || el("span", { class: "visually-hidden" }, "Actions")),
+  );
+  const body = rows.map((node) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, node.name),
+      el("td", {}, node.host),
+      el(
+        "td",
+        {},
+        el("span", { class: `badge ${node.state}` }, node.state),
+        node.unfit ? el("small", {}, ` ${node.unfit}`) : null,
+        node.missing ? el("small", {}, " no sample") : null,
+      ),
+      el(
+        "td",
+        { class: "number" },
+        node.first_rank < 0
+          ? "–"
+          : node.slots === 1
+            ? String(node.first_rank)
+            : `${node.first_rank}–${node.first_rank + node.slots - 1}`,
+      ),
+      el("td", { class: "number" }, node.gpus ? String(node.gpus) : "–"),
+      el(
+        "td",
+        {},
+        button("Drain", () => drain(model, node.name), { class: "small", "aria-label": `Drain node ${node.name}` }),
+      ),
+    ),
+  );
   replace(find("nodes"), el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
 }
 
@@ -251,11 +333,14 @@ function repaint() {
 }
 
 const needsJob = { "data-needs": "job", disabled: true };
-replace(find("actions"),
+replace(
+  find("actions"),
   button("Stacks", () => showAllStacks(openRank), { ...needsJob, title: "The stacks of all workers; changes nothing" }),
-  button("Restart", () => restart(model), needsJob), button("Scale", () => scale(model), needsJob),
+  button("Restart", () => restart(model), needsJob),
+  button("Scale", () => scale(model), needsJob),
   button("Stop", () => stop(model), { ...needsJob, class: "danger-outline" }),
-  button("◐", toggleTheme, { class: "icon", "aria-label": "Light or dark", title: "Light or dark" }));
+  button("◐", toggleTheme, { class: "icon", "aria-label": "Light or dark", title: "Light or dark" }),
+);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;

@@ -12,8 +12,13 @@ const MIN_SPAN_S = 2;
 
 export const PHASES = { detect: "phase-detect", decide: "phase-decide", stop: "phase-stop", start: "phase-start" };
 const MARKS = {
-  failure: ["bad", "failure"], hang: ["hang", "hang"], operator: ["accent", "operator"], resize: ["resize", "resize"],
-  node: ["muted", "node"], checkpoint: ["ok", "checkpoint"], end: ["ink", "end"],
+  failure: ["bad", "failure"],
+  hang: ["hang", "hang"],
+  operator: ["accent", "operator"],
+  resize: ["resize", "resize"],
+  node: ["muted", "node"],
+  checkpoint: ["ok", "checkpoint"],
+  end: ["ink", "end"],
 };
 
 export class Timeline {
@@ -24,28 +29,46 @@ export class Timeline {
     this.selected = null;
     this.items = []; // what is drawn: {x, y, w, h, item}
     this.canvas = el("canvas", {
-      tabindex: 0, role: "img", class: "timeline",
-      "aria-label": "Timeline of rounds and events. Keys: plus and minus zoom, arrows move, brackets select, 0 shows all.",
+      tabindex: 0,
+      role: "img",
+      class: "timeline",
+      "aria-label":
+        "Timeline of rounds and events. Keys: plus and minus zoom, arrows move, brackets select, 0 shows all.",
       onkeydown: (event) => this.onKey(event),
       onpointerdown: (event) => this.onPointer(event),
       onpointermove: (event) => this.onHover(event),
     });
     this.canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
     replace(find("timeline"), this.canvas);
-    replace(find("timeline-tools"),
+    replace(
+      find("timeline-tools"),
       button("−", () => this.zoom(2), { "aria-label": "Zoom out", title: "Zoom out (−)" }),
       button("+", () => this.zoom(0.5), { "aria-label": "Zoom in", title: "Zoom in (+)" }),
       button("10 min", () => this.last(600), { title: "The last 10 minutes" }),
-      button("All", () => this.fit(), { title: "The whole job (0)" }));
-    const legend = [["round", "running"], ["phase-stop", "recovery"], ["bad", "failure"], ["hang", "hang"], ["accent", "operator"], ["resize", "resize"], ["ok", "checkpoint"]];
-    replace(find("timeline-legend"), legend.map(([name, text]) => el("li", {}, el("i", { class: `swatch ${name}` }), text)));
+      button("All", () => this.fit(), { title: "The whole job (0)" }),
+    );
+    const legend = [
+      ["round", "running"],
+      ["phase-stop", "recovery"],
+      ["bad", "failure"],
+      ["hang", "hang"],
+      ["accent", "operator"],
+      ["resize", "resize"],
+      ["ok", "checkpoint"],
+    ];
+    replace(
+      find("timeline-legend"),
+      legend.map(([name, text]) => el("li", {}, el("i", { class: `swatch ${name}` }), text)),
+    );
     new ResizeObserver(() => this.draw()).observe(find("timeline"));
   }
 
   // view ----------------------------------------------------------------------------------------------------------------
 
   extent() {
-    const first = this.model.events.length ? Math.min(this.model.events[0].at, ...[...this.model.rounds.values()].slice(0, 1).map((r) => r.formed)) : this.model.now() - 60;
+    const first = this.model.events.length
+      ? Math.min(this.model.events[0].at, ...[...this.model.rounds.values()].slice(0, 1).map((r) => r.formed))
+      : this.model.now() - 60;
     const end = this.model.closed ? this.model.closed.at : this.model.now();
     const span = Math.max(end - first, MIN_SPAN_S);
     return [first - span * 0.01, end + span * 0.02];
@@ -98,7 +121,11 @@ export class Timeline {
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "middle";
     context.fillStyle = muted;
-    for (const [name, top] of Object.entries({ Rounds: LANES.rounds + 12, Ranks: LANES.world + 16, Events: LANES.marks + 8 }))
+    for (const [name, top] of Object.entries({
+      Rounds: LANES.rounds + 12,
+      Ranks: LANES.world + 16,
+      Events: LANES.marks + 8,
+    }))
       context.fillText(name, 0, top);
     this.drawTicks(context, from, to, width);
     context.save();
@@ -137,11 +164,12 @@ export class Timeline {
       const next = rounds[index + 1];
       const start = round.started ?? round.formed;
       const end = round.ended ?? next?.formed ?? now;
-      const left = x(start), right = Math.max(x(end), x(start) + 2);
+      const left = x(start),
+        right = Math.max(x(end), x(start) + 2);
       if (right < LEFT || left > x(to)) return;
       const bad = ["application", "infrastructure", "node_lost"].includes(round.cause);
       const before = rounds[index - 1];
-      const pauseFrom = before ? before.ended ?? round.formed : round.formed;
+      const pauseFrom = before ? (before.ended ?? round.formed) : round.formed;
       this.drawRecovery(context, x, pauseFrom, start, round);
       context.fillStyle = color(round.ended === null && !this.model.closed ? "round-live" : "round");
       rounded(context, left, LANES.rounds, right - left, 24, 4);
@@ -158,18 +186,30 @@ export class Timeline {
       context.fillStyle = color("on-round");
       const label = visible > 64 ? `Round ${round.number}` : visible > 18 ? String(round.number) : "";
       if (label) context.fillText(label, Math.max(left, LEFT) + 7, LANES.rounds + 12.5);
-      this.items.push({ x: left, y: LANES.rounds, w: right - left, h: 24, item: { type: "round", id: round.number, at: start, round } });
+      this.items.push({
+        x: left,
+        y: LANES.rounds,
+        w: right - left,
+        h: 24,
+        item: { type: "round", id: round.number, at: start, round },
+      });
     });
   }
 
   /** The pause before a round, by phase, if they are known and wide enough. */
   drawRecovery(context, x, from, to, round) {
-    const left = x(from), width = Math.max(x(to) - left, round.recovery ? 3 : 0);
+    const left = x(from),
+      width = Math.max(x(to) - left, round.recovery ? 3 : 0);
     if (width <= 0) return;
     const y = LANES.rounds + 28;
     if (round.recovery && width > 8) {
       const { detect, decide, stop, start } = round.recovery;
-      const parts = [["phase-detect", detect], ["phase-decide", decide], ["phase-stop", stop], ["phase-start", start]];
+      const parts = [
+        ["phase-detect", detect],
+        ["phase-decide", decide],
+        ["phase-stop", stop],
+        ["phase-start", start],
+      ];
       const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
       let at = left;
       for (const [name, seconds] of parts) {
@@ -181,7 +221,13 @@ export class Timeline {
       context.fillStyle = color(round.recovery ? "phase-stop" : "round-warm");
       context.fillRect(left - (width <= 3 ? 1.5 : 0), y, width, 8);
     }
-    this.items.push({ x: left - 4, y: y - 2, w: width + 8, h: 12, item: { type: "round", id: round.number, at: from, round } });
+    this.items.push({
+      x: left - 4,
+      y: y - 2,
+      w: width + 8,
+      h: 12,
+      item: { type: "round", id: round.number, at: from, round },
+    });
   }
 
   drawWorld(context, x, to) {
@@ -190,7 +236,8 @@ export class Timeline {
     const base = LANES.world + 32;
     const now = this.model.closed?.at ?? this.model.now();
     rounds.forEach((round, index) => {
-      const from = round.started ?? round.formed, end = round.ended ?? rounds[index + 1]?.formed ?? now;
+      const from = round.started ?? round.formed,
+        end = round.ended ?? rounds[index + 1]?.formed ?? now;
       const height = Math.max(3, (round.world / most) * 30);
       context.fillStyle = color("world");
       context.fillRect(x(from), base - height, Math.max(1, x(end) - x(from)), height);
@@ -237,14 +284,22 @@ export class Timeline {
   }
 
   showDetail() {
-    const place = find("timeline-detail"), item = this.selected;
+    const place = find("timeline-detail"),
+      item = this.selected;
     place.hidden = !item;
     if (!item) return;
     const close = button("×", () => this.select(null), { class: "icon", "aria-label": "Close the details" });
     if (item.type === "mark") {
       const { event, label } = item.mark;
       const rank = event.rank !== undefined ? button(`Open rank ${event.rank}`, () => this.onRank(event.rank)) : null;
-      replace(place, el("h3", {}, label), el("p", {}, dateTime(event.at), " · ", event.node || "coordinator"), el("p", {}, describe(event)), rank, close);
+      replace(
+        place,
+        el("h3", {}, label),
+        el("p", {}, dateTime(event.at), " · ", event.node || "coordinator"),
+        el("p", {}, describe(event)),
+        rank,
+        close,
+      );
       return;
     }
     const round = this.model.rounds.get(item.id) ?? item.round;
@@ -253,18 +308,34 @@ export class Timeline {
       ["Formed", `${dateTime(round.formed)}: ${round.why || "found by a new coordinator"}`],
       ["Size", `${plural(round.nodes, "node")}, ${plural(round.world, "rank")}`],
       ["Ran", duration(until - (round.started ?? round.formed))],
-      round.ended === null ? ["Ended", this.model.closed ? "with the job" : "runs now"] : ["Ended", `${dateTime(round.ended)}: ${round.cause ? `${round.cause}: ` : ""}${round.endWhy || "with the job"}`],
+      round.ended === null
+        ? ["Ended", this.model.closed ? "with the job" : "runs now"]
+        : [
+            "Ended",
+            `${dateTime(round.ended)}: ${round.cause ? `${round.cause}: ` : ""}${round.endWhy || "with the job"}`,
+          ],
       ...round.failures.slice(0, 4).map((failure) => ["Failure", describe(failure)]),
     ];
-    replace(place, el("h3", {}, `Round ${round.number}`), close,
-      el("dl", { class: "facts" }, facts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])),
-      round.recovery ? recoveryBar(round.recovery) : null);
+    replace(
+      place,
+      el("h3", {}, `Round ${round.number}`),
+      close,
+      el(
+        "dl",
+        { class: "facts" },
+        facts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]),
+      ),
+      round.recovery ? recoveryBar(round.recovery) : null,
+    );
   }
 
   near(event) {
     const box = this.canvas.getBoundingClientRect();
-    const px = event.clientX - box.left, py = event.clientY - box.top;
-    const hits = this.items.filter(({ x, y, w, h }) => px >= x - 2 && px <= x + w + 2 && py >= y - 3 && py <= y + h + 3);
+    const px = event.clientX - box.left,
+      py = event.clientY - box.top;
+    const hits = this.items.filter(
+      ({ x, y, w, h }) => px >= x - 2 && px <= x + w + 2 && py >= y - 3 && py <= y + h + 3,
+    );
     return hits.sort((a, b) => a.w - b.w)[0]?.item ?? null;
   }
 
@@ -276,7 +347,9 @@ export class Timeline {
 
   onPointer(down) {
     const item = this.near(down);
-    const start = down.clientX, view = this.range(), width = this.canvas.clientWidth - LEFT - 8;
+    const start = down.clientX,
+      view = this.range(),
+      width = this.canvas.clientWidth - LEFT - 8;
     let moved = false;
     const move = (event) => {
       if (Math.abs(event.clientX - start) < 4 && !moved) return;
@@ -299,14 +372,21 @@ export class Timeline {
   onWheel(event) {
     if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();
-    const share = (event.clientX - this.canvas.getBoundingClientRect().left - LEFT) / (this.canvas.clientWidth - LEFT - 8);
+    const share =
+      (event.clientX - this.canvas.getBoundingClientRect().left - LEFT) / (this.canvas.clientWidth - LEFT - 8);
     this.zoom(event.deltaY > 0 ? 1.25 : 0.8, Math.max(0, Math.min(1, share)));
   }
 
   onKey(event) {
     const keys = {
-      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.fit(),
-      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), "[": () => this.step(-1), "]": () => this.step(1),
+      "+": () => this.zoom(0.5),
+      "=": () => this.zoom(0.5),
+      "-": () => this.zoom(2),
+      0: () => this.fit(),
+      ArrowLeft: () => this.pan(-0.2),
+      ArrowRight: () => this.pan(0.2),
+      "[": () => this.step(-1),
+      "]": () => this.step(1),
       Escape: () => this.select(null),
     };
     if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
@@ -315,10 +395,20 @@ export class Timeline {
   }
 
   step(direction) {
-    const items = this.items.map(({ item }) => item).filter(({ mark }) => mark?.kind !== "checkpoint").sort((a, b) => a.at - b.at);
-    const unique = items.filter((item, i) => items.findIndex((other) => other.type === item.type && other.id === item.id) === i);
-    const at = unique.findIndex((item) => this.selected && item.type === this.selected.type && item.id === this.selected.id);
-    const next = unique[at < 0 ? (direction > 0 ? 0 : unique.length - 1) : Math.max(0, Math.min(unique.length - 1, at + direction))];
+    const items = this.items
+      .map(({ item }) => item)
+      .filter(({ mark }) => mark?.kind !== "checkpoint")
+      .sort((a, b) => a.at - b.at);
+    const unique = items.filter(
+      (item, i) => items.findIndex((other) => other.type === item.type && other.id === item.id) === i,
+    );
+    const at = unique.findIndex(
+      (item) => this.selected && item.type === this.selected.type && item.id === this.selected.id,
+    );
+    const next =
+      unique[
+        at < 0 ? (direction > 0 ? 0 : unique.length - 1) : Math.max(0, Math.min(unique.length - 1, at + direction))
+      ];
     if (next) this.select(next);
   }
 }
@@ -326,14 +416,30 @@ export class Timeline {
 function recoveryBar({ detect, decide, stop, start, node }) {
   const parts = Object.entries({ detect, decide, stop, start });
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const bar = el("div", { class: "phases" }, parts.filter(([, seconds]) => seconds > 0).map(([name, seconds]) => {
-    const part = el("span", { class: PHASES[name] });
-    part.style.flexGrow = seconds / (total || 1);
-    return part;
-  }));
-  return el("div", {},
-    el("p", {}, `Recovery took ${duration(total)} on the slowest node, ${node}:`), bar,
-    el("ul", { class: "legend" }, parts.map(([name, seconds]) => el("li", {}, el("i", { class: `swatch ${PHASES[name]}` }), `${name} ${duration(seconds)}`))));
+  const bar = el(
+    "div",
+    { class: "phases" },
+    parts
+      .filter(([, seconds]) => seconds > 0)
+      .map(([name, seconds]) => {
+        const part = el("span", { class: PHASES[name] });
+        part.style.flexGrow = seconds / (total || 1);
+        return part;
+      }),
+  );
+  return el(
+    "div",
+    {},
+    el("p", {}, `Recovery took ${duration(total)} on the slowest node, ${node}:`),
+    bar,
+    el(
+      "ul",
+      { class: "legend" },
+      parts.map(([name, seconds]) =>
+        el("li", {}, el("i", { class: `swatch ${PHASES[name]}` }), `${name} ${duration(seconds)}`),
+      ),
+    ),
+  );
 }
 
 function rounded(context, x, y, w, h, r) {
@@ -351,11 +457,27 @@ function outline(context, x, y, w, h) {
 
 function shape(context, kind, x, y) {
   context.beginPath();
-  if (kind === "failure") [[-6, -6], [6, -6], [0, 6]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
-  else if (kind === "operator") [[0, -7], [7, 0], [0, 7], [-7, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  if (kind === "failure")
+    [
+      [-6, -6],
+      [6, -6],
+      [0, 6],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  else if (kind === "operator")
+    [
+      [0, -7],
+      [7, 0],
+      [0, 7],
+      [-7, 0],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   else if (kind === "checkpoint") context.rect(x - 1, y - 4, 2, 8);
   else if (kind === "end") context.rect(x - 1.5, y - 9, 3, 18);
-  else if (kind === "resize") [[-3, -7], [6, 0], [-3, 7]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  else if (kind === "resize")
+    [
+      [-3, -7],
+      [6, 0],
+      [-3, 7],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   else context.arc(x, y, kind === "hang" ? 6 : 3.5, 0, 7);
   context.fill();
 }
