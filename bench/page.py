@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast the page of a job is, in Debian's chromium.
+"""How fast the page of a job is, in Debian's chromium.  Needs requirements/test.txt.
 
   python bench/page.py [--nodes 500] [--slots 8] [--events 10000] [--kills 10] [--minutes 1] [--json F]
 

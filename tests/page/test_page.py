@@ -335,7 +335,7 @@ def test_4000_ranks_are_shown_filtered_and_opened(browser: Any) -> None:
         count = page.locator("#rank-count")
         expect(count).to_have_text("4,000")
         expect(page.locator("#problems")).to_contain_text(f"Rank {simulated_job.SILENT_RANK}: no heartbeat")
-        expect(page.locator("#problems")).to_contain_text(f"Rank {simulated_job.SLOW_RANK} is slower")
+        expect(page.locator("#problems")).to_contain_text(f"Rank {simulated_job.SLOW_RANK} takes")
         search = page.get_by_role("searchbox", name="Filter ranks")
         for query, found in {
             "gpu0002": 8,

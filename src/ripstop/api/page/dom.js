@@ -33,10 +33,14 @@ export function replace(element, ...children) {
 
 const colors = new Map(); // reading one computes styles
 
-/** A CSS variable's value, for canvases. */
+/** A colour of the style sheet in the current scheme, for canvases. */
 export function color(name) {
-  if (!colors.has(name))
-    colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  if (!colors.has(name)) {
+    const root = document.documentElement;
+    root.style.outlineColor = `var(--${name})`; // a property that resolves it and shows nothing
+    colors.set(name, getComputedStyle(root).outlineColor);
+    root.style.outlineColor = "";
+  }
   return colors.get(name);
 }
 

@@ -388,9 +388,10 @@ export class Model {
     list("failed", (found) => `${who(found)} failed`);
     list("hung", (found) => `${who(found)} ${found.length === 1 ? "hangs" : "hang"}`);
     list("silent", (found) => `${who(found)}: no heartbeat for ${Math.round(Math.max(...found.map((r) => r.age)))} s`);
-    list(
-      "straggler",
-      (found) => `${who(found)} ${found.length === 1 ? "is" : "are"} slower than ${STRAGGLER} times the median`,
+    list("straggler", (found) =>
+      found.length === 1
+        ? `Rank ${found[0].rank} takes ${(found[0].stepTime / this.median).toFixed(1)} times the median step time`
+        : `${found.length} ranks take more than ${STRAGGLER} times the median step time`,
     );
     for (const node of status.nodes)
       if (["unhealthy", "quarantined", "absent"].includes(node.state) || node.unfit)
