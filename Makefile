@@ -110,14 +110,16 @@ fi
 endef
 
 # Tests across network namespaces want `ip`, some of them `iptables`, those with etcd want `etcd`, those of metrics
-# `prometheus`; without them they say so and skip.  Debian would start services: policy-rc.d keeps it from that, as the
-# tests start their own.
+# `prometheus`, those of the page `chromium`, those of `ripstop top` `tmux`; without them they say so and skip.  Debian
+# would start services: policy-rc.d keeps it from that, as the tests start their own.
 .PHONY: tools
 tools:
 	@$(call tool,ip,iproute2)
 	@$(call tool,etcd,etcd-server)
 	@$(call tool,iptables,iptables)
 	@$(call tool,prometheus,prometheus)
+	@$(call tool,chromium,chromium)
+	@$(call tool,tmux,tmux)
 
 define tool
 if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -10,14 +12,18 @@ from typing import Any
 
 import aiohttp
 import pytest
+from msgspec import to_builtins
 
 from ripstop.api import streams
+from ripstop.api.page_files import read_files
 from ripstop.coordinator import metrics_collector
-from ripstop.model.events import AgentMessage, EventRecord, FirstStep, WorkersStarted
+from ripstop.model.events import AgentMessage, CheckpointSaved, EventRecord, FirstStep, WorkersStarted
 from ripstop.model.operator_commands import StopJob
 from ripstop.model.round import Address
+from ripstop.model.usage import GpuSample, NodeSample, RankSample
 from ripstop.protocol.messages import Assign, Closing, Drain, Left, Query, Reply
 from ripstop.protocol.secret import api_token
+from ripstop.telemetry import history
 from ripstop.transport import connection_limits, server
 from ripstop.transport.tls import client_context
 
@@ -207,6 +213,62 @@ def test_status_queries_one_node_for_the_goodput_and_works_without_its_reply(
         assert queries_of(agents[1]) == []
 
     in_a_job(harness, scenario, nodes=2)
+
+
+def test_usage_has_the_samples_of_the_round_as_columns_and_names_silent_nodes(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_collector, "NODE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(history, "FIRST_INTERVAL_S", 0.05)
+    rank = RankSample(0, 1.5, 4096, 1, 1, 10, step=7, steps_per_second=4.0, age=0.5)
+    sample = NodeSample(time.time(), 1, 0.5, 1, (rank,), (GpuSample(3, 0.25, 10, 40, 60, 300.0),))
+
+    async def scenario(coordinator: Any, caller: Caller, links: Any, agents: Any) -> None:
+        coordinator.journal.take(EventRecord(1, 100.0, "a", CheckpointSaved(1, 0, 5, "/x")))
+
+        async def answer() -> None:
+            for number in itertools.count():
+                await agents[0].until(lambda agent, number=number: len(queries_of(agent)) > number)
+                query = queries_of(agents[0])[number]
+                links[0].send(Reply(query.number, json.dumps(to_builtins(sample))))
+
+        answering = asyncio.create_task(answer())
+        status, usage = await caller.get("/usage")
+        assert (status, usage["round"], usage["missing"]) == (200, 1, ["b"])
+        assert (usage["checkpoint_step"], usage["checkpoint_at"]) == (5, 100.0)
+        columns = {"rank": [0], "step": [7], "step_time": [0.25], "age": [0.5], "memory": [4096], "cpu": [1.5]}
+        assert usage["ranks"] == columns
+        assert (usage["gpus"]["node"], usage["gpus"]["index"], usage["gpus"]["utilisation"]) == (["a"], [3], [0.25])
+        while not (past := (await caller.get("/history"))[1])["at"]:
+            pass  # the first sample is on its way
+        assert (past["step_time_p50"][0], past["memory"][0], past["gpu"][0]) == (0.25, 4096, 0.25)
+        answering.cancel()
+
+    in_a_job(harness, scenario, nodes=2)
+
+
+def test_the_page_is_served_to_anyone_with_strict_headers_and_an_etag(harness: Any) -> None:
+    async def scenario() -> None:
+        async with harness.serving(token="") as (_, address), aiohttp.ClientSession() as http:
+            async with http.get(f"http://{address}/") as reply:
+                assert (reply.status, reply.content_type) == (200, "text/html")
+                policy = reply.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy and "unsafe" not in policy
+                assert reply.headers["X-Content-Type-Options"] == "nosniff"
+                assert reply.headers["Connection"] == "close"
+                names, etag = re.findall(r'(?:src|href)="(page/[^"]+)"', await reply.text()), reply.headers["ETag"]
+            async with http.get(f"http://{address}/", headers={"If-None-Match": etag}) as reply:
+                assert (reply.status, await reply.read()) == (304, b"")
+            assert len(names) > 4
+            imported = [name for name in read_files() if name.endswith((".js", ".css"))]
+            for name in {*names, *(f"page/{name}" for name in imported)}:
+                async with http.get(f"http://{address}/{name}") as reply:
+                    assert reply.status == 200, name
+            for name in ("uplot.LICENSE", "..%2f..%2fhttp_api.py", "nothing.js"):
+                async with http.get(f"http://{address}/page/{name}") as reply:
+                    assert reply.status == 404
+
+    asyncio.run(scenario())
 
 
 def test_events_are_numbered_and_read_in_pages(harness: Any) -> None:

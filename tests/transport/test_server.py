@@ -481,7 +481,7 @@ def test_healthz_answers_ok_and_unknown_paths_answer_404(harness: Any) -> None:
         async with harness.serving() as (_, address), aiohttp.ClientSession() as http:
             async with http.get(f"http://{address}/healthz") as response:
                 assert (response.status, await response.text()) == (200, "ok")
-            for method, path in (("GET", "/"), ("GET", "/agent/../etc/passwd"), ("PUT", "/x"), ("GET", "/agents")):
+            for method, path in (("POST", "/"), ("GET", "/agent/../etc/passwd"), ("PUT", "/x"), ("GET", "/agents")):
                 async with http.request(method, f"http://{address}{path}") as response:
                     assert response.status == 404
             for method in ("GET", "POST"):

@@ -17,7 +17,20 @@ from msgspec.structs import replace
 
 from ripstop.api import routes
 from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
-from ripstop.api.replies import Description, Done, Error, EventPage, LogText, Members, Ranks, RankStatus, Stacks
+from ripstop.api.page_files import PageFiles
+from ripstop.api.replies import (
+    Description,
+    Done,
+    Error,
+    EventPage,
+    HistoryColumns,
+    LogText,
+    Members,
+    Ranks,
+    RankStatus,
+    Stacks,
+    Usage,
+)
 from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
 from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
 from ripstop.model import operator_commands
@@ -62,7 +75,7 @@ class Api:
         self._streams = OpenStreams()
 
     def mount(self, app: web.Application) -> None:
-        """Add `ROUTES` and `/metrics` to an application."""
+        """Add `ROUTES`, `/metrics` and the page to an application."""
         for route in ROUTES:
             app.router.add_route(route.method, route.path, self._handler(route))
         paths = dict.fromkeys(route.path for route in ROUTES)
@@ -71,6 +84,7 @@ class Api:
             app.router.add_route("*", path, self._error_handler(405, f"use {' or '.join(methods)}", methods))
         app.router.add_route("*", "/api{rest:.*}", self._error_handler(404, f"the paths are {', '.join(paths)}"))
         app.router.add_get("/metrics", self._metrics)
+        PageFiles().mount(app)
         app.on_shutdown.append(self._end_streams)
 
     def _handler(self, route: ApiRoute) -> Handler:
@@ -162,6 +176,14 @@ class Api:
                 for local in range(node.slots)
             ]
         return Ranks(tuple(ranks))
+
+    async def usage(self, call: ApiCall) -> Usage:
+        """What the workers and the GPUs do and use now, as columns."""
+        return await self.job.usage()
+
+    async def history(self, call: ApiCall) -> HistoryColumns:
+        """Step time, goodput, memory and GPU utilisation since the job began, as columns."""
+        return self.job.history_columns()
 
     async def stacks(self, call: ApiCall) -> dict[str, Any]:
         """The stacks of workers; with --hang-timeout, also the collectives they are in."""
@@ -346,6 +368,8 @@ ROUTES = (
     ApiRoute("GET", f"{PREFIX}/status", Api.status, JobStatus),
     ApiRoute("GET", f"{PREFIX}/members", Api.members, Members),
     ApiRoute("GET", f"{PREFIX}/ranks", Api.ranks, Ranks),
+    ApiRoute("GET", f"{PREFIX}/usage", Api.usage, Usage),
+    ApiRoute("GET", f"{PREFIX}/history", Api.history, HistoryColumns),
     ApiRoute("GET", f"{PREFIX}/events", Api.events, EventPage, (SINCE, LIMIT), stream_type="text/event-stream"),
     ApiRoute(
         "GET",

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from ripstop.api.replies import HistoryColumns, Usage
 from ripstop.model.errors import QueryFailed, RipstopError
 from ripstop.model.events import Event
 from ripstop.model.operator_commands import OperatorCommand
@@ -41,6 +42,10 @@ class JobInterface(Protocol):
     def apply_command(self, command: OperatorCommand, /) -> None: ...
 
     async def goodput(self) -> float | None: ...
+
+    async def usage(self) -> Usage: ...
+
+    def history_columns(self) -> HistoryColumns: ...
 
 
 class RequestRefused(RipstopError):

@@ -30,6 +30,61 @@ class Ranks(Struct, frozen=True):
     ranks: tuple[RankStatus, ...]
 
 
+class RankColumns(Struct, frozen=True):
+    """What workers do and use, one entry a worker in each column; null if unknown.
+
+    `step` is the latest step that the worker reported, `step_time` the seconds of a step, `age` the seconds since its
+    last heartbeat.  `memory` (bytes) and `cpu` (seconds since its start) include its child processes.
+    """
+
+    rank: list[int]
+    step: list[int | None]
+    step_time: list[float | None]
+    age: list[float | None]
+    memory: list[int]
+    cpu: list[float]
+
+
+class GpuColumns(Struct, frozen=True):
+    """The GPUs of all nodes, one entry a GPU in each column.  `utilisation` is a fraction of 1, `power` in watts."""
+
+    node: list[str]
+    index: list[int]
+    utilisation: list[float | None]
+    memory_used: list[int | None]
+    memory_total: list[int | None]
+    temperature: list[int | None]
+    power: list[float | None]
+
+
+class Usage(Struct, frozen=True):
+    """The workers of the current round and the GPUs.  `missing` are the nodes that did not reply in time."""
+
+    at: float
+    round: int
+    checkpoint_step: int | None
+    checkpoint_at: float | None
+    ranks: RankColumns
+    gpus: GpuColumns
+    missing: list[str]
+
+
+class HistoryColumns(Struct, frozen=True):
+    """The job over time, one entry a point in each column; null if unknown.
+
+    Step times are in seconds.  `memory` is that of the largest worker in bytes, `gpu` the mean utilisation, and
+    `gpu_memory` the highest use of one GPU's memory.
+    """
+
+    at: list[float]
+    step_time_p50: list[float | None]
+    step_time_p99: list[float | None]
+    goodput: list[float | None]
+    memory: list[float | None]
+    gpu: list[float | None]
+    gpu_memory: list[float | None]
+
+
 class EventFields(Struct, frozen=True):
     """The fields that every event has; each kind has more."""
 

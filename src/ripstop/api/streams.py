@@ -24,6 +24,7 @@ from ripstop.telemetry.journal import MAX_RECORDS, Journal
 MAX_STREAMS = 64  # open at a time, of one kind
 WRITE_TIMEOUT_S = 30.0  # for a reader to accept more
 FINAL_WRITE_TIMEOUT_S = 1.0  # the same when the job ends
+EVENTS_PER_WRITE = 50
 KEEPALIVE_INTERVAL_S = 15.0  # of a stream of events
 LOG_WAIT_S = 5.0  # how long a node waits for new output before it replies
 RETRY_DELAY_S = 0.5  # after a failed query, unless workers start earlier
@@ -106,10 +107,11 @@ class OpenStreams:
             while True:
                 wakeup.clear()
                 ending = self._ending
-                for number, entry in journal.since(last):
-                    last = number
-                    yield f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
-                    if journal.count - number > MAX_RECORDS:
+                found = journal.since(last)
+                for batch in (found[i : i + EVENTS_PER_WRITE] for i in range(0, len(found), EVENTS_PER_WRITE)):
+                    last = batch[-1][0]
+                    yield "".join(_event_text(number, entry) for number, entry in batch)
+                    if journal.count - last > MAX_RECORDS:
                         return  # rule 1
                 if ending:
                     return
@@ -150,6 +152,10 @@ class OpenStreams:
         finally:
             self._wakeups.discard(wakeup)
             unsubscribe()
+
+
+def _event_text(number: int, entry: EventRecord) -> str:
+    return f"id: {number}\ndata: {json.dumps({'number': number} | to_dict(entry))}\n\n"
 
 
 def _starts(entry: EventRecord, rank: int) -> bool:

@@ -19,6 +19,8 @@ start a job
   ripstop coordinator [FLAGS]           run a job's coordinator without workers
 
 inspect a running job
+  ripstop page                          open its page in the browser
+  ripstop top                           show it live at the terminal
   ripstop status                        show its phase, nodes and ranks
   ripstop events [-f]                   show what happened in it
   ripstop logs [RANK] [-f]              show its workers' output
@@ -42,6 +44,8 @@ other commands
 See `ripstop COMMAND --help`.
 """
 JOB_COMMANDS = {  # and their modules in `commands/`
+    "page": "page",
+    "top": "top",
     "status": "status",
     "events": "events",
     "logs": "logs",

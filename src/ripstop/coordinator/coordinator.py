@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 import ripstop
+from ripstop.api.replies import HistoryColumns, Usage
 from ripstop.coordinator import job_types
 from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobInput, JobSettings
@@ -27,10 +28,11 @@ from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.events import Sink, log_line
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
-from ripstop.model.status import JobStatus, NodeState, NodeStatus
+from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
+from ripstop.telemetry.history import History, interval_s
 from ripstop.telemetry.journal import Journal
 from ripstop.telemetry.metrics import Totals
 
@@ -85,6 +87,9 @@ class Coordinator:
         self._deadline: float | None = None  # the job's clock does not pass it before the tick
         self._timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[JobReport] = self._loop.create_future()
+        self.history = History()
+        self._sampling: asyncio.Task[None] | None = None
+        self._sampling_timer = self._loop.call_later(interval_s(0), self._sample)
         self._arm()
 
     def attach(self, node: str, send: Callable[[FromCoordinator], object], close: Callable[[], object]) -> Session:
@@ -174,6 +179,21 @@ class Coordinator:
         """The share of the job's time spent in steps that were kept; None before the first reported step."""
         return await self._collector.goodput() if self.totals.goodput.has_steps else None
 
+    async def usage(self) -> Usage:
+        """What the workers and the GPUs do and use now."""
+        return await self._collector.usage()
+
+    def history_columns(self) -> HistoryColumns:
+        return HistoryColumns(**self.history.columns())
+
+    def _sample(self) -> None:
+        """Add a point to the history of a running round.  An agent that is busy delays the next one."""
+        status = self._job.status(self._now())
+        self._sampling_timer = self._loop.call_later(interval_s(len(status.nodes)), self._sample)
+        is_sampling = self._sampling is not None and not self._sampling.done()
+        if status.phase is Phase.RUNNING and self.decides and not is_sampling:
+            self._sampling = asyncio.create_task(self._collector.extend_history(), name="ripstop-history")
+
     def apply_command(self, command: OperatorCommand) -> None:
         """Apply an operator's command if it is allowed now (`model/operator_commands.py`)."""
         self._feed(command)
@@ -182,6 +202,7 @@ class Coordinator:
         """Cancel the timer and close all connections; the coordinator decides nothing afterwards."""
         self._may_decide = lambda: False
         self._disarm()
+        self._sampling_timer.cancel()
         for node, session in self._sessions.items():
             self._fail_queries(node)
             session.close()

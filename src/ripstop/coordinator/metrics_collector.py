@@ -1,9 +1,9 @@
-"""A job's metrics page and its goodput, from queries to the nodes and from the coordinator's own totals.
+"""A job's metrics, usage, history and goodput, from queries to the nodes and from the coordinator's own totals.
 
-Nodes are queried only for a request.  Rules: (1) nodes are queried concurrently, and a node that does not reply in
-`NODE_TIMEOUT_S` is missing from the page; (2) requests during a collection, or within `CACHE_S` seconds after it, get
-the same page; (3) the page is rendered in a thread, so that a large job does not block the event loop; (4) goodput
-needs a query to one node only, the one whose steps count.
+Nodes are queried for a request, and every few seconds for the history.  Rules: (1) nodes are queried concurrently, and
+a node that does not reply in `NODE_TIMEOUT_S` is missing; (2) requests during a collection, or within `CACHE_S` seconds
+after it, share it; (3) the metrics page is rendered in a thread, so that a large job does not block the event loop;
+(4) goodput needs a query to one node only, the one whose steps count.
 """
 
 import asyncio
@@ -13,12 +13,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from msgspec import Struct
+
 from ripstop.api.job_interface import ask_all
+from ripstop.api.replies import GpuColumns, RankColumns, Usage
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample
 from ripstop.protocol.codec import decode_record
+from ripstop.telemetry.history import measure
 from ripstop.telemetry.metrics import Totals
 
 STEP_TIMEOUT_S = 0.5  # for the node whose steps count: a status must not wait longer
@@ -27,18 +31,41 @@ ALL_NODES_TIMEOUT_S = 3.0
 CACHE_S = 1.0
 
 
+class Collection(Struct):
+    """The samples of the nodes that replied, by node; and the metrics page made from them, once it is requested."""
+
+    status: JobStatus
+    samples: Mapping[str, NodeSample]
+    at: float
+    page: asyncio.Task[bytes] | None = None
+
+
 class MetricsCollector:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._collection: asyncio.Task[bytes] | None = None
+        self._collection: asyncio.Task[Collection] | None = None
         self._collected_at = 0.0
 
     async def page(self) -> bytes:
         """The current metrics, at most `CACHE_S` seconds old."""
-        now = asyncio.get_running_loop().time()
-        if self._collection is None or (self._collection.done() and now - self._collected_at >= CACHE_S):
-            self._collection = asyncio.create_task(self._collect(), name="ripstop-metrics")
-        return await asyncio.shield(self._collection)  # a client that disconnects cancels nothing
+        collection = await self._current()
+        if collection.page is None:
+            totals = copy.deepcopy(self._coordinator.totals)
+            rendering = asyncio.to_thread(_page, totals, collection.status, collection.samples, time.time())
+            collection.page = asyncio.create_task(rendering, name="ripstop-metrics")
+        return await asyncio.shield(collection.page)
+
+    async def usage(self) -> Usage:
+        """What the workers do and use now, at most `CACHE_S` seconds old."""
+        collection = await self._current()
+        return _usage(collection, self._coordinator.totals.checkpoint)
+
+    async def extend_history(self) -> None:
+        """Add the current samples to the job's history."""
+        collection = await self._current()
+        goodput = self._coordinator.totals.goodput
+        ratio = goodput.spent(collection.at).ratio if goodput.has_steps else None
+        self._coordinator.history.add(measure(collection.samples.values(), ratio, collection.at))
 
     async def goodput(self) -> float:
         """The goodput now, or of the last known step if the node does not reply."""
@@ -51,7 +78,13 @@ class MetricsCollector:
                 goodput.on_step(sample.round, node, rank, sample.step, sample.at)
         return goodput.spent(time.time()).ratio
 
-    async def _collect(self) -> bytes:
+    async def _current(self) -> Collection:
+        now = asyncio.get_running_loop().time()
+        if self._collection is None or (self._collection.done() and now - self._collected_at >= CACHE_S):
+            self._collection = asyncio.create_task(self._collect(), name="ripstop-samples")
+        return await asyncio.shield(self._collection)  # a client that disconnects cancels nothing
+
+    async def _collect(self) -> Collection:
         try:
             status = self._coordinator.status()
             samples = await self._samples([node.name for node in status.nodes])
@@ -60,7 +93,7 @@ class MetricsCollector:
                 for rank in node.ranks:
                     if rank.step is not None and rank.age is not None:
                         totals.goodput.on_step(node.round, name, rank.rank, rank.step, node.at - rank.age)
-            return await asyncio.to_thread(_page, copy.deepcopy(totals), status, samples, time.time())
+            return Collection(status, samples, time.time())
         finally:
             self._collected_at = asyncio.get_running_loop().time()
 
@@ -82,3 +115,36 @@ def _page(totals: Totals, status: JobStatus, samples: Mapping[str, NodeSample], 
     from ripstop.telemetry.prometheus import page  # imports prometheus_client: only when needed
 
     return page(totals, status, samples, now)
+
+
+def _usage(collection: Collection, checkpoint: tuple[int, float] | None) -> Usage:
+    """The samples of the current round's ranks, and of all GPUs, as columns."""
+    status, samples = collection.status, collection.samples
+    current = [sample for sample in samples.values() if sample.round == status.round]
+    ranks = sorted((rank for sample in current for rank in sample.ranks), key=lambda rank: rank.rank)
+    gpus = [(name, gpu) for name, sample in samples.items() for gpu in sample.gpus]
+    step, saved_at = checkpoint or (None, None)
+    return Usage(
+        at=collection.at,
+        round=status.round,
+        checkpoint_step=step,
+        checkpoint_at=saved_at,
+        ranks=RankColumns(
+            rank=[rank.rank for rank in ranks],
+            step=[rank.step for rank in ranks],
+            step_time=[round(1 / rank.steps_per_second, 6) if rank.steps_per_second else None for rank in ranks],
+            age=[None if rank.age is None else round(rank.age, 3) for rank in ranks],
+            memory=[rank.memory for rank in ranks],
+            cpu=[rank.cpu for rank in ranks],
+        ),
+        gpus=GpuColumns(
+            node=[name for name, _ in gpus],
+            index=[gpu.index for _, gpu in gpus],
+            utilisation=[gpu.utilisation for _, gpu in gpus],
+            memory_used=[gpu.memory_used for _, gpu in gpus],
+            memory_total=[gpu.memory_total for _, gpu in gpus],
+            temperature=[gpu.temperature for _, gpu in gpus],
+            power=[gpu.power for _, gpu in gpus],
+        ),
+        missing=[node.name for node in status.nodes if node.name not in samples],
+    )
