@@ -36,7 +36,7 @@ seen = {
     "umask": status["Umask"],
     "directory": os.getcwd(),
     "path": sys.path,
-    "filters": list(map(str, warnings.filters)),
+    "filters": sorted(map(str, warnings.filters)),  # another order, if a package that was left out adds some
     "hooks": [getattr(hook, "__module__", "") for hook in (sys.displayhook, sys.unraisablehook)],
     "random": [random.random(), numpy and float(numpy.random()), torch and float(torch.rand(1))],
 }
