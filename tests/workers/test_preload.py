@@ -397,3 +397,15 @@ def test_pytest_as_the_module_with_a_test_that_uses_torch(stage, monkeypatch):
     assert outcome.exits[0].exitcode == 0, outcome.out
     assert {name.partition(".")[0] for name in outcome.ready.preloaded} == {"pytest", "_pytest", "torch"}
     assert outcome.ready.left_out == {}
+
+
+@pytest.mark.parametrize("closed", ["", ">&-", "2>&-", ">&- 2>&-"])
+def test_imports_are_observed_without_standard_streams(stage, site, closed):
+    site(fit="", unfit="os.environ['RANK']")
+    script = stage.script("import fit\ntry:\n    import unfit\nexcept ImportError:\n    pass")
+    command = f"exec {sys.executable} -m ripstop run --standalone {script} {closed}"
+    done = subprocess.run(["sh", "-c", command], env=stage.env, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    if "2" not in closed:
+        assert "preloaded=fit " in done.stderr
+        assert "left_out='unfit: it reads RANK'" in done.stderr

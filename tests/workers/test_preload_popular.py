@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from ripstop.model.config import StartMethod
+from ripstop.workers.zygote.imports import TORCH_DEPENDENTS
 from tests import worker_fixtures
 
 INSTALLED = ("numpy", "torch", "aiohttp", "psutil", "yaml")  # for the other tests
@@ -36,7 +37,7 @@ seen = {
     "umask": status["Umask"],
     "directory": os.getcwd(),
     "path": sys.path,
-    "filters": list(map(str, warnings.filters)),
+    "filters": sorted(map(str, warnings.filters)),  # another order, if a package that was left out adds some
     "hooks": [getattr(hook, "__module__", "") for hook in (sys.displayhook, sys.unraisablehook)],
     "random": [random.random(), numpy and float(numpy.random()), torch and float(torch.rand(1))],
 }
@@ -45,8 +46,10 @@ print(json.dumps(seen))
 
 
 def importing(name: str) -> str:
+    """The script's imports; some packages import torch at their first use, and ripstop before that."""
     package, _, last = name.rpartition(".")
-    return f"from {package} import {last}" if package else f"import {name}"
+    torch = "import torch\n" if name.partition(".")[0] in TORCH_DEPENDENTS else ""
+    return torch + (f"from {package} import {last}" if package else f"import {name}")
 
 
 def seen_by(stage, path, start, preload):

@@ -53,19 +53,24 @@ class Observer:
     def __init__(self, variables: set[str]) -> None:
         self.variables = variables  # set by imports that were left out, so that reading them is unfit too
         self.added: dict[str, str] = {}  # variables that imports have added
+        self.shown = 0  # bytes of output to a terminal
         self.read = ""  # the first such variable that was read
         self.readers: dict[str, None] = {}  # the packages whose modules were being imported meanwhile
 
     def __enter__(self) -> Observer:
         observed = _observed_class(self._on_read)
-        os.environ.__class__ = os.environb.__class__ = observed
-        self.streams = [(fd, os.dup(fd), _stand_in(fd)) for fd in (1, 2)]
+        # a sitecustomize of the user's may have replaced them
+        self.environs: list[Any] = [environ for environ in (os.environ, os.environb) if type(environ) is ENVIRON]
+        for environ in self.environs:
+            environ.__class__ = observed
+        self.streams = [(fd, os.dup(fd), _stand_in(fd)) for fd in (1, 2) if is_open(fd)]
         for fd, _, (stand_in, *_) in self.streams:
             os.dup2(stand_in, fd)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.environ.__class__ = os.environb.__class__ = ENVIRON  # type: ignore[assignment]
+        for environ in self.environs:
+            environ.__class__ = ENVIRON
         for fd, original, stand_ins in self.streams:
             os.dup2(original, fd)
             for other in (original, *stand_ins):
@@ -79,7 +84,8 @@ class Observer:
         try:
             action()
         except BaseException as error:
-            raise Unfit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+            if not self.read:
+                raise Unfit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         if self.read:
             raise Unfit(f"it reads {self.read}", readers=tuple(self.readers))
         after = self._state()
@@ -105,7 +111,9 @@ class Observer:
         """A variable that was added is given to the workers; a changed one is unfit, and so is one with our pid."""
         names = tuple(os.fsdecode(name) for name in {**old, **new} if old.get(name) != new.get(name))
         for name in names:
-            if os.fsencode(name) in old or is_of_a_worker(name) or str(os.getpid()) in os.environ[name]:
+            value = os.environ.get(name, "")
+            numbers = "".join(c if c.isdigit() else " " for c in value).split()
+            if os.fsencode(name) in old or is_of_a_worker(name) or str(os.getpid()) in numbers:
                 raise Unfit(f"it sets {name}", names)
         self.added |= {name: os.environ[name] for name in names}
 
@@ -130,19 +138,37 @@ class Observer:
             state[why] = state.get(why, b"") + lines.get(key, b"")
         state["it starts a thread"] = lasting_threads() if int(lines[b"Threads"]) > 1 else 0
         state["it starts a process"] = children()
-        state["it writes output"] = [_written(fd, *rest) for fd, _, (_, *rest) in self.streams]
+        state["it writes output"] = [self._written(fd, *rest) for fd, _, (_, *rest) in self.streams]
         state["it changes the working directory"] = working_directory()
         state["it changes the beginning of sys.path"] = sys.path[:1]
         state["it sets a handler of a signal"] = [_signal.getsignal(number) for number in _signal.valid_signals()]
         state |= random_states()
-        state["environment"] = dict(os.environ._data)  # type: ignore[attr-defined]
+        state["environment"] = dict(getattr(os.environ, "_data", {}))
         state["descriptors"] = descriptors()
         return state
+
+    def _written(self, fd: int, reader: int | None = None) -> int:
+        """A number that grows with the output."""
+        if reader is None:
+            return os.fstat(fd).st_size
+        try:
+            self.shown += len(os.read(reader, 1 << 16))
+        except BlockingIOError:  # nothing new
+            return self.shown
+        return self.shown
 
 
 def root(name: str) -> str:
     """The package of this module."""
     return name.partition(".")[0]
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+        return True
+    except OSError:
+        return False
 
 
 def is_of_a_worker(name: str) -> bool:
@@ -175,16 +201,6 @@ def _stand_in(fd: int) -> tuple[int, ...]:
         except OSError:  # no more terminals
             pass
     return (os.memfd_create("output"),)
-
-
-def _written(fd: int, reader: int | None = None) -> int:
-    """A number that grows with the output."""
-    if reader is None:
-        return os.fstat(fd).st_size
-    try:
-        return len(os.read(reader, 1))
-    except BlockingIOError:
-        return 0
 
 
 def lasting_threads() -> int:

@@ -118,7 +118,8 @@ class Worker:
     def _prepare_script(self) -> None:
         for fd in self.fds:
             os.close(fd)
-        os.environ.update(self.zygote.preload.added)
+        for name, value in self.zygote.preload.added.items():
+            os.environ.setdefault(name, value)
         args = self.request["args"]
         sys.argv[1:] = args
         sys.orig_argv[len(sys.orig_argv) - self.request["zygote_args"] :] = args
