@@ -20,9 +20,7 @@ def test_values_that_look_like_secrets_are_removed(text: str, shown: str) -> Non
     assert without_secrets(text) == shown
 
 
-@pytest.mark.parametrize(
-    "name", ["--token", "HF_TOKEN", "--api-key", "api_key", "db.password", "--auth"]
-)
+@pytest.mark.parametrize("name", ["--token", "HF_TOKEN", "--api-key", "api_key", "db.password", "--auth"])
 def test_names_of_secrets_are_known(name: str) -> None:
     assert is_secret_name(name)
 
