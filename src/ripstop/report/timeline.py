@@ -65,7 +65,8 @@ def _axis(scale: _Scale) -> Iterator[str]:
         anchor = "start" if x < 4 else "end" if x > 96 else "middle"
         text = duration(number * step) if number else moment(scale.began, clock_only=True)
         yield f'<line class="grid" x1="{x:.3f}%" x2="{x:.3f}%" y1="{BARS_Y - 4}" y2="{AXIS_Y + 4}"/>'
-        yield f'<text class="tick" x="{x:.3f}%" y="{AXIS_Y + 16}" text-anchor="{anchor}">{safe(text)}</text>'
+        css = "tick odd" if number % 2 else "tick"
+        yield f'<text class="{css}" x="{x:.3f}%" y="{AXIS_Y + 16}" text-anchor="{anchor}">{safe(text)}</text>'
 
 
 def _bars(report: Report, scale: _Scale) -> Iterator[str]:

@@ -5,6 +5,7 @@ import { clock, dateTime } from "./format.js";
 import { CATEGORIES, category, describe } from "./model.js";
 
 const MORE = 100;
+const NO_PROGRESS = "no-progress"; // steps and checkpoints would hide the rest
 const READING_PX = 40; // scrolled further down, the list waits
 
 export class EventList {
@@ -12,7 +13,7 @@ export class EventList {
     this.model = model;
     this.onRank = onRank;
     this.limit = MORE;
-    this.kind = "";
+    this.kind = NO_PROGRESS;
     this.text = "";
     this.shown = null; // the version of the events that is shown
     const kinds = el(
@@ -24,6 +25,7 @@ export class EventList {
           this.reset();
         },
       },
+      el("option", { value: NO_PROGRESS }, "Without progress"),
       el("option", { value: "" }, "All kinds"),
       Object.entries(CATEGORIES).map(([value, text]) => el("option", { value }, text)),
     );
@@ -65,7 +67,7 @@ export class EventList {
     const found = [];
     for (let i = this.model.events.length - 1; i >= 0 && found.length <= this.limit; i--) {
       const event = this.model.events[i];
-      if (this.kind && category(event) !== this.kind) continue;
+      if (this.kind === NO_PROGRESS ? category(event) === "step" : this.kind && category(event) !== this.kind) continue;
       if (this.text && !`${event.kind} ${event.node} ${describe(event)}`.toLowerCase().includes(this.text)) continue;
       found.push(event);
     }
