@@ -163,7 +163,8 @@ class State:
                     self._values[name] = stored.load(name, live)
                 except Exception as error:
                     raise RuntimeError(
-                        f"state {self._name!r}: {name} does not take its commit; a changed model needs a new job: {error}"
+                        f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
+                        f"start a new job: {error}"
                     ) from error
         _set_random_states(stored.load(_RANDOM, {}))
 

@@ -19,15 +19,21 @@ STEPS = int(os.environ.get("STEPS", "12"))
 
 def kill(step: int, when: str) -> None:
     for number, spec in enumerate(filter(None, os.environ.get("KILLS", "").split(","))):
-        if spec.split(":") == [str(RANK), str(step), when]:
-            try:
-                os.close(os.open(f"{os.environ['LOSSES']}.kill{number}", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                continue
-            if when == "during":  # from another thread, while this one copies
-                threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
+        rank, *moment = spec.split(":")
+        if moment != [str(step), when]:
+            continue
+        if when == "after":
+            dist.barrier()  # every rank has this commit
+        if rank != str(RANK):
+            continue
+        try:
+            os.close(os.open(f"{os.environ['LOSSES']}.kill{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        if when == "during":  # from another thread, while this one copies
+            threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
