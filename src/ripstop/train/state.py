@@ -21,7 +21,7 @@ import torch
 
 from ripstop.train import content, gpu_copy, intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer, CommitId, Corrupted, Header, NotEnoughMemory
 from ripstop.train.rank_store import RankStore
 
@@ -111,7 +111,7 @@ class State:
         agreed = self._store.decide(f"restore {self._restores}", own, _decide)
         chosen = CommitId(*agreed["commit"]) if agreed["commit"] else None
         slot = next((slot for slot, header in headers.items() if header.id == chosen), None)
-        self._slots = [*(other for other in self._buffers if other != slot), *([] if slot is None else [slot])]
+        self._slots = newest_last(sorted(self._buffers), slot)
         if slot is None:
             if agreed["problem"]:
                 log.warning("state %r starts from the beginning: %s", self._name, agreed["problem"])
@@ -222,7 +222,7 @@ class State:
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
-        slot = len(self._slots) if len(self._slots) < wanted else self._slots[0]
+        slot = next_slot(self._slots, wanted)
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
             self._buffers.pop(slot, None)
@@ -237,7 +237,7 @@ class State:
                 self._memory = None
                 return None
             self._buffers[slot] = buffer
-        self._slots = [*(other for other in self._slots if other != slot), slot]
+        self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
 
     def _is_due(self, every: int | str) -> bool:
