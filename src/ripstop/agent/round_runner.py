@@ -270,7 +270,8 @@ class RoundRunner:
         rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
         if round is None or rank is None:
             return None
-        return WorkerIdentity(round.place.round, round.place.first_rank + rank, round.place.world_size)
+        place = round.place
+        return WorkerIdentity(place.round, place.first_rank + rank, place.world_size, place.first_rank, place.slots)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank
