@@ -271,7 +271,8 @@ class RoundRunner:
         if round is None or rank is None:
             return None
         place = round.place
-        return WorkerIdentity(place.round, place.first_rank + rank, place.world_size, place.first_rank, place.slots)
+        local_ranks = range(place.first_rank, place.first_rank + place.slots)
+        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank

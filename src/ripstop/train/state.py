@@ -161,7 +161,7 @@ class State:
                 except Exception as error:
                     raise RuntimeError(
                         f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
-                        f"start a new job: {error}"
+                        f"start a new job: {' '.join(str(error).split())}"
                     ) from error
         if header.rank == self._rank:
             _set_random_states(stored.load(content.RANDOM, {}))
@@ -241,7 +241,7 @@ class State:
                 self._memory.keep(self._name, slot, buffer.fd)
             except (NotEnoughMemory, AgentError) as error:
                 log.warning(
-                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB in this node's memory",
+                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB for each rank of this node",
                     self._name, error, wanted, taken.room / 1e9,
                 )  # fmt: skip
                 self._memory = None

@@ -22,10 +22,9 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 log = logging.getLogger("ripstop.workers")
 
@@ -41,14 +40,14 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class WorkerIdentity(Struct, frozen=True):
-    """A worker of the current round, which has the ranks `first_rank` … on this node."""
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """A worker of the current round, and all ranks of its node."""
 
     round: int
     rank: int
     world_size: int
-    first_rank: int
-    workers: int
+    local_ranks: range
 
 
 class StateMemory:
@@ -135,7 +134,7 @@ class StateMemory:
             case {"identity": None}:
                 return {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}, []
             case {"drop": str(name)}:
-                self._drop(name, range(worker.first_rank, worker.first_rank + worker.workers))
+                self._drop(name, worker.local_ranks)
                 return {}, []
             case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
                 why = self._keep(worker.rank, name, slot, fds)
