@@ -6,7 +6,7 @@
 The state is a model and AdamW's moments.  It needs torch and this repository's `src` on PYTHONPATH, no agent: the
 agent's memory is served from a thread of this process, and workers are its children.  Numbers are medians of `--runs`.
 
-    copy       each tensor into prepared memory: the host's, and from a GPU pinned
+    copy       each tensor into prepared memory: the host's, and from a GPU pinned; and into new memory
     blocking   commit(blocking=True), after the buffers are made
     overlapped the part of a step's time that commit() adds, for steps of --step-ms (GPU)
     restore    in a new process: with a new optimizer, whose moments are new memory; and again, into tensors that exist
@@ -44,7 +44,7 @@ def serve(path: str) -> None:
 
     async def listen() -> None:
         global _memory
-        _memory = StateMemory(path, lambda pid: WorkerIdentity(1, 0, 1))
+        _memory = StateMemory(path, lambda pid: WorkerIdentity(1, 0, 1, range(1)))
         _memory.listen()
 
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -163,6 +163,7 @@ def commit_worker(args: argparse.Namespace) -> dict:
     copy()
     found["copy GB/s"] = bytes_ / timed(args, copy) / 1e9
     target.clear()
+    found["copy to new memory GB/s"] = bytes_ / timed(args, lambda: [t.to("cpu", copy=True) for t in live], 1) / 1e9
 
     began = time.perf_counter()
     state.commit(blocking=True)

@@ -11,11 +11,12 @@ from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 
 
 class Agent:
-    """Serves any process as rank 0 of `world_size`, in round `round`."""
+    """Serves any process as rank `rank` of `world_size`, in round `round`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.round = 1
+        self.rank = 0
         self.world_size = 1
         self.is_known = True
         self.memory: StateMemory
@@ -29,7 +30,8 @@ class Agent:
         self.memory.listen()
 
     def _identify(self, pid: int) -> WorkerIdentity | None:
-        return WorkerIdentity(self.round, 0, self.world_size) if self.is_known else None
+        ranks = range(self.rank, self.rank + 1)
+        return WorkerIdentity(self.round, self.rank, self.world_size, ranks) if self.is_known else None
 
     def close(self) -> None:
         async def close() -> None:

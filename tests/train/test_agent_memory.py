@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ripstop.train import agent_memory
-from ripstop.train.agent_memory import AgentError, AgentMemory
-from ripstop.workers.state_memory import MAX_NAMES, MAX_SLOTS
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
+from ripstop.workers.state_memory import MAX_NAMES, MAX_RANKS, MAX_SLOTS
 from tests.train.conftest import Agent
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -42,10 +42,39 @@ def test_a_kept_buffer_is_the_same_memory_for_the_next_worker(agent: Agent, clie
     client.keep("state", 1, buffer)
     os.pwrite(buffer, b"content", 0)
     agent.round = 2
-    kept = AgentMemory(agent.path + "-state").get("state")
-    assert (kept.round, kept.rank, kept.world_size, list(kept.descriptors)) == (2, 0, 1, [1])
-    assert os.pread(kept.descriptors[1], 7, 0) == b"content"
-    os.close(kept.descriptors[1])
+    client = AgentMemory(agent.path + "-state")
+    assert client.identity() == Identity(round=2, rank=0, world_size=1)
+    kept = client.get("state")
+    assert list(kept) == [(0, 1)]
+    assert os.pread(kept[0, 1], 7, 0) == b"content"
+    os.close(kept[0, 1])
+
+
+def test_a_worker_gets_the_buffers_of_all_ranks_and_frees_those_of_ranks_elsewhere(
+    agent: Agent, client: AgentMemory, buffer: int
+) -> None:
+    for rank in range(4):
+        agent.rank = rank
+        client.keep("state", 0, buffer)
+        client.keep("other", 0, buffer)
+    kept = client.get("state")
+    assert list(kept) == [(rank, 0) for rank in range(4)]
+    client.drop_others("state")
+    left = client.get("state")
+    assert list(left) == [(3, 0)]
+    others = client.get("other")
+    assert len(others) == 4
+    for fd in (*kept.values(), *left.values(), *others.values()):
+        os.close(fd)
+
+
+def test_the_number_of_ranks_is_bounded(agent: Agent, client: AgentMemory, buffer: int) -> None:
+    for agent.rank in range(MAX_RANKS):
+        client.keep("state", 0, buffer)
+    assert len(client._ask({"get": "state"}, [])[0]["ranks"]) == MAX_RANKS
+    agent.rank = MAX_RANKS
+    with pytest.raises(AgentError, match=f"the buffers of {MAX_RANKS} ranks"):
+        client.keep("state", 0, buffer)
 
 
 def test_a_new_buffer_replaces_the_old_one_of_its_slot_and_nothing_leaks(

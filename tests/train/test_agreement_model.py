@@ -5,27 +5,37 @@ real `agree`, `next_slot` and `newest_last`.  A commit's content says in which a
 that restore different contents are noticed even if numbers agree.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
 from ripstop.train import agreement
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Decision, Offer, Outcome
+from ripstop.train.agreement import (
+    BLOCKING_BUFFERS,
+    OVERLAPPED_BUFFERS,
+    Commit,
+    Compare,
+    Digests,
+    Holding,
+    Offer,
+    Restore,
+    Start,
+)
 
 MAX_KILLS = {2: 2, 3: 1}  # by the number of ranks
 MAX_COMMITS = 4  # in one round
 
 
 @dataclass(frozen=True)
-class Commit:
-    offer: Offer
+class Written:
+    commit: Commit
     whole: bool = True
 
 
 @dataclass(frozen=True)
 class Rank:
-    slots: tuple[tuple[int, Commit | None], ...] = ()  # None: the stamp is cleared
+    slots: tuple[tuple[int, Written | None], ...] = ()  # None: the stamp is cleared
     order: tuple[int, ...] = ()  # oldest first
     number: int = 0  # of the newest commit
     entered: int = 0  # collectives of this round
@@ -37,7 +47,7 @@ class Rank:
 class World:
     ranks: tuple[Rank, ...]
     round: int = 1
-    safe: Offer | None = None  # the newest commit that all ranks have had
+    safe: Commit | None = None  # the newest commit that all ranks have had
 
 
 class Lost(AssertionError):
@@ -92,40 +102,68 @@ class Model:
             copying=slot,
         )
 
-    def when_started(self, world: World, rank: Rank) -> Commit | None:
+    def when_started(self, world: World, rank: Rank) -> Written | None:
         return None  # the stamp is cleared first
 
     def finished(self, world: World, rank: Rank) -> Rank:
         assert rank.copying is not None
-        offer = Offer(world.round, rank.number + 1, self.size)
-        return replace(rank, slots=_put(rank.slots, rank.copying, Commit(offer)), number=rank.number + 1, copying=None)
+        written = Written(Commit(world.round, rank.number + 1, self.size))
+        return replace(rank, slots=_put(rank.slots, rank.copying, written), number=rank.number + 1, copying=None)
 
     def noted(self, world: World) -> World:
         common = set.intersection(*({c for _, c in rank.slots if c and c.whole} for rank in world.ranks))
-        newest = max((commit.offer for commit in common), default=None)
+        newest = max((written.commit for written in common), default=None)
         return replace(world, safe=newest or world.safe)
 
     def killed(self, world: World) -> World:
         """All ranks die now, and the next round restores."""
-        decision = agreement.agree([_offers(rank) for rank in world.ranks])
-        if decision.commit != world.safe:
-            raise Lost(f"all ranks had {world.safe}, and they agree on {decision}: {world}")
+        found = decide([_offers(rank, number) for number, rank in enumerate(world.ranks)])
+        if found != world.safe:
+            raise Lost(f"all ranks had {world.safe}, and they agree on {found}: {world}")
         ranks = []
         for rank in world.ranks:
-            slot = next((slot for slot, found in rank.slots if found and found.offer == decision.commit), None)
-            if decision.commit and (slot is None or dict(rank.slots)[slot] != Commit(decision.commit)):
-                raise Lost(f"{rank} cannot restore {decision.commit}")
+            slot = next((slot for slot, written in rank.slots if written and written.commit == found), None)
+            if found and (slot is None or dict(rank.slots)[slot] != Written(found)):
+                raise Lost(f"{rank} cannot restore {found}")
             order = tuple(agreement.newest_last(sorted(slot for slot, _ in rank.slots), slot))
-            ranks.append(Rank(rank.slots, order, decision.commit.number if decision.commit else 0))
-        return World(tuple(ranks), world.round + 1, decision.commit)
+            ranks.append(Rank(rank.slots, order, found.number if found else 0))
+        return World(tuple(ranks), world.round + 1, found)
 
 
-def _put(slots: tuple[tuple[int, Commit | None], ...], slot: int, commit: Commit | None):
-    return tuple(sorted({**dict(slots), slot: commit}.items()))
+class NodeLost(Model):
+    """A kill may also take the memory of one node, which has one rank."""
+
+    def killed(self, world: World) -> World:
+        for lost in range(self.size):
+            ranks = tuple(Rank() if number == lost else rank for number, rank in enumerate(world.ranks))
+            if found := decide([_offers(rank, number) for number, rank in enumerate(ranks)]):
+                raise Lost(f"restored {found} without the shard of rank {lost}: {world}")
+            found = decide([_offers(rank, number, is_replicated=True) for number, rank in enumerate(ranks)])
+            if world.safe is not None and (found is None or found < world.safe):
+                raise Lost(f"all ranks had {world.safe}, and they agree on {found}: {world}")
+            held = [written for rank in ranks for _, written in rank.slots if written and written.commit == found]
+            if found and Written(found) not in held:
+                raise Lost(f"{found} is not whole: {world}")
+        return super().killed(world)
 
 
-def _offers(rank: Rank) -> list[Offer]:
-    return [commit.offer for _, commit in rank.slots if commit is not None]
+def _put(slots: tuple[tuple[int, Written | None], ...], slot: int, written: Written | None):
+    return tuple(sorted({**dict(slots), slot: written}.items()))
+
+
+def _offers(rank: Rank, number: int, *, is_replicated: bool = False) -> list[Offer]:
+    return [Offer(written.commit, number, is_replicated) for _, written in rank.slots if written is not None]
+
+
+def decide(offers: Sequence[Sequence[Offer]], digests: Digests = ()) -> Commit | None:
+    """What ranks on nodes of their own restore."""
+    steps = agreement.agree([Holding(number, own) for number, own in enumerate(offers)])
+    try:
+        next(steps)
+        steps.send(digests)
+    except StopIteration as end:
+        return end.value.commit if isinstance(end.value, Restore) else None
+    raise AssertionError("asks twice for digests that are equal")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -153,6 +191,14 @@ def test_without_a_collective_between_commits_no_number_of_buffers_is_enough() -
         Model(2, OVERLAPPED_BUFFERS, overlapped=False, collective=False).explore()
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_loss_of_a_node_costs_no_commit_of_replicated_state_and_is_noticed_for_other_state(
+    overlapped: bool,
+) -> None:
+    buffers = OVERLAPPED_BUFFERS if overlapped else BLOCKING_BUFFERS
+    assert NodeLost(2, buffers, overlapped=overlapped).explore() > 1000
+
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -175,36 +221,33 @@ def a_commit_is_complete_before_its_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Model,
         "when_started",
-        lambda model, world, rank: Commit(Offer(world.round, rank.number + 1, model.size), whole=False),
+        lambda model, world, rank: Written(Commit(world.round, rank.number + 1, model.size), whole=False),
     )
 
 
-def numbers_alone_identify_a_commit(patch: pytest.MonkeyPatch) -> None:
-    def agree(offers: Sequence[Sequence[Offer]]) -> Decision:
-        numbers = set.intersection(*({offer.number for offer in own} for own in offers))
-        if not numbers:
-            return Decision(Outcome.NONE_IN_COMMON)
-        return Decision(Outcome.RESTORE, max(offer for own in offers for offer in own if offer.number == max(numbers)))
+def mutant_agree(choose: Callable[[list[set[Commit]]], Commit | None]) -> Patch:
+    def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | Start]:
+        chosen = choose([{offer.commit for offer in holding.offers} for holding in holdings])
+        return Restore(chosen) if chosen else Start()
+        yield
 
-    patch.setattr(agreement, "agree", agree)
+    return lambda patch: patch.setattr(agreement, "agree", agree)
+
+
+def numbers_alone_identify_a_commit(patch: pytest.MonkeyPatch) -> None:
+    def choose(held: list[set[Commit]]) -> Commit | None:
+        number = max(set.intersection(*({commit.number for commit in own} for own in held)), default=None)
+        return max((commit for own in held for commit in own if commit.number == number), default=None)
+
+    mutant_agree(choose)(patch)
 
 
 def some_ranks_are_enough(patch: pytest.MonkeyPatch) -> None:
-    def agree(offers: Sequence[Sequence[Offer]]) -> Decision:
-        every = [offer for own in offers for offer in own]
-        return Decision(Outcome.RESTORE, max(every)) if every else Decision(Outcome.NO_COMMITS)
-
-    patch.setattr(agreement, "agree", agree)
+    mutant_agree(lambda held: max(set.union(*held), default=None))(patch)
 
 
 def the_oldest_common_commit_is_chosen(patch: pytest.MonkeyPatch) -> None:
-    right = agreement.agree
-
-    def agree(offers: Sequence[Sequence[Offer]]) -> Decision:
-        common = set.intersection(*map(set, offers))
-        return Decision(Outcome.RESTORE, min(common)) if common else right(offers)
-
-    patch.setattr(agreement, "agree", agree)
+    mutant_agree(lambda held: min(set.intersection(*held), default=None))(patch)
 
 
 MUTANTS: list[Patch] = [

@@ -270,7 +270,9 @@ class RoundRunner:
         rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
         if round is None or rank is None:
             return None
-        return WorkerIdentity(round.place.round, round.place.first_rank + rank, round.place.world_size)
+        place = round.place
+        local_ranks = range(place.first_rank, place.first_rank + place.slots)
+        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank

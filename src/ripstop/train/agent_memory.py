@@ -23,13 +23,12 @@ class AgentError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What the agent keeps for this worker's rank: descriptors by slot, now owned by the caller."""
+class Identity:
+    """This worker, as its agent knows it."""
 
     round: int
     rank: int
     world_size: int
-    descriptors: dict[int, int]
 
 
 class AgentMemory:
@@ -44,13 +43,24 @@ class AgentMemory:
             self._socket.close()
             raise AgentError(f"{path}: {error.strerror}") from error
 
-    def get(self, name: str) -> Kept:
-        reply, fds = self._ask({"get": name}, [])
-        return Kept(reply["round"], reply["rank"], reply["world_size"], dict(zip(reply["slots"], fds, strict=True)))
+    def identity(self) -> Identity:
+        return Identity(**self._ask({"identity": None}, [])[0])
+
+    def get(self, name: str) -> dict[tuple[int, int], int]:
+        """What this node holds of a State: descriptors by rank and slot, now owned by the caller."""
+        found = {}
+        for rank in self._ask({"get": name}, [])[0]["ranks"]:
+            reply, fds = self._ask({"get": name, "of": rank}, [])
+            found.update({(rank, slot): fd for slot, fd in zip(reply["slots"], fds, strict=True)})
+        return found
 
     def keep(self, name: str, slot: int, descriptor: int) -> None:
         """Let the agent keep this buffer instead of the slot's old one."""
         self._ask({"keep": name, "slot": slot}, [descriptor])
+
+    def drop_others(self, name: str) -> None:
+        """Let the agent free the buffers of ranks that do not run on this node."""
+        self._ask({"drop": name}, [])
 
     def _ask(self, request: dict[str, object], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         give_up_at = time.monotonic() + START_TIMEOUT_S

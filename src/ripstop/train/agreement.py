@@ -1,8 +1,19 @@
-"""Which commit the ranks of a new round restore.  Pure.
+"""Which commit the ranks of a new round restore, and who gives which shard to whom.  Pure.
 
-Each rank offers the complete commits that it can have.  Rank 0 decides for all: the newest commit that every rank
-offers.  A commit is identified by its round and number: after a fall-back to commit 9, a later round writes another
-commit 10, and a rank that still has the old one must not mix it with the new one of its peers.
+Each rank offers the complete commits that its node holds: its own shards, and those of other ranks.  Rank 0 decides for
+all: the newest commit that can be restored.  A commit is identified by its round and number: after a fall-back to
+commit 9, a later round writes another commit 10, and a rank that still has the old one must not mix it with the new one
+of its peers.
+
+| the commit | its shards in the job | every rank gets |
+| --- | --- | --- |
+| of as many ranks as the round has | all | its own shard |
+| of another number of ranks, sharded | all | its part of all shards |
+| of another number of ranks | all, and they are equal | any shard |
+| any number of ranks | some; they are equal, and were so at an earlier commit of all ranks | its own or any shard |
+
+Equality is never assumed: the ranks compare digests before a shard stands in for another.  The random states of a rank
+are its own; a rank that gets another's shard keeps those that its script has set.
 
 How many buffers a rank needs (`tests/train/test_agreement_model.py`): a collective lies between two commits of a rank.
 -   If `commit` returns when the copy is done, two are enough.  A rank that overwrites n-1 with n+1 has passed the
@@ -11,59 +22,173 @@ How many buffers a rank needs (`tests/train/test_agreement_model.py`): a collect
     stay while n+1 is written: three buffers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 BLOCKING_BUFFERS = 2
 OVERLAPPED_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Offer:
-    """A complete commit that a rank can have, and the number of ranks that took part in it."""
+class Commit:
+    """A commit of a job, and the number of ranks that took part in it."""
 
     round: int
     number: int
     world_size: int
 
 
-class Outcome(Enum):
-    RESTORE = "restore"
-    NO_COMMITS = "no rank has a commit"
-    SOME_WITHOUT = "some ranks have no commit"
-    NONE_IN_COMMON = "the ranks have no commit in common"
-    OTHER_WORLD_SIZE = "the commits are of another number of ranks"
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A rank's complete part of a commit.
+
+    `is_replicated`: the state was found equal on all ranks.  `is_sharded`: the tensors are parts of larger ones.
+    """
+
+    commit: Commit
+    shard: int
+    is_replicated: bool = False
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """`commit` is set if it is to be restored; otherwise `ranks` are those that prevent it."""
+class Holding:
+    """What a rank offers; the ranks of one node share its memory, and offer the same."""
 
-    outcome: Outcome
-    commit: Offer | None = None
-    ranks: tuple[int, ...] = ()
+    node: int
+    offers: Collection[Offer]
 
 
-def agree(offers: Sequence[Sequence[Offer]]) -> Decision:
-    """Decide from what each rank offers, in the order of ranks."""
-    world_size = len(offers)
-    if not any(offers):
-        return Decision(Outcome.NO_COMMITS)
-    fitting = [{offer for offer in own if offer.world_size == world_size} for own in offers]
-    if common := set.intersection(*fitting):
-        return Decision(Outcome.RESTORE, max(common))
-    if any(own and not fits for own, fits in zip(offers, fitting, strict=True)):
-        others = tuple(rank for rank, own in enumerate(offers) if own and not fitting[rank])
-        return Decision(Outcome.OTHER_WORLD_SIZE, ranks=others)
-    if without := tuple(rank for rank, own in enumerate(offers) if not own):
-        return Decision(Outcome.SOME_WITHOUT, ranks=without)
-    return Decision(Outcome.NONE_IN_COMMON)
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    giver: int
+    receiver: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rank r loads `shards[r]`, after the transfers.  If resharded, it reads its part of all shards from `holders`."""
+
+    commit: Commit
+    shards: tuple[int, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()  # the ranks that can give each shard
+    skipped: str = ""  # why a newer commit is not restored
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Each rank is to compute the digests of these shards, which its node holds."""
+
+    commit: Commit
+    shards: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """There is nothing to restore; `problem` says why if there are commits."""
+
+    problem: str = ""
+
+
+Digests = Sequence[Mapping[int, Mapping[str, str]]]  # by rank, shard and part of the state
+
+
+def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | Start]:
+    """Decide from what each rank holds, in the order of ranks; asks for digests where they are needed."""
+    world_size = len(holdings)
+    held: dict[Commit, dict[int, set[int]]] = {}  # → shard → nodes
+    traits: dict[Commit, set[tuple[bool, bool]]] = {}
+    for holding in holdings:
+        for offer in holding.offers:
+            held.setdefault(offer.commit, {}).setdefault(offer.shard, set()).add(holding.node)
+            traits.setdefault(offer.commit, set()).add((offer.is_replicated, offer.is_sharded))
+    problem = ""
+    for commit in _in_order(held, world_size):
+        missing = sorted(set(range(commit.world_size)) - set(held[commit]))
+        if not missing and commit.world_size == world_size:
+            return _plan(commit, held[commit], holdings, problem)
+        is_sharded = any(sharded for _, sharded in traits[commit])
+        if not missing and is_sharded:
+            ranks = _ranks_by_node(holdings)
+            nodes = [sorted(held[commit][shard]) for shard in range(commit.world_size)]
+            holders = [tuple(rank for node in them for rank in ranks[node]) for them in nodes]
+            return Restore(commit, holders=tuple(holders), skipped=problem)
+        lacks = f"commit {commit.number} lacks the shards of ranks {_listed(missing)}" if missing else ""
+        if is_sharded or (missing and not all(replicated for replicated, _ in traits[commit])):
+            problem = problem or f"{lacks}, and the state is not known to be equal on all ranks"
+            continue
+        digests = yield Compare(commit, _shared_out(held[commit], holdings))
+        if not (differing := _differing(digests)):
+            return _plan(commit, held[commit], holdings, problem)
+        lacks = lacks or f"commit {commit.number} is of {commit.world_size} ranks and this round has {world_size}"
+        problem = problem or f"{lacks}, and between ranks there are different values of {_listed(differing)}"
+    return Start(problem)
+
+
+def _in_order(held: Mapping[Commit, Mapping[int, object]], world_size: int) -> list[Commit]:
+    """The newest first.  But if some ranks were killed during the newest commit, the one before it comes first: all
+    ranks have their own shard of it, so that the step is repeated with the same random numbers."""
+    commits = sorted(held, reverse=True)
+    for before in commits[1:]:
+        is_own = before.world_size == world_size == len(held[before])
+        if is_own and before.number == commits[0].number - 1 and len(held[commits[0]]) < commits[0].world_size:
+            return [before, *(commit for commit in commits if commit != before)]
+    return commits
+
+
+def _ranks_by_node(holdings: Sequence[Holding]) -> dict[int, list[int]]:
+    ranks: dict[int, list[int]] = {}
+    for rank, holding in enumerate(holdings):
+        ranks.setdefault(holding.node, []).append(rank)
+    return ranks
+
+
+def _plan(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holding], skipped: str) -> Restore:
+    """Which shard each rank loads, and the transfers: no node receives a shard twice, and givers take turns."""
+    there = {shard: set(nodes) for shard, nodes in held.items()}
+    ranks, given = _ranks_by_node(holdings), [0] * len(holdings)
+    shards, transfers = [], []
+    for rank, holding in enumerate(holdings):
+        local = [shard for shard in sorted(there) if holding.node in there[shard]]
+        if rank in local or (rank in held and (commit.world_size == len(holdings) or not local)):
+            shard = rank
+        else:
+            shard = local[0] if local else min(held)
+        shards.append(shard)
+        if holding.node not in there[shard]:
+            giver = min((r for node in held[shard] for r in ranks[node]), key=lambda rank: (given[rank], rank))
+            given[giver] += 1
+            transfers.append(Transfer(giver, rank, shard))
+            there[shard].add(holding.node)
+    return Restore(commit, tuple(shards), tuple(transfers), skipped=skipped)
+
+
+def _shared_out(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+    """The shards whose digests each rank computes: each shard once, evenly."""
+    ranks = _ranks_by_node(holdings)
+    work: list[list[int]] = [[] for _ in holdings]
+    for shard in sorted(held):
+        rank = min((r for node in held[shard] for r in ranks[node]), key=lambda rank: (len(work[rank]), rank))
+        work[rank].append(shard)
+    return tuple(map(tuple, work))
+
+
+def _differing(digests: Digests) -> list[str]:
+    """The parts of the state that are not equal in all shards."""
+    all_shards = [parts for by_shard in digests for parts in by_shard.values()]
+    names = dict.fromkeys(name for parts in all_shards for name in parts)
+    return [name for name in names if len({parts.get(name) for parts in all_shards}) > 1]
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 
 def next_slot(slots: Sequence[int], buffers: int) -> int:
     """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first."""
-    return len(slots) if len(slots) < buffers else slots[0]
+    return min(set(range(len(slots) + 1)) - set(slots)) if len(slots) < buffers else slots[0]
 
 
 def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:

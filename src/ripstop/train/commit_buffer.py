@@ -1,6 +1,6 @@
 """One commit in shared memory: a memfd with a header, the bytes of tensors, and a pickle of everything else.
 
-    0      header: magic, format, run, round, number, rank, world size, place and checksum of the pickle
+    0      header: magic, format, run, round, number, rank, world size, place and checksum of the pickle, flags
     512    stamp: 0 while the content changes; a checksum of the header once it is whole
     4096   tensors, then the pickle
 
@@ -26,13 +26,16 @@ from zlib import crc32
 import torch
 
 MAGIC: Final = b"RIPSTATE"
-FORMAT: Final = 1
+FORMAT: Final = 2
+IS_REPLICATED: Final = 1  # flags of a header: the state was found equal on all ranks,
+IS_SHARDED: Final = 2  # or its tensors are parts of larger ones
 STAMP_OFFSET: Final = 512
 CONTENT_OFFSET: Final = 4096
-_HEADER = struct.Struct("<8sIIqqiiqqI")  # magic, format, run, round, number, rank, world, pickle offset, size, checksum
+_HEADER = struct.Struct("<8sIIqqiiqqII")  # the fields of Header, after magic and format
 _STAMP = struct.Struct("<Q")
 HEADER_BYTES: Final = _HEADER.size
 STAMP_BYTES: Final = _STAMP.size
+HEAD_BYTES: Final = STAMP_OFFSET + STAMP_BYTES
 _PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -55,16 +58,32 @@ class Header:
     pickle_offset: int
     pickle_size: int
     pickle_checksum: int
+    flags: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.pickle_offset + self.pickle_size
 
     def pack(self) -> bytes:
         return _HEADER.pack(
             MAGIC, FORMAT, self.run, self.id.round, self.id.number, self.rank, self.world_size,
-            self.pickle_offset, self.pickle_size, self.pickle_checksum,
+            self.pickle_offset, self.pickle_size, self.pickle_checksum, self.flags,
         )  # fmt: skip
 
 
 def stamp(header: bytes) -> bytes:
     return _STAMP.pack(1 << 32 | crc32(header))
+
+
+def read_header(head: bytes, run: int) -> Header | None:
+    """From the first HEAD_BYTES of a buffer."""
+    packed = head[:HEADER_BYTES]
+    if head[STAMP_OFFSET:] != stamp(packed):
+        return None
+    magic, form, its_run, round, number, rank, world_size, offset, size, checksum, flags = _HEADER.unpack(packed)
+    if (magic, form, its_run) != (MAGIC, FORMAT, run):
+        return None
+    return Header(its_run, CommitId(round, number), rank, world_size, offset, size, checksum, flags)
 
 
 class NotEnoughMemory(Exception):
@@ -119,18 +138,16 @@ class CommitBuffer:
         self._map[: len(packed)] = packed
         self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = stamp(packed)
 
+    def memory(self, start: int, end: int) -> memoryview:
+        return memoryview(self._map)[start:end]
+
     def write_pickle(self, offset: int, data: bytes) -> None:
         self._map[offset : offset + len(data)] = data
 
     def header(self, run: int) -> Header | None:
         """The complete commit in this buffer; None if there is none of this run and format."""
-        packed = self._map[:HEADER_BYTES]
-        if self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] != stamp(packed):
-            return None
-        magic, form, its_run, round, number, rank, world_size, offset, size, checksum = _HEADER.unpack(packed)
-        if (magic, form, its_run) != (MAGIC, FORMAT, run) or offset + size > self.size:
-            return None
-        return Header(its_run, CommitId(round, number), rank, world_size, offset, size, checksum)
+        header = read_header(self._map[:HEAD_BYTES], run)
+        return header if header is not None and header.end <= self.size else None
 
     def read_pickle(self, header: Header) -> bytes:
         data = self._map[header.pickle_offset : header.pickle_offset + header.pickle_size]

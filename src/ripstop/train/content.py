@@ -5,6 +5,7 @@ that share memory, such as tied weights, are stored once.
 """
 
 import copy
+import hashlib
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ripstop.train.commit_buffer import CONTENT_OFFSET, CommitBuffer
+from ripstop.train.digest import digest
 
+RANDOM = "random states"  # a component of every commit, and each rank's own; not a valid name of a user's
 ALIGNMENT_BYTES = 64
 PICKLE_ROOM = 2  # times its size, so that a growing one does not need a new buffer soon
 _SUPPORTED = (torch.Tensor, torch.nn.Parameter)
@@ -135,7 +138,7 @@ def snapshot(values: Mapping[str, Any]) -> Snapshot:
     tensors = _Tensors()
     components = {name: _component(name, value, tensors) for name, value in values.items()}
     layout, host_offset, end = _place(tensors.found)
-    data = pickle.dumps((layout, components), pickle.HIGHEST_PROTOCOL)
+    data = pickle.dumps((layout, components, _buffers_of_rank_0(values, tensors.found)), pickle.HIGHEST_PROTOCOL)
     return Snapshot(tensors.found, layout, components, host_offset, end, data)
 
 
@@ -159,7 +162,8 @@ class Stored:
         self._buffer = buffer
         self._entries: list[Entry]
         self._components: dict[str, Component]
-        self._entries, self._components = pickle.loads(data)
+        self._unequal: set[int]
+        self._entries, self._components, self._unequal = pickle.loads(data)
         self._made: dict[int, torch.Tensor] = {}  # tensors outside the buffer, which components may share
 
     @property
@@ -201,6 +205,20 @@ class Stored:
             if self._buffer.contains(tensor):
                 tensor.data = tensor.data.clone()
 
+    def digests(self) -> dict[str, str]:
+        """For each value that is not a rank's own; equal if the values are."""
+        return {name: self._digest(name) for name in self._components if name != RANDOM}
+
+    def _digest(self, name: str) -> str:
+        data, numbers = self._components[name]
+        found = hashlib.sha256(_canonical(data))
+        for number in numbers:
+            offset, dtype, shape, _, _ = entry = self._entries[number]
+            found.update(f"{dtype} {shape}".encode())
+            if number not in self._unequal:
+                found.update(digest(self._buffer.bytes[offset : offset + entry.size]).to_bytes(8))
+        return found.hexdigest()
+
     def _in_buffer(self, number: int) -> torch.Tensor:
         entry = self._entries[number]
         return self._buffer.tensor(entry.offset, entry.dtype, entry.shape)
@@ -213,6 +231,35 @@ class Stored:
                 self._in_buffer(number)
             )
         return self._made[number]
+
+
+class _Number(int):
+    """A tensor in a pickle that is only compared."""
+
+
+def _canonical(data: bytes) -> bytes:
+    """The same pickle for equal values: without references to objects that appeared before, which may be equal only."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True
+    try:
+        pickler.dump(_Unpickler(data, _Number).load())  # type: ignore[arg-type]
+    except (ValueError, RecursionError):  # values that contain themselves
+        return data
+    return file.getvalue()
+
+
+def _buffers_of_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -> set[int]:
+    """The tensors that differ between ranks without meaning: DDP overwrites them with those of rank 0 at each step."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = {
+        buffer.data_ptr()
+        for value in values.values()
+        if isinstance(value, DistributedDataParallel) and value.broadcast_buffers
+        for buffer in value.buffers()
+    }
+    return {number for number, tensor in enumerate(tensors) if tensor.data_ptr() in found and tensor.numel()}
 
 
 def _can_reuse(own: list[torch.Tensor], stored: list[Entry]) -> bool:

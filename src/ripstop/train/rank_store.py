@@ -29,9 +29,20 @@ class RankStore:
         self._set(topic, decision)
         return decision
 
+    def wait_for_all(self, topic: str) -> None:
+        self.decide(topic, None, lambda _: None)
+
     def publish(self, topic: str, value: Any) -> None:
         if self._world_size > 1:
             self._set(topic, value)
+
+    def propose(self, topic: str, value: Any) -> Any:
+        """The value of the rank that was first."""
+        return json.loads(self._connected().compare_set(self._key(topic), "", json.dumps(value)))
+
+    def add(self, topic: str, amount: int) -> int:
+        """The sum of all ranks' amounts so far."""
+        return int(self._connected().add(self._key(topic), amount))
 
     def get(self, topic: str) -> Any:
         """Wait for a value."""

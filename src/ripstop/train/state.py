@@ -21,13 +21,14 @@ import torch
 
 from ripstop.train import content, gpu_copy, intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree, newest_last, next_slot
-from ripstop.train.commit_buffer import CommitBuffer, CommitId, Corrupted, Header, NotEnoughMemory
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
+from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory
 from ripstop.train.rank_store import RankStore
+from ripstop.train.replication import Comparison
+from ripstop.train.restoring import Restoring
 
 log = logging.getLogger("ripstop.train")
 
-_RANDOM = "random states"  # a component of every commit; not a valid name of a user's
 _names: "weakref.WeakValueDictionary[str, State]" = weakref.WeakValueDictionary()
 
 
@@ -61,6 +62,10 @@ class State:
         self._buffers: dict[int, CommitBuffer] = {}  # by slot
         self._copy: gpu_copy.OverlappedCopy | None = None  # the newest commit, until it is complete
         self._slots: list[int] = []  # the next one to overwrite first
+        self._newest: tuple[CommitBuffer, Header] | None = None
+        self._comparison: Comparison | None = None
+        self._commits = 0  # since the restore
+        self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
         self._calls = 0  # of commit, since the restore
         self._next_call: int | None = 1  # that commits; None: to be read from rank 0
@@ -89,36 +94,36 @@ class State:
 
     @property
     def restored_from(self) -> str | None:
-        """Where the last `restore` found its commit: "memory", or None if there was none."""
+        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", or None: there was none."""
         return self._restored_from
 
     # restore ----------------------------------------------------------------------------------------------------------
 
     def restore(self) -> bool:
-        """Load the newest commit that all ranks have; False, and nothing is changed, if there is none.
+        """Load the newest commit that all ranks can have; False, and nothing is changed, if there is none.
 
         Every rank calls it, before the first `commit`.
         """
         self._restores += 1
         self._restored_from = None
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
+        self._commits, self._newest = 0, None
         if not self._connect():
             return False
         self._finish_copy()
-        assert self._store is not None
-        headers = {slot: header for slot, buffer in self._buffers.items() if (header := self._header(slot, buffer))}
-        own = [[header.id.round, header.id.number, header.world_size] for header in headers.values()]
-        agreed = self._store.decide(f"restore {self._restores}", own, _decide)
-        chosen = CommitId(*agreed["commit"]) if agreed["commit"] else None
-        slot = next((slot for slot, header in headers.items() if header.id == chosen), None)
-        self._slots = newest_last(sorted(self._buffers), slot)
-        if slot is None:
-            if agreed["problem"]:
-                log.warning("state %r starts from the beginning: %s", self._name, agreed["problem"])
+        assert self._store is not None and self._memory is not None
+        restoring = Restoring(self._name, self._run, self._rank, self._restores, self._memory, self._store)
+        shard = restoring.find()
+        self._buffers, self._has_others = restoring.own, restoring.has_others
+        is_own = shard is not None and shard.kept_for == self._rank
+        self._slots = newest_last(sorted(self._buffers), shard.slot if shard is not None and is_own else None)
+        self._comparison = Comparison(self._store, f"compare {self._restores}", self._world_size)
+        if shard is None:
             return False
-        self._load(self._buffers[slot], headers[slot])
-        self._number = headers[slot].id.number
-        self._restored_from = "memory"
+        self._load(shard.buffer, shard.header)
+        restoring.loaded()
+        self._number = shard.header.id.number
+        self._restored_from = restoring.source
         return True
 
     def _connect(self) -> bool:
@@ -130,33 +135,21 @@ class State:
             if self._memory is None:
                 log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
                 return False
-            kept = self._memory.get(self._name)
+            worker = self._memory.identity()
         except AgentError as error:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
             return False
-        self._round, self._rank, self._world_size = kept.round, kept.rank, kept.world_size
-        self._buffers = {slot: CommitBuffer.adopt(fd) for slot, fd in kept.descriptors.items()}
+        self._round, self._rank, self._world_size = worker.round, worker.rank, worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size)
         return True
-
-    def _header(self, slot: int, buffer: CommitBuffer) -> Header | None:
-        header = buffer.header(self._run)
-        if header is None or header.rank != self._rank:
-            return None
-        try:
-            buffer.read_pickle(header)
-        except Corrupted as error:
-            log.warning("state %r ignores buffer %d: %s", self._name, slot, error)
-            return None
-        return header
 
     def _load(self, buffer: CommitBuffer, header: Header) -> None:
         stored = content.Stored(buffer, buffer.read_pickle(header))
         if stored.has_gpu_tensors and torch.cuda.is_available():
             gpu_copy.register(buffer)
-        if set(stored.names) != {*self._values, _RANDOM}:
-            there = ", ".join(name for name in stored.names if name != _RANDOM)
+        if set(stored.names) != {*self._values, content.RANDOM}:
+            there = ", ".join(name for name in stored.names if name != content.RANDOM)
             raise ValueError(
                 f"state {self._name!r} has {', '.join(self._values)}, its commit has {there}; "
                 "start a new job, or make the State with the same values"
@@ -170,7 +163,8 @@ class State:
                         f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
                         f"start a new job: {' '.join(str(error).split())}"
                     ) from error
-        _set_random_states(stored.load(_RANDOM, {}))
+        if header.rank == self._rank:
+            _set_random_states(stored.load(content.RANDOM, {}))
 
     # commit -----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +180,10 @@ class State:
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
         self._finish_copy()
-        taken = content.snapshot({**self._values, _RANDOM: _random_states()})
+        assert self._comparison is not None
+        if self._newest is not None and self._newest[0].header(self._run) == self._newest[1]:
+            self._comparison.begin(*self._newest)
+        taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
         on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
         buffer = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
         if buffer is None:
@@ -203,8 +200,19 @@ class State:
             self._copy = gpu_copy.OverlappedCopy(buffer, taken, header, stable)
         else:
             _copy_now(buffer, taken, header)
+        self._newest = buffer, header
         self._number += 1
+        self._commits += 1
+        if self._commits == OVERLAPPED_BUFFERS and self._has_others:  # all ranks have one that is newer than these
+            self._drop_others()
         return True
+
+    def _drop_others(self) -> None:
+        assert self._memory is not None
+        try:
+            self._memory.drop_others(self._name)
+        except AgentError as error:
+            log.warning("state %r: the agent does not free old buffers: %s", self._name, error)
 
     def _has_optimizer(self) -> bool:
         """Whether changes of parameters are announced by an optimizer's step."""
@@ -218,7 +226,9 @@ class State:
     def _next_header(self, taken: content.Snapshot) -> Header:
         id = CommitId(self._round, self._number + 1)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
-        return Header(self._run, id, self._rank, self._world_size, *place)
+        assert self._comparison is not None
+        flags = IS_REPLICATED if self._comparison.is_equal() else 0
+        return Header(self._run, id, self._rank, self._world_size, *place, flags)
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
@@ -237,6 +247,8 @@ class State:
                 self._memory = None
                 return None
             self._buffers[slot] = buffer
+        assert self._comparison is not None
+        self._comparison.release(self._buffers[slot])
         self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
 
@@ -270,17 +282,6 @@ def _copy_now(buffer: CommitBuffer, taken: content.Snapshot, header: Header) -> 
         torch.cuda.synchronize(device)
     buffer.write_pickle(taken.pickle_offset, taken.pickle)
     buffer.complete(header)
-
-
-def _decide(offers: list[list[list[int]]]) -> dict[str, Any]:
-    """Rank 0's decision, as JSON for the others."""
-    decision = agree([[Offer(*offer) for offer in own] for own in offers])
-    if decision.commit is not None:
-        return {"commit": [decision.commit.round, decision.commit.number], "problem": ""}
-    if decision.outcome is Outcome.NO_COMMITS:
-        return {"commit": None, "problem": ""}
-    ranks = ", ".join(map(str, decision.ranks[:8])) + ("…" if len(decision.ranks) > 8 else "")
-    return {"commit": None, "problem": f"{decision.outcome.value}" + (f" (ranks {ranks})" if ranks else "")}
 
 
 def _random_states() -> dict[str, Any]:

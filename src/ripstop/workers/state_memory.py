@@ -1,12 +1,14 @@
 """The agent's side of the memory for training state (`ripstop.train.State`): it keeps workers' buffers when they die.
 
 A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of `reports.py`.
-The next worker of the same rank asks for the descriptors.  Rules
+The workers of the next round ask for the descriptors: those of their own rank, and of others whose shards this node
+holds.  Rules
 1.  The agent never maps or reads a buffer: `train/commit_buffer.py` says what is in it, and who may restore it.
-2.  The kernel names the peer's pid.  Only workers of the current round are served, each its own rank.
+2.  The kernel names the peer's pid.  Only workers of the current round are served; each writes its own rank only.
 3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
 4.  The numbers of buffers, connections and bytes in a request are bounded.
-5.  If there is no socket, the job runs without this memory, and workers say so.
+5.  Buffers of ranks that now run elsewhere stay until the workers here say that a newer commit is complete.
+6.  If there is no socket, the job runs without this memory, and workers say so.
 """
 
 import array
@@ -32,6 +34,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
 MAX_SLOTS = 8  # buffers of one State
+MAX_RANKS = 512  # whose buffers of one State a node can hold
 MAX_CONNECTIONS = 1024
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -39,11 +42,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """A worker of the current round."""
+    """A worker of the current round, and all ranks of its node."""
 
     round: int
     rank: int
     world_size: int
+    local_ranks: range
 
 
 class StateMemory:
@@ -57,6 +61,7 @@ class StateMemory:
         self._inode = 0
         self._connections: set[socket.socket] = set()
         self._buffers: dict[tuple[int, str], dict[int, int]] = {}  # (rank, name) → slot → descriptor
+        self._from_workers: set[tuple[int, str]] = set()  # those that workers of this node have made
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
@@ -121,14 +126,31 @@ class StateMemory:
         except (ValueError, RecursionError):
             request = None
         match request:
+            case {"get": str(name), "of": int(rank)}:
+                found = self._buffers.get((rank, name), {})
+                return {"slots": list(found)}, list(found.values())
             case {"get": str(name)}:
-                found = self._buffers.get((worker.rank, name), {})
-                identity = {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}
-                return {**identity, "slots": list(found)}, list(found.values())
+                return {"ranks": self._ranks(name)}, []
+            case {"identity": None}:
+                return {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}, []
+            case {"drop": str(name)}:
+                self._drop(name, worker.local_ranks)
+                return {}, []
             case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
                 why = self._keep(worker.rank, name, slot, fds)
                 return {"error": why} if why else {}, []
         return {"error": "the request is invalid"}, []
+
+    def _ranks(self, name: str) -> list[int]:
+        """The ranks whose buffers of this State are held."""
+        return [rank for rank, held in self._buffers if held == name]
+
+    def _drop(self, name: str, local_ranks: range) -> None:
+        for rank in self._ranks(name):
+            if rank not in local_ranks and (rank, name) in self._from_workers:
+                self._from_workers.discard((rank, name))
+                for fd in self._buffers.pop((rank, name)).values():
+                    os.close(fd)
 
     def _keep(self, rank: int, name: str, slot: int, fds: list[int]) -> str:
         """Keep the buffer in place of the slot's old one; why it is rejected, or ""."""
@@ -137,10 +159,13 @@ class StateMemory:
         names = [held for held_rank, held in self._buffers if held_rank == rank]
         if name not in names and len(names) >= MAX_NAMES:
             return f"a worker may have {MAX_NAMES} States; this one has {', '.join(names)}"
+        if (rank, name) not in self._buffers and len(self._ranks(name)) >= MAX_RANKS:
+            return f"a node can hold the buffers of {MAX_RANKS} ranks"
         try:
             kept = os.dup(fds[0])
         except OSError as error:
             return f"the agent cannot keep another descriptor: {error.strerror}; raise its limit (ulimit -n)"
+        self._from_workers.add((rank, name))
         slots = self._buffers.setdefault((rank, name), {})
         if slot in slots:
             os.close(slots[slot])
