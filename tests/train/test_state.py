@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ripstop import train
-from ripstop.train import commit_buffer, content
+from ripstop import commit_memory, train
+from ripstop.train import content
 from ripstop.train import state as state_module
 from ripstop.train.commit_buffer import CommitBuffer
 from tests.train.conftest import Agent
@@ -331,7 +331,7 @@ def test_other_values_are_an_error_that_names_them(agent: Agent) -> None:
 def test_too_little_memory_is_named_once_and_training_goes_on(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit_buffer, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(commit_memory, "available_memory", lambda: 1_000_000)
     state = train.State(value=torch.zeros(1_000_000))
     state.restore()
     assert [state.commit() for _ in range(3)] == [False] * 3
@@ -354,7 +354,7 @@ def test_a_corrupted_buffer_is_not_restored_but_the_commit_before_it_is(agent: A
         state.commit()
     offset = {
         "header": 20,
-        "stamp": commit_buffer.STAMP_OFFSET,
+        "stamp": commit_memory.STAMP_OFFSET,
         "pickle": state._buffers[1].header(state._run).pickle_offset + 30,
     }
     del state

@@ -3,11 +3,13 @@
 import array
 import json
 import os
+import select
 import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from ripstop.commit_memory import CommitId
 from ripstop.train.reports import SOCKET_VARIABLE
 
 PATH_SUFFIX = "-state"  # of the path of the socket for reports
@@ -15,7 +17,7 @@ REPLY_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 5.0  # a worker may run before its agent has recorded its pid
 RETRY_S = 0.01
 MAX_REPLY_BYTES = 4096
-MAX_SLOTS = 8
+MAX_SLOTS = 16
 
 
 class AgentError(Exception):
@@ -42,6 +44,9 @@ class AgentMemory:
         except OSError as error:
             self._socket.close()
             raise AgentError(f"{path}: {error.strerror}") from error
+        self._has_message = select.poll()
+        self._has_message.register(self._socket, select.POLLIN)
+        self._held: set[CommitId] | None = None  # None: not asked for yet
 
     def identity(self) -> Identity:
         return Identity(**self._ask({"identity": None}, [])[0])
@@ -62,6 +67,22 @@ class AgentMemory:
         """Let the agent free the buffers of ranks that do not run on this node."""
         self._ask({"drop": name}, [])
 
+    def held(self, name: str) -> set[CommitId]:
+        """The commits that must not be overwritten.  The agent sends changes, so that a call costs a microsecond."""
+        if self._held is None:
+            self._on_held(self._ask({"held": name}, [])[0])
+        assert self._held is not None
+        try:
+            while self._has_message.poll(0):
+                message, _ = self._receive()
+                self._on_held(message)
+        except (OSError, ValueError) as error:
+            raise AgentError(f"the agent has gone: {error}") from error
+        return self._held
+
+    def _on_held(self, message: dict[str, Any]) -> None:
+        self._held = {CommitId(*id) for id in message["held"]}
+
     def _ask(self, request: dict[str, object], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -81,6 +102,11 @@ class AgentMemory:
     def _exchange(self, request: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self._socket.sendmsg([request], ancillary)
+        while "held" in (reply := self._receive())[0] and self._held is not None:
+            self._on_held(reply[0])
+        return reply
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
         data, ancillary_data, _, _ = self._socket.recvmsg(
             MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
         )

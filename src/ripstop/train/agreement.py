@@ -186,9 +186,13 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 
-def next_slot(slots: Sequence[int], buffers: int) -> int:
-    """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first."""
-    return min(set(range(len(slots) + 1)) - set(slots)) if len(slots) < buffers else slots[0]
+def next_slot(slots: Sequence[int], buffers: int, held: Collection[int] = ()) -> int:
+    """The slot of the next commit: the one whose commit is oldest, or a new one.  `slots` are oldest first.
+
+    `held` slots are not overwritten: their commits are copied to another node, or were.
+    """
+    free = [slot for slot in slots[: max(0, len(slots) - buffers + 1)] if slot not in held]
+    return free[0] if free else min(set(range(len(slots) + 1)) - set(slots))
 
 
 def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ripstop.train.commit_buffer import CONTENT_OFFSET, CommitBuffer
+from ripstop.commit_memory import CONTENT_OFFSET
+from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.digest import digest
 
 RANDOM = "random states"  # a component of every commit, and each rank's own; not a valid name of a user's

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ripstop.train.commit_buffer import HEADER_BYTES, STAMP_BYTES, STAMP_OFFSET, CommitBuffer, Header, stamp
+from ripstop.commit_memory import HEADER_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, stamp
+from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.content import Snapshot
 
 log = logging.getLogger("ripstop.train")

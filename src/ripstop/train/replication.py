@@ -8,8 +8,9 @@ that it has once more.
 import hashlib
 import threading
 
+from ripstop.commit_memory import Header
 from ripstop.train import content
-from ripstop.train.commit_buffer import CommitBuffer, Header
+from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
 
 _DIFFERENT = -(1 << 32)  # is added to the number of ranks with the same digest

@@ -12,20 +12,19 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from ripstop.train import content
-from ripstop.train.agent_memory import AgentError, AgentMemory
-from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
-from ripstop.train.commit_buffer import (
+from ripstop.commit_memory import (
     CONTENT_OFFSET,
     HEAD_BYTES,
     IS_REPLICATED,
     IS_SHARDED,
-    CommitBuffer,
-    Corrupted,
     Header,
     NotEnoughMemory,
     read_header,
 )  # fmt: skip
+from ripstop.train import content
+from ripstop.train.agent_memory import AgentError, AgentMemory
+from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
+from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.rank_store import RankStore
 from ripstop.train.transfer import TOKEN_BYTES, Giver, Receiver, TransferError
 

@@ -19,10 +19,11 @@ from zlib import crc32
 
 import torch
 
+from ripstop.commit_memory import IS_REPLICATED, CommitId, Header, NotEnoughMemory, available_memory
 from ripstop.train import content, gpu_copy, intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
-from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory
+from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
 from ripstop.train.restoring import Restoring
@@ -232,7 +233,10 @@ class State:
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
-        slot = next_slot(self._slots, wanted)
+        held = self._held_slots()
+        slot = next_slot(self._slots, wanted, held)
+        if held and slot not in self._slots and len(self._slots) >= wanted and available_memory() < taken.room:
+            slot = next_slot(self._slots, wanted)  # a new commit is worth more than the copy of an old one
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
             self._buffers.pop(slot, None)
@@ -251,6 +255,16 @@ class State:
         self._comparison.release(self._buffers[slot])
         self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
+
+    def _held_slots(self) -> set[int]:
+        """The slots whose commits are copied to another node, or were, until it has newer ones."""
+        assert self._memory is not None
+        try:
+            held = self._memory.held(self._name)
+        except AgentError:
+            return set()
+        headers = {slot: buffer.header(self._run) for slot, buffer in self._buffers.items()} if held else {}
+        return {slot for slot, header in headers.items() if header is not None and header.id in held}
 
     def _is_due(self, every: int | str) -> bool:
         steps, seconds = intervals.parse(every)

@@ -3,7 +3,7 @@
 A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of `reports.py`.
 The workers of the next round ask for the descriptors: those of their own rank, and of others whose shards this node
 holds.  Rules
-1.  The agent never maps or reads a buffer: `train/commit_buffer.py` says what is in it, and who may restore it.
+1.  The agent never maps or reads a buffer: `commit_memory.py` says what is in it, and who may restore it.
 2.  The kernel names the peer's pid.  Only workers of the current round are served; each writes its own rank only.
 3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
 4.  The numbers of buffers, connections and bytes in a request are bounded.
@@ -20,11 +20,13 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ripstop.commit_memory import CommitId
 
 log = logging.getLogger("ripstop.workers")
 
@@ -33,7 +35,8 @@ MAX_SOCKET_PATH_BYTES = 107  # in Linux
 MAX_REQUEST_BYTES = 4096
 MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
-MAX_SLOTS = 8  # buffers of one State
+MAX_SLOTS = 16  # buffers of one State
+FIRST_COPY_SLOT = 8  # of commits that another node has sent; the lower ones are for this node's workers
 MAX_RANKS = 512  # whose buffers of one State a node can hold
 MAX_CONNECTIONS = 1024
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -62,6 +65,11 @@ class StateMemory:
         self._connections: set[socket.socket] = set()
         self._buffers: dict[tuple[int, str], dict[int, int]] = {}  # (rank, name) → slot → descriptor
         self._from_workers: set[tuple[int, str]] = set()  # those that workers of this node have made
+        self._copies: dict[tuple[int, str, int], CommitId] = {}  # by rank, name and slot: those from another node
+        self._held: dict[str, list[CommitId]] = {}  # by name: commits that workers must not overwrite
+        self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
+        self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
+        self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
@@ -107,7 +115,7 @@ class StateMemory:
             self._close(connection)
             return
         try:
-            reply, given = self._answer(data, fds, self._identify(pid))
+            reply, given = self._answer(connection, data, fds, self._identify(pid))
         finally:
             for fd in fds:  # those that are kept are duplicates
                 os.close(fd)
@@ -117,7 +125,9 @@ class StateMemory:
         except OSError:  # it has ended, or does not read its replies
             self._close(connection)
 
-    def _answer(self, data: bytes, fds: list[int], worker: WorkerIdentity | None) -> tuple[dict[str, Any], list[int]]:
+    def _answer(
+        self, connection: socket.socket, data: bytes, fds: list[int], worker: WorkerIdentity | None
+    ) -> tuple[dict[str, Any], list[int]]:
         """The reply, and the descriptors to send with it."""
         if worker is None:
             return {"retry": "the sender is no worker of the current round"}, []
@@ -133,9 +143,15 @@ class StateMemory:
                 return {"ranks": self._ranks(name)}, []
             case {"identity": None}:
                 return {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}, []
+            case {"drop": str(name)} if self._held.get(name):
+                self._drops[name] = worker.round, worker.local_ranks  # later: they may be part of a complete set
+                return {}, []
             case {"drop": str(name)}:
                 self._drop(name, worker.local_ranks)
                 return {}, []
+            case {"held": str(name)}:
+                self._listeners[connection] = name
+                return self._held_message(name), []
             case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
                 why = self._keep(worker.rank, name, slot, fds)
                 return {"error": why} if why else {}, []
@@ -149,8 +165,15 @@ class StateMemory:
         for rank in self._ranks(name):
             if rank not in local_ranks and (rank, name) in self._from_workers:
                 self._from_workers.discard((rank, name))
-                for fd in self._buffers.pop((rank, name)).values():
-                    os.close(fd)
+                for slot in list(self._buffers[rank, name]):
+                    if (rank, name, slot) not in self._copies:
+                        self._free(rank, name, slot)
+
+    def _free(self, rank: int, name: str, slot: int) -> None:
+        self._copies.pop((rank, name, slot), None)
+        os.close(self._buffers[rank, name].pop(slot))
+        if not self._buffers[rank, name]:
+            del self._buffers[rank, name]
 
     def _keep(self, rank: int, name: str, slot: int, fds: list[int]) -> str:
         """Keep the buffer in place of the slot's old one; why it is rejected, or ""."""
@@ -166,15 +189,68 @@ class StateMemory:
         except OSError as error:
             return f"the agent cannot keep another descriptor: {error.strerror}; raise its limit (ulimit -n)"
         self._from_workers.add((rank, name))
+        self._put(rank, name, slot, kept)
+        if self.on_kept is not None:
+            self.on_kept(rank, name, slot, kept)
+        return ""
+
+    def _put(self, rank: int, name: str, slot: int, fd: int) -> None:
         slots = self._buffers.setdefault((rank, name), {})
         if slot in slots:
             os.close(slots[slot])
-        slots[slot] = kept
-        return ""
+        slots[slot] = fd
+        self._copies.pop((rank, name, slot), None)
+
+    # copies of another node's buffers, and commits of this node of which another has copies ---------------------------
+
+    def buffers(self, ranks: range) -> list[tuple[int, str, int, int]]:
+        """The rank, name, slot and descriptor of these ranks' buffers."""
+        return [
+            (rank, name, slot, fd)
+            for (rank, name), slots in self._buffers.items()
+            if rank in ranks
+            for slot, fd in slots.items()
+        ]
+
+    def keep_copy(self, rank: int, name: str, id: CommitId, fd: int) -> bool:
+        """Keep another node's commit, which the caller gives away; False if there is no room for it."""
+        slots = self._buffers.get((rank, name), {})
+        same = [slot for slot in slots if self._copies.get((rank, name, slot)) == id]
+        free = [slot for slot in range(FIRST_COPY_SLOT, MAX_SLOTS) if slot not in slots]
+        if not (same or free) or (not slots and len(self._ranks(name)) >= MAX_RANKS):
+            os.close(fd)
+            return False
+        slot = (same or free)[0]
+        self._put(rank, name, slot, fd)
+        self._copies[rank, name, slot] = id
+        return True
+
+    def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
+        """Workers must not overwrite these commits.  If one is `complete` on all nodes, other copies are freed."""
+        self._held[name] = list(ids)
+        message = json.dumps(self._held_message(name)).encode()
+        for connection in [each for each, state in self._listeners.items() if state == name]:
+            try:
+                connection.send(message)
+            except OSError:
+                self._close(connection)
+        if complete is None:
+            return
+        for key in [key for key, id in self._copies.items() if key[1] == name and id not in self._held[name]]:
+            self._free(*key)
+        if name in self._drops and complete.round >= self._drops[name][0]:
+            self._drop(name, self._drops.pop(name)[1])
+
+    def held(self, name: str) -> list[CommitId]:
+        return self._held.get(name, [])
+
+    def _held_message(self, name: str) -> dict[str, Any]:
+        return {"held": [[id.round, id.number] for id in self._held.get(name, [])]}
 
     def _close(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)
         self._connections.discard(connection)
+        self._listeners.pop(connection, None)
         connection.close()
 
     def _stop_listening(self) -> None:
