@@ -12,6 +12,7 @@ import json
 import secrets
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 from ripstop.model.config import Tls
@@ -22,7 +23,7 @@ from ripstop.transport.tls import client_context, server_context
 MAX_MESSAGE_BYTES = 4096
 NONCE_BYTES = 16
 HANDSHAKE_TIMEOUT_S = 5.0
-IDLE_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 60.0
 
 
 class PeerError(Exception):
@@ -77,6 +78,11 @@ class PeerConnection:
                 raise PeerError("the handshake takes too long")
             self.socket.settimeout(left)
 
+    def interrupt(self) -> None:
+        """Let a thread that uses the connection get an error."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self.socket.close()
 
@@ -111,6 +117,7 @@ def connect(host: str, port: int, *, tls: Tls | None, token: str, run_id: str, n
 
 def accept(opened: socket.socket, *, tls: Tls | None, token: str, run_id: str, round: int) -> PeerConnection:
     """The receiver's side of the handshake; OSError or PeerError if the peer does not pass it."""
+    enable_keepalive(opened)
     if tls is not None:
         opened.settimeout(HANDSHAKE_TIMEOUT_S)
         opened = server_context(tls).wrap_socket(opened, server_side=True)
