@@ -287,7 +287,7 @@ def _random_states() -> dict[str, Any]:
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 
