@@ -225,7 +225,6 @@ class State:
         slot = next_slot(self._slots, wanted)
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
-            self._buffers.pop(slot, None)
             try:
                 buffer = CommitBuffer.create(taken.room)
                 self._memory.keep(self._name, slot, buffer.fd)
@@ -236,7 +235,7 @@ class State:
                 )  # fmt: skip
                 self._memory = None
                 return None
-            self._buffers[slot] = buffer
+            self._buffers[slot] = buffer  # last: the old one is freed here, and not in the agent
         self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
 
