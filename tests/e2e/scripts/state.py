@@ -2,6 +2,7 @@
 
 $KILLS="rank:step:when,…" asks for SIGKILL, each once: before the step's commit, during it, or after it.
 $HOLDS="step:ranks,…": after this step, a round of so many ranks waits for its end.
+$EVERY is the interval of commits.
 """
 
 import os
@@ -68,7 +69,7 @@ def main() -> None:
             losses.flush()
             kill(state.step, "before")
             kill(state.step, "during")
-            state.commit()
+            state.commit(every=os.environ.get("EVERY"))
             kill(state.step, "after")
             hold(state.step)
     dist.barrier()
