@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Self
 
@@ -82,12 +83,13 @@ class Giver:
 
 def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: int) -> None:
     digest = Digest()
-    for start in range(offset, offset + size, CHUNK_BYTES):
-        end = min(start + CHUNK_BYTES, offset + size)
-        digest.update(buffer.bytes[start:end])
-        sent = start
-        while sent < end:
-            sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
+    with ThreadPoolExecutor(1) as beside:  # the digest costs no time if there is a core for it
+        for start in range(offset, offset + size, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, offset + size)
+            beside.submit(digest.update, buffer.bytes[start:end])
+            sent = start
+            while sent < end:
+                sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
     connection.sendall(_DIGEST.pack(digest.value))
 
 
@@ -114,10 +116,11 @@ class Receiver:
         digest = Digest()
         try:
             self._socket.sendall(_REQUEST.pack(self._token, shard, offset, len(into)))
-            for start in range(0, len(into), CHUNK_BYTES):
-                chunk = into[start : start + CHUNK_BYTES]
-                self._fill(chunk)
-                digest.update(torch.frombuffer(chunk, dtype=torch.uint8))
+            with ThreadPoolExecutor(1) as beside:
+                for start in range(0, len(into), CHUNK_BYTES):
+                    chunk = into[start : start + CHUNK_BYTES]
+                    self._fill(chunk)
+                    beside.submit(digest.update, torch.frombuffer(chunk, dtype=torch.uint8))
             expected = bytearray(_DIGEST.size)
             self._fill(memoryview(expected))
         except OSError as error:
