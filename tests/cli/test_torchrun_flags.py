@@ -13,6 +13,7 @@ torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
     *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
+    *("--replicate", "--replicate-bandwidth"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

@@ -6,6 +6,7 @@ import pytest
 
 from ripstop.coordinator.replication import Replication, partners
 from ripstop.model.round import Address, CommitId
+from ripstop.model.status import ReplicationStatus
 from ripstop.protocol.messages import Replicate, Replicated
 
 
@@ -52,59 +53,59 @@ def request(number: int, complete: tuple[int, int] | None = None, round: int = 1
 
 def test_a_set_is_chosen_when_all_nodes_have_a_commit_and_the_next_one_when_all_have_copied_it() -> None:
     sets = Replication()
-    assert sets.on_report("a", report(1), AB) == []
-    assert sets.on_report("b", report(2), AB) == [(None, request(3))]
-    assert sets.on_report("a", report(5, copied=3), AB) == []
+    assert sets.on_report("a", report(1), AB, 1.0) == []
+    assert sets.on_report("b", report(2), AB, 1.0) == [(None, request(3))]
+    assert sets.on_report("a", report(5, copied=3), AB, 1.0) == []
     assert sets.complete("state") is None
-    assert sets.on_report("b", report(4, copied=3), AB) == [(None, request(6, complete=(1, 3)))]
+    assert sets.on_report("b", report(4, copied=3), AB, 1.0) == [(None, request(6, complete=(1, 3)))]
     assert sets.complete("state") == CommitId(1, 3)
-    assert sets.lags() == {"state": 2}
+    assert sets.status(3.0) == (ReplicationStatus("state", 1, 3, commits=2, seconds=2.0, bytes=0),)
 
 
 def test_a_set_that_a_node_missed_is_replaced_by_one_further_ahead() -> None:
     sets = Replication()
-    sets.on_report("a", report(1), AB)
-    sets.on_report("b", report(1), AB)
-    assert sets.on_report("a", report(9, missed=2), AB) == [(None, request(11))]
-    assert sets.on_report("b", report(9, missed=2), AB) == [("b", request(11))]
-    assert sets.on_report("b", report(20, missed=11), AB) == [(None, request(24))]
+    sets.on_report("a", report(1), AB, 1.0)
+    sets.on_report("b", report(1), AB, 1.0)
+    assert sets.on_report("a", report(9, missed=2), AB, 1.0) == [(None, request(11))]
+    assert sets.on_report("b", report(9, missed=2), AB, 1.0) == [("b", request(11))]
+    assert sets.on_report("b", report(20, missed=11), AB, 1.0) == [(None, request(24))]
 
 
 def test_a_node_that_reconnects_gets_the_request_again() -> None:
     sets = Replication()
-    sets.on_report("a", report(1), AB)
-    sets.on_report("b", report(1), AB)
-    assert sets.on_report("a", report(1), AB) == [("a", request(2))]
-    sets.on_report("a", report(2, copied=2), AB)
-    sets.on_report("b", report(2, copied=2), AB)
-    assert sets.on_report("b", report(2, copied=2), AB) == [("b", request(3, complete=(1, 2)))]
+    sets.on_report("a", report(1), AB, 1.0)
+    sets.on_report("b", report(1), AB, 1.0)
+    assert sets.on_report("a", report(1), AB, 1.0) == [("a", request(2))]
+    sets.on_report("a", report(2, copied=2), AB, 1.0)
+    sets.on_report("b", report(2, copied=2), AB, 1.0)
+    assert sets.on_report("b", report(2, copied=2), AB, 1.0) == [("b", request(3, complete=(1, 2)))]
 
 
 def test_the_complete_set_of_an_older_round_stays_until_the_new_round_has_one() -> None:
     sets = Replication()
     for copied in (0, 2):
         for node in "ab":
-            sets.on_report(node, report(2, copied), AB)
-    sets.on_report("a", report(3, round=2), AB)
-    assert sets.on_report("b", report(3, round=2), AB) == [(None, request(4, complete=(1, 2), round=2))]
+            sets.on_report(node, report(2, copied), AB, 1.0)
+    sets.on_report("a", report(3, round=2), AB, 1.0)
+    assert sets.on_report("b", report(3, round=2), AB, 1.0) == [(None, request(4, complete=(1, 2), round=2))]
 
 
 def test_a_new_coordinator_learns_the_complete_set_or_frees_nothing() -> None:
     sets = Replication()
-    sets.on_report("a", report(9, copied=7), AB)
-    assert sets.on_report("b", report(9, copied=7), AB) == [(None, request(10, complete=(1, 7)))]
+    sets.on_report("a", report(9, copied=7), AB, 1.0)
+    assert sets.on_report("b", report(9, copied=7), AB, 1.0) == [(None, request(10, complete=(1, 7)))]
     sets = Replication()
-    sets.on_report("a", report(9, copied=7), AB)
-    assert sets.on_report("b", report(9, copied=5), AB) == [(None, request(10, complete=None))]
+    sets.on_report("a", report(9, copied=7), AB, 1.0)
+    assert sets.on_report("b", report(9, copied=5), AB, 1.0) == [(None, request(10, complete=None))]
 
 
 def test_nodes_outside_the_round_and_too_many_states_change_nothing() -> None:
     sets = Replication()
-    assert sets.on_report("c", report(1), AB) == []
+    assert sets.on_report("c", report(1), AB, 1.0) == []
     for number in range(100):
-        sets.on_report("a", Replicated(1, f"s{number}", 1), {"a"})
-    sets.on_report("a", Replicated(1, "x" * 65, 1), {"a"})
-    assert len(sets.lags()) == 16
+        sets.on_report("a", Replicated(1, f"s{number}", 1), {"a"}, 1.0)
+    sets.on_report("a", Replicated(1, "x" * 65, 1), {"a"}, 1.0)
+    assert len(sets.status(1.0)) == 16
 
 
 # a model of a job -----------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class Model:
     def coordinate(self, _: str) -> None:
         if self.to_coordinator:
             name, message = self.to_coordinator.pop(0)
-            for to, answer in self.sets.on_report(name, message, self.names):
+            for to, answer in self.sets.on_report(name, message, self.names, 1.0):
                 for receiver in self.names if to is None else [to]:
                     self.to_nodes[receiver].append(answer)
 

@@ -163,6 +163,7 @@ class Job:
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
             last_failure=self.last_failure,
             charged=self.restarts.spent(Cause.APPLICATION, now),
+            replication=self.replication.status(now),
         )
 
     def _node_status(self, name: str, node: Node) -> NodeStatus:
@@ -209,13 +210,22 @@ class Job:
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
-            case messages.Replicated() if message.round == self.round and node in self.places:  # rule 2
-                waiting = {name for name, place in self.places.items() if place.partner}
-                for name, request in self.replication.on_report(node, message, waiting):
-                    self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
+            case messages.Replicated(round):
+                if round == self.round and node in self.places:  # rule 2
+                    self._on_replicated(node, message, now)
             case messages.Left(why):
                 self._remove(node, f"left: {why}", now, lost=False)
                 self.commands.append(Disconnect(node))
+
+    def _on_replicated(self, node: str, report: messages.Replicated, now: float) -> None:
+        partnered = {name for name, place in self.places.items() if place.partner}
+        before = self.replication.complete(report.state)
+        for name, request in self.replication.on_report(node, report, partnered, now):
+            self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
+        now_complete = self.replication.complete(report.state)
+        if now_complete is not None and (before is None or before.round < now_complete.round):
+            size = self.replication.copied_bytes(report.state)
+            self.events.append(events.StateReplicated(report.round, report.state, now_complete.number, size))
 
     def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:
         assert self.report is not None

@@ -20,6 +20,7 @@ from typing import TypeVar
 from msgspec import Struct, field
 
 from ripstop.model.round import Address, CommitId
+from ripstop.model.status import ReplicationStatus
 from ripstop.protocol.messages import Replicate, Replicated
 
 MAX_STATES = 16
@@ -60,6 +61,16 @@ class _Sets(Struct):
     target: int = 0  # the set that is being copied; 0: none
     ahead: int = 1  # how many commits after the newest one the next set is
     complete: CommitId | None = None
+    complete_since: float = 0.0
+    bytes: int = 0  # that all nodes have copied, of complete sets
+
+
+def _status(name: str, sets: _Sets, now: float) -> ReplicationStatus:
+    complete, commits, seconds = sets.complete or CommitId(0, 0), None, None
+    if sets.complete is not None and complete.round == sets.round:
+        commits = max(report.newest for report in sets.reports.values()) - complete.number
+        seconds = max(0.0, now - sets.complete_since)
+    return ReplicationStatus(name, complete.round, complete.number, commits, seconds, sets.bytes)
 
 
 class Replication:
@@ -72,29 +83,30 @@ class Replication:
         """The newest complete set."""
         return self._states[state].complete if state in self._states else None
 
-    def lags(self) -> dict[str, int]:
-        """By State, how many commits the newest complete set of the current round is behind; all if there is none."""
-        return {
-            name: max(report.newest for report in sets.reports.values())
-            - (sets.complete.number if sets.complete and sets.complete.round == sets.round else 0)
-            for name, sets in self._states.items()
-        }
+    def copied_bytes(self, state: str) -> int:
+        return self._states[state].bytes if state in self._states else 0
 
-    def on_report(self, node: str, report: Replicated, nodes: Collection[str]) -> list[tuple[str | None, Replicate]]:
+    def status(self, now: float) -> tuple[ReplicationStatus, ...]:
+        return tuple(_status(name, sets, now) for name, sets in self._states.items())
+
+    def on_report(
+        self, node: str, report: Replicated, nodes: Collection[str], now: float
+    ) -> list[tuple[str | None, Replicate]]:
         """Messages to send, each to one node or to all (None).  `nodes` are those of the round that have a partner."""
         is_new = report.state not in self._states
         if node not in nodes or len(report.state) > MAX_NAME_CHARS or (is_new and len(self._states) >= MAX_STATES):
             return []
         sets = self._states.setdefault(report.state, _Sets())
         if sets.round != report.round:
-            sets = self._states[report.state] = _Sets(report.round, complete=sets.complete)
+            sets = self._states[report.state] = _Sets(report.round, complete=sets.complete, bytes=sets.bytes)
         sets.reports[node] = report
         if len(sets.reports) < len(nodes):
             return []
         reports = sets.reports.values()
         copied = {each.copied for each in reports}
         if copied == {report.copied} - {0} and sets.complete != CommitId(report.round, report.copied):
-            sets.complete = CommitId(report.round, report.copied)
+            sets.complete, sets.complete_since = CommitId(report.round, report.copied), now
+            sets.bytes += sum(each.size for each in reports)
         elif sets.target and not any(each.missed == sets.target for each in reports):
             is_informed = sets.target in (report.copied, report.missed)
             return [] if is_informed else [(node, self._request(report.state))]  # a connection lost the first one

@@ -167,7 +167,8 @@ class Reply(ProtocolMessage, frozen=True):
 class Replicated(ProtocolMessage, frozen=True):
     """The commits of a `train.State` on this node: the newest, and the set of this round that its partner has copied.
 
-    0: none.  `missed` is the set that the workers passed before they learned that they must keep it.
+    0: none.  `missed` is the set that the workers passed before they learned that they must keep it.  `size` is how
+    many bytes were copied for the set.
     """
 
     round: Int64
@@ -175,6 +176,7 @@ class Replicated(ProtocolMessage, frozen=True):
     newest: Int64
     copied: Int64 = 0
     missed: Int64 = 0
+    size: Int64 = 0
 
 
 class Heartbeat(ProtocolMessage, frozen=True):

@@ -117,6 +117,7 @@ class Progress(Struct):
     copied: int = 0
     report_at: float | None = None
     missed: int = 0
+    size: int = 0  # bytes of the last copied set
 
 
 class Sender(threading.Thread):
@@ -205,6 +206,7 @@ class Sender(threading.Thread):
                 if not self._copy_set(round, name, [own[target] for own in headers]):
                     return
                 progress.settled = progress.copied = target
+                progress.size = sum(own[target][1].end for own in headers)
                 progress.report_at = max(now, self._reported_at + round.interval)
             elif any(max(own) > target and target not in own for own in headers):
                 progress.settled = progress.missed = target
@@ -212,12 +214,13 @@ class Sender(threading.Thread):
         if progress.report_at is not None and now >= progress.report_at:
             progress.report_at, self._reported_at = None, now
             report = {"round": round.number, "state": name, "newest": newest}
-            self._agent.send({"report": {**report, "copied": progress.copied, "missed": progress.missed}})
+            self._agent.send(
+                {"report": {**report, "copied": progress.copied, "missed": progress.missed, "size": progress.size}}
+            )
 
     def _copy_set(self, round: Round, name: str, parts: list[tuple[mmap.mmap, Header]]) -> bool:
         """Whether the partner has them all."""
         assert round.partner is not None
-        began = time.monotonic()
         try:
             if self._peer is not None and self._connected_in is not round:
                 self._peer.close()
@@ -250,8 +253,6 @@ class Sender(threading.Thread):
                 self._agent.send({"warning": text})
             return False
         self._failures = 0
-        size, seconds = sum(header.end for _, header in parts), time.monotonic() - began
-        self._agent.send({"copied": {"state": name, "bytes": size, "seconds": seconds}})
         return True
 
     def _copy(self, peer: PeerConnection, name: str, buffer: mmap.mmap, header: Header) -> None:

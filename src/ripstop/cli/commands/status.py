@@ -36,10 +36,18 @@ def render(status: dict[str, Any]) -> str:
         f"world size {status['world_size']}",
         f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
+        *map(_replication, status.get("replication", ())),
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
     nodes_table = table([_row(node) for node in status["nodes"]], ("NODE", "HOST", "STATE", "RANKS", "ROLE"))
     return f"job {status['run_id']}: {', '.join(facts)}\nreason: {status['why']}\n\n{nodes_table}"
+
+
+def _replication(copies: dict[str, Any]) -> str:
+    if copies["commits"] is None:
+        return f"state {copies['state']} has no copies on other nodes"
+    behind = f"{copies['commits']} commits and {copies['seconds']:.1f} s behind"
+    return f"state {copies['state']} is copied to other nodes ({behind})"
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
