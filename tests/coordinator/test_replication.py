@@ -106,6 +106,7 @@ def test_nodes_outside_the_round_and_too_many_states_change_nothing() -> None:
         sets.on_report("a", Replicated(1, f"s{number}", 1), {"a"}, 1.0)
     sets.on_report("a", Replicated(1, "x" * 65, 1), {"a"}, 1.0)
     assert len(sets.status(1.0)) == 16
+    assert Replication().on_report("a", report(2**63 - 1), {"a"}, 1.0) == []
 
 
 # a model of a job -----------------------------------------------------------------------------------------------------

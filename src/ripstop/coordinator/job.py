@@ -224,7 +224,7 @@ class Job:
             self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
         now_complete = self.replication.complete(report.state)
         if now_complete is not None and (before is None or before.round < now_complete.round):
-            size = self.replication.copied_bytes(report.state)
+            size = self.replication.set_bytes(report.state)
             self.events.append(events.StateReplicated(report.round, report.state, now_complete.number, size))
 
     def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:

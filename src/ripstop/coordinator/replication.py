@@ -26,6 +26,7 @@ from ripstop.protocol.messages import Replicate, Replicated
 MAX_STATES = 16
 MAX_NAME_CHARS = 64  # of a State
 MAX_COMMITS_AHEAD = 4096
+MAX_NUMBER = 1 << 48  # of a commit, or of bytes
 
 T = TypeVar("T")
 
@@ -83,8 +84,9 @@ class Replication:
         """The newest complete set."""
         return self._states[state].complete if state in self._states else None
 
-    def copied_bytes(self, state: str) -> int:
-        return self._states[state].bytes if state in self._states else 0
+    def set_bytes(self, state: str) -> int:
+        """The size of the sets that the nodes have copied last."""
+        return sum(report.size for report in self._states[state].reports.values())
 
     def status(self, now: float) -> tuple[ReplicationStatus, ...]:
         return tuple(_status(name, sets, now) for name, sets in self._states.items())
@@ -93,8 +95,9 @@ class Replication:
         self, node: str, report: Replicated, nodes: Collection[str], now: float
     ) -> list[tuple[str | None, Replicate]]:
         """Messages to send, each to one node or to all (None).  `nodes` are those of the round that have a partner."""
-        is_new = report.state not in self._states
-        if node not in nodes or len(report.state) > MAX_NAME_CHARS or (is_new and len(self._states) >= MAX_STATES):
+        is_known = report.state in self._states or len(self._states) < MAX_STATES
+        is_valid = all(0 <= n <= MAX_NUMBER for n in (report.newest, report.copied, report.missed, report.size))
+        if node not in nodes or len(report.state) > MAX_NAME_CHARS or not (is_known and is_valid):
             return []
         sets = self._states.setdefault(report.state, _Sets())
         if sets.round != report.round:
