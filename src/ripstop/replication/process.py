@@ -54,7 +54,7 @@ MAX_COPY_BYTES = 1 << 44
 MAX_NAME_CHARS = 64
 CHUNK_BYTES = 1 << 20
 POLL_S, SLOW_POLL_S = 0.02, 0.25  # how often headers are read, while a set is awaited and otherwise
-COMMITS_BEFORE_REPORT = 3  # by then the ranks may have found that all have the same state
+COMMITS_BEFORE_REPORT, SECONDS_BEFORE_REPORT = 3, 5.0  # by then the ranks may have found that all have the same state
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 30.0
 RETRIES_BEFORE_WARNING = 4  # the partner's replicator may start later
 
@@ -110,7 +110,8 @@ class Agent:
 class Progress(Struct):
     """The sets of one State in this round."""
 
-    first: int = 0  # the first commit that was seen
+    first: int = 0  # the first commit that was seen, and when
+    first_at: float = 0.0
     is_reported: bool = False
     target: int = 0
     settled: int = 0  # the last target that was copied or missed
@@ -197,8 +198,10 @@ class Sender(threading.Thread):
             return  # a replicated state is on every node anyway
         now = time.monotonic()
         newest = max(max(own) for own in headers)
-        progress.first = progress.first or newest
-        if not progress.is_reported and newest >= progress.first + COMMITS_BEFORE_REPORT:
+        if not progress.first:
+            progress.first, progress.first_at = newest, now
+        is_due = newest >= progress.first + COMMITS_BEFORE_REPORT or now >= progress.first_at + SECONDS_BEFORE_REPORT
+        if is_due and not progress.is_reported:
             progress.is_reported, progress.report_at = True, now
         target = progress.target
         if target != progress.settled and now >= self._retry_at:
