@@ -121,6 +121,7 @@ class Model:
     def __init__(self, nodes: int, rng: random.Random) -> None:
         self.rng, self.names = rng, [f"n{rank}" for rank in range(nodes)]
         self.partner = dict(zip(self.names, [*self.names[1:], self.names[0]], strict=True))
+        self.slow = rng.choice(self.names)  # a node whose messages take long
         self.sets = Replication()
         self.newest = dict.fromkeys(self.names, 0)
         self.own: dict[str, set[int]] = {name: set() for name in self.names}
@@ -171,11 +172,11 @@ class Model:
                     self.to_nodes[receiver].append(answer)
 
     def receive(self, name: str) -> None:
-        if self.to_nodes[name]:
+        if self.to_nodes[name] and (name != self.slow or self.rng.random() < 0.1):
             request = self.request[name] = self.to_nodes[name].pop(0)
             if request.complete:
                 source = next(other for other, partner in self.partner.items() if partner == name)
-                self.copies[source] &= self.held(name)
+                self.copies[source] = {n for n in self.copies[source] if n >= request.complete.number}
 
     def newest_after_the_loss_of(self, lost: str) -> int:
         """The newest commit that the other nodes can restore, 0 if there is none."""

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
+
+Result = TypeVar("Result")
 
 
 class Agent:
@@ -32,6 +35,14 @@ class Agent:
     def _identify(self, pid: int) -> WorkerIdentity | None:
         ranks = range(self.rank, self.rank + 1)
         return WorkerIdentity(self.round, self.rank, self.world_size, ranks) if self.is_known else None
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a method of the memory in its thread."""
+
+        async def call() -> Result:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def close(self) -> None:
         async def close() -> None:

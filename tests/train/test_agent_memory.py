@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ripstop.commit_memory import CommitId
 from ripstop.train import agent_memory
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
-from ripstop.workers.state_memory import MAX_NAMES, MAX_RANKS, MAX_SLOTS
+from ripstop.workers.state_memory import FIRST_COPY_SLOT, MAX_NAMES, MAX_RANKS, MAX_SLOTS
 from tests.train.conftest import Agent
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -163,3 +164,58 @@ def test_a_removed_socket_is_created_again_for_the_next_round(agent: Agent) -> N
     while not path.exists():
         pass
     AgentMemory(str(path)).get("state")
+
+
+# copies on other nodes ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_learns_which_commits_it_must_not_overwrite(agent: Agent, client: AgentMemory, buffer: int) -> None:
+    assert client.held("state") == set()
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5)], None)
+    agent.call(agent.memory.hold, "other", [CommitId(1, 9)], None)
+    client.keep("state", 0, buffer)  # a reply is not mistaken for a change, nor a change for a reply
+    assert client.held("state") == {CommitId(1, 5)}
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5), CommitId(1, 8)], CommitId(1, 5))
+    assert client.held("state") == {CommitId(1, 5), CommitId(1, 8)}
+    assert AgentMemory(agent.path + "-state").held("state") == {CommitId(1, 5), CommitId(1, 8)}
+
+
+def test_copies_are_given_to_workers_and_freed_when_a_newer_set_is_complete(agent: Agent, client: AgentMemory) -> None:
+    before = open_files()
+    for number in (5, 8, 8):
+        assert agent.call(agent.memory.keep_copy, 3, "state", CommitId(1, number), os.memfd_create("copy"))
+    kept = client.get("state")
+    assert [rank for rank, _ in kept] == [3, 3]
+    for fd in kept.values():
+        os.close(fd)
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5), CommitId(1, 8)], None)
+    assert open_files() == before + 2, "nothing is freed before a set is complete"
+    agent.call(agent.memory.hold, "state", [CommitId(1, 8), CommitId(1, 9)], CommitId(1, 8))
+    assert open_files() == before + 1
+    agent.call(agent.memory.hold, "state", [CommitId(2, 1)], CommitId(2, 1))
+    assert open_files() == before
+    assert client.get("state") == {}
+
+
+def test_the_number_of_copies_is_bounded(agent: Agent) -> None:
+    before = open_files()
+    kept = [
+        agent.call(agent.memory.keep_copy, 3, "state", CommitId(1, number), os.memfd_create("copy"))
+        for number in range(20)
+    ]
+    assert kept == [True] * (MAX_SLOTS - FIRST_COPY_SLOT) + [False] * (20 - MAX_SLOTS + FIRST_COPY_SLOT)
+    assert open_files() == before + MAX_SLOTS - FIRST_COPY_SLOT
+
+
+def test_buffers_of_ranks_elsewhere_stay_until_the_round_has_a_complete_set(
+    agent: Agent, client: AgentMemory, buffer: int
+) -> None:
+    client.keep("state", 0, buffer)
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5)], CommitId(1, 5))
+    agent.round, agent.rank = 2, 1
+    client.keep("state", 0, buffer)
+    client.drop_others("state")
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5), CommitId(2, 7)], CommitId(1, 5))
+    assert agent.memory._ranks("state") == [0, 1], "the set of round 1 is the only complete one"
+    agent.call(agent.memory.hold, "state", [CommitId(2, 7), CommitId(2, 9)], CommitId(2, 7))
+    assert agent.memory._ranks("state") == [1]

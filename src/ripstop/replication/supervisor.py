@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ class Supervisor:
         self._reports: dict[str, Replicated] = {}  # the last one of each State
         self._requests: dict[str, Replicate] = {}
         self._channel: socket.socket | None = None
+        self._queue: deque[tuple[bytes, list[int]]] = deque()  # messages and descriptors for the replicator
         self._pid: int | None = None
         self._ended = asyncio.Event()
         self._restart: asyncio.TimerHandle | None = None
@@ -95,12 +97,10 @@ class Supervisor:
 
     def on_request(self, request: Replicate) -> None:
         """Keep these commits, and copy the newer one."""
-        held = [] if request.complete else self._memory.held(request.state)
-        if request.complete is not None:
-            held.append(CommitId(request.complete.round, request.complete.number))
-        held.append(CommitId(request.round, request.number))
-        complete = held[0] if request.complete else None
-        self._memory.hold(request.state, held[-MAX_HELD:], complete)
+        complete = CommitId(request.complete.round, request.complete.number) if request.complete else None
+        before = self._memory.held(request.state) if complete is None else [complete]
+        held = dict.fromkeys([*before, CommitId(request.round, request.number)])
+        self._memory.hold(request.state, list(held)[-MAX_HELD:], complete)
         if self._place is not None and request.round == self._place.round:
             self._requests[request.state] = request
             self._tell({"replicate": [request.state, request.round, request.number]})
@@ -149,13 +149,27 @@ class Supervisor:
             self._tell({"replicate": [request.state, request.round, request.number]})
 
     def _tell(self, message: dict[str, Any], *fds: int) -> None:
-        if self._channel is None:
-            return
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            self._channel.sendmsg([json.dumps(message).encode()], ancillary)
-        except OSError:  # it has ended, or hangs
-            self._kill()
+        if self._channel is not None:
+            self._queue.append((json.dumps(message).encode(), [os.dup(fd) for fd in fds]))
+            self._send_queued(self._channel)
+
+    def _send_queued(self, channel: socket.socket) -> None:
+        """Send what the socket takes; the replicator may still be starting."""
+        while self._queue:
+            data, fds = self._queue[0]
+            try:
+                channel.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
+            except BlockingIOError:
+                self._loop.add_writer(channel, self._send_queued, channel)
+                return
+            except OSError:  # it has ended
+                return
+            self._drop_first()
+        self._loop.remove_writer(channel)
+
+    def _drop_first(self) -> None:
+        for fd in self._queue.popleft()[1]:
+            os.close(fd)
 
     def _on_readable(self, channel: socket.socket) -> None:
         fds = array.array("i")
@@ -194,8 +208,11 @@ class Supervisor:
         self._fail(f"has ended (signal {end.signal})" if end.signal else f"has ended (exit code {end.exitcode})")
 
     def _fail(self, why: str) -> None:
+        while self._queue:
+            self._drop_first()
         if self._channel is not None:
             self._loop.remove_reader(self._channel)
+            self._loop.remove_writer(self._channel)
             self._channel.close()
             self._channel = None
         if self._is_closed:

@@ -226,7 +226,7 @@ class StateMemory:
         return True
 
     def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
-        """Workers must not overwrite these commits.  If one is `complete` on all nodes, other copies are freed."""
+        """Workers must not overwrite these commits.  If one is `complete` on all nodes, older copies are freed."""
         self._held[name] = list(ids)
         message = json.dumps(self._held_message(name)).encode()
         for connection in [each for each, state in self._listeners.items() if state == name]:
@@ -236,7 +236,7 @@ class StateMemory:
                 self._close(connection)
         if complete is None:
             return
-        for key in [key for key, id in self._copies.items() if key[1] == name and id not in self._held[name]]:
+        for key in [key for key, id in self._copies.items() if key[1] == name and id < complete]:
             self._free(*key)
         if name in self._drops and complete.round >= self._drops[name][0]:
             self._drop(name, self._drops.pop(name)[1])
