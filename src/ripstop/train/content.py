@@ -236,17 +236,39 @@ class Stored:
         return {name: self._digest(name) for name in self._components if name != RANDOM}
 
     def _digest(self, name: str) -> str:
+        found = self._without_tensors(name)
+        for entry in self._comparable(name):
+            found.update(digest(self._buffer.bytes[entry.offset : entry.offset + entry.size]).to_bytes(8))
+        return found.hexdigest()
+
+    def _without_tensors(self, name: str) -> "hashlib._Hash":
         data, numbers, parts = self._components[name]
         found = hashlib.sha256(_canonical(data))
         for number in numbers:
-            offset, dtype, shape, _, _ = entry = self._entries[number]
-            if number in parts:
-                found.update(f"{dtype} {parts[number].shape} {parts[number].layout}".encode())
+            entry, part = self._entries[number], parts.get(number)
+            what = f"{part.shape} {part.layout}" if part else f"{entry.shape}"
+            found.update(f"{entry.dtype} {what}".encode())
+        return found
+
+    def _comparable(self, name: str) -> list[Entry]:
+        """The tensors that are equal on all ranks if the state is replicated."""
+        _, numbers, parts = self._components[name]
+        return [self._entries[n] for n in numbers if n not in parts and n not in self._unequal]
+
+    def hash_portion(self, found: "hashlib._Hash", start: int, size: int) -> bool:
+        """Add bytes of all tensors from `start` on, and at the start all else.  Return whether this was the last."""
+        position = 0
+        for name in self._components:
+            if name == RANDOM:
                 continue
-            found.update(f"{dtype} {shape}".encode())
-            if number not in self._unequal:
-                found.update(digest(self._buffer.bytes[offset : offset + entry.size]).to_bytes(8))
-        return found.hexdigest()
+            if not start:
+                found.update(self._without_tensors(name).digest())
+            for entry in self._comparable(name):
+                first, last = max(start - position, 0), min(start + size - position, entry.size)
+                if first < last:
+                    found.update(digest(self._buffer.bytes[entry.offset + first : entry.offset + last]).to_bytes(8))
+                position += entry.size
+        return start + size >= position
 
     # parts of larger tensors
 

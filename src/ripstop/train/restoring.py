@@ -79,6 +79,7 @@ class Restoring:
         self._shards = [shard for place, buffer in found.items() if (shard := self._read(*place, buffer))]
         self._is_shared = False
         self._connections = ExitStack()
+        self.is_replicated = False  # what is found was equal on all ranks
         self.source = "memory"
 
     def _buffers(self) -> dict[tuple[int, int], CommitBuffer]:
@@ -119,6 +120,7 @@ class Restoring:
             return None
         shard = self._held(decision.commit, decision.shards[self._rank])
         assert shard is not None
+        self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
         if shard.header.flags & IS_SHARDED:
             stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
             if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):

@@ -119,7 +119,8 @@ class State:
         found = restoring.find(self._values)
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
-        self._comparison = Comparison(self._store, f"compare {self._restores}", self._world_size)
+        topic = f"compare {self._restores}"
+        self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
             return False
         if isinstance(found, Shard):
@@ -196,7 +197,7 @@ class State:
         if self._newest is not None and not taken.is_sharded:
             buffer, header = self._newest
             if buffer.header(self._run) == header:
-                self._comparison.begin(buffer, header)
+                self._comparison.add(buffer, header)
         on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
         into = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
         if into is None:
@@ -240,7 +241,7 @@ class State:
         id = CommitId(self._round, self._number + 1)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
         assert self._comparison is not None
-        flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_equal() else 0
+        flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_replicated() else 0
         return Header(self._run, id, self._rank, self._world_size, *place, flags)
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
