@@ -12,14 +12,15 @@ from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
 from tests.e2e.test_nodes import tree
 
 STATE = SCRIPTS / "state.py"
+SHARDED = SCRIPTS / "sharded_state.py"
 
 
 class StateJob(Job):
     """Nodes with one rank each, that run the script for $LOSSES."""
 
-    def start(self, nnodes: str, **env: str) -> Agent:
+    def start(self, nnodes: str, script: Path = STATE, **env: str) -> Agent:
         losses = {"LOSSES": str(self.folder / "losses"), "KILLS": "", **env}
-        return self.node(nnodes=nnodes, script=STATE, env=losses)
+        return self.node(nnodes=nnodes, script=script, env=losses)
 
     def held(self, step: int, ranks: int) -> None:
         """Wait until the ranks have committed this step and stay there."""
@@ -76,3 +77,15 @@ def test_replicated_state_continues_with_one_rank_and_then_with_three(job: State
     assert job.starts(2)[-1] in ("# restored at 8", "# restored at 9", "# restored at 10")
     assert list(dict.fromkeys(job.steps(0))) == list(range(1, 13))
     assert job.steps(2)[-1] == 12
+
+
+def test_sharded_state_of_two_ranks_continues_with_three(job: StateJob) -> None:
+    agents = [job.start("1:3", SHARDED, HOLDS="4:2")]
+    agents[0].wait_for_log("joined")
+    agents.append(job.start("1:3", SHARDED, HOLDS="4:2"))
+    job.held(4, 2)
+    agents.append(job.start("1:3", SHARDED))
+    assert [agent.wait() for agent in agents] == [0, 0, 0], job.describe()
+    held = job.lines(0)[-2]
+    assert held.startswith("2 4 ")
+    assert [job.lines(rank)[-1] for rank in range(3)] == [held.replace("2 4 ", "3 4 ")] * 3

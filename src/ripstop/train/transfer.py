@@ -136,6 +136,29 @@ class Receiver:
             view = view[count:]
 
 
+class LocalSource:
+    """A shard in this node's memory."""
+
+    def __init__(self, buffer: CommitBuffer) -> None:
+        self._buffer = buffer
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        return self._buffer.bytes[offset : offset + size]
+
+
+class PeerSource:
+    """A shard on another node."""
+
+    def __init__(self, receiver: Receiver, shard: int) -> None:
+        self._receiver = receiver
+        self._shard = shard
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        data = bytearray(size)
+        self._receiver.read(self._shard, offset, memoryview(data))
+        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+
 def _set_timeout(opened: socket.socket) -> None:
     """In the kernel: Python's own timeout would make the socket non-blocking, and sendfile needs it blocking."""
     opened.settimeout(None)
