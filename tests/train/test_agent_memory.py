@@ -14,6 +14,7 @@ from ripstop.commit_memory import CommitId
 from ripstop.train import agent_memory
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.workers.state_memory import FIRST_COPY_SLOT, MAX_NAMES, MAX_RANKS, MAX_SLOTS
+from tests.e2e.harness import wait_until
 from tests.train.conftest import Agent
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -191,9 +192,9 @@ def test_copies_are_given_to_workers_and_freed_when_a_newer_set_is_complete(agen
     agent.call(agent.memory.hold, "state", [CommitId(1, 5), CommitId(1, 8)], None)
     assert open_files() == before + 2, "nothing is freed before a set is complete"
     agent.call(agent.memory.hold, "state", [CommitId(1, 8), CommitId(1, 9)], CommitId(1, 8))
-    assert open_files() == before + 1
+    wait_until(lambda: open_files() == before + 1 or None)
     agent.call(agent.memory.hold, "state", [CommitId(2, 1)], CommitId(2, 1))
-    assert open_files() == before
+    wait_until(lambda: open_files() == before or None)
     assert client.get("state") == {}
 
 
