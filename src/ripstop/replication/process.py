@@ -36,6 +36,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -95,8 +96,11 @@ class Agent:
 
     def send(self, message: dict[str, Any], *fds: int) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with self._sending:
-            self._socket.sendmsg([json.dumps(message).encode()], ancillary)
+        try:
+            with self._sending:
+                self._socket.sendmsg([json.dumps(message).encode()], ancillary)
+        except ConnectionError:
+            os._exit(0)  # the agent has gone
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """The next message; ({}, []) at the end."""
@@ -302,10 +306,15 @@ class Receiver(threading.Thread):
         self._setup = setup
         self._agent = agent
         self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first; duplicates of their sockets
-        self._authenticated = threading.Semaphore(MAX_CONNECTIONS)
+        self._peers: set[PeerConnection] = set()  # the authenticated ones
         self._receiving = threading.Lock()
         self._kept: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.round = Round()
+
+    def start_round(self, round: Round) -> None:
+        self.round = round
+        for peer in list(self._peers):
+            peer.interrupt()
 
     def on_kept(self, is_kept: bool) -> None:
         self._kept.put(is_kept)
@@ -315,13 +324,13 @@ class Receiver(threading.Thread):
         while True:
             try:
                 opened, _ = self._listening.accept()
+                duplicate = opened.dup()
             except OSError:
                 time.sleep(FIRST_RETRY_S)  # such as no free descriptor
                 continue
-            while len(self._unauthenticated) >= MAX_CONNECTIONS:  # a node of the job needs milliseconds
-                self._forget(next(iter(self._unauthenticated)))
-            duplicate = opened.dup()
             self._unauthenticated[duplicate] = None
+            for oldest in list(self._unauthenticated)[:-MAX_CONNECTIONS]:  # a node of the job needs milliseconds
+                self._forget(oldest)
             threading.Thread(target=self._serve, args=(opened, duplicate), daemon=True).start()
 
     def _forget(self, duplicate: socket.socket, *, interrupts: bool = True) -> None:
@@ -333,27 +342,26 @@ class Receiver(threading.Thread):
             duplicate.close()
 
     def _serve(self, opened: socket.socket, duplicate: socket.socket) -> None:
-        is_authenticated = False
         try:
             round, setup = self.round, self._setup
             peer = accept(opened, tls=setup.tls(), token=setup.token, run_id=setup.run_id, round=round.number)
             self._forget(duplicate, interrupts=False)
             try:
-                is_authenticated = self._authenticated.acquire(blocking=False)
-                while is_authenticated and round is self.round:
+                if len(self._peers) < MAX_CONNECTIONS:
+                    self._peers.add(peer)
+                while peer in self._peers and round is self.round:
                     peer.socket.settimeout(None)  # the next set may come in hours; the kernel finds dead peers
                     message = peer.receive()
                     peer.socket.settimeout(IDLE_TIMEOUT_S)
                     self._receive(peer, message, round)
             finally:
+                self._peers.discard(peer)
                 peer.close()
         except (OSError, PeerError):
             pass  # the sender logs it if it is one of this job's
         finally:
             opened.close()
             self._forget(duplicate)
-            if is_authenticated:
-                self._authenticated.release()
 
     def _receive(self, peer: PeerConnection, message: dict[str, Any], round: Round) -> None:
         match message:
@@ -405,19 +413,27 @@ def _fill(peer: PeerConnection, memory: memoryview) -> int:
     return checksum
 
 
+def _on_defect(needed: tuple[threading.Thread, ...], args: threading.ExceptHookArgs) -> None:
+    """A thread has raised: a new process is better than one without it."""
+    if args.thread in needed:
+        print(f"ripstop: the replicator has a defect: {args.exc_value!r}", file=sys.stderr)
+        os._exit(1)
+
+
 def main(fd: int) -> None:
     agent = Agent(fd)
     message, (listening,) = agent.receive()
     setup = Setup(**message["setup"])
     sender = Sender(setup, agent)
     receiver = Receiver(socket.socket(fileno=listening), setup, agent)
+    threading.excepthook = partial(_on_defect, (sender, receiver))
     is_started = False
     while True:
         message, fds = agent.receive()
         match message:
             case {"round": values}:
                 round = Round(**{**values, "partner": tuple(values["partner"]) if values["partner"] else None})
-                receiver.round = round
+                receiver.start_round(round)
                 sender.start_round(round)
                 if not is_started:
                     is_started = True

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ripstop.commit_memory import CommitId
-from ripstop.model.config import RunConfig
+from ripstop.model.config import Backend, RunConfig
 from ripstop.model.errors import StartError
 from ripstop.model.round import Place
 from ripstop.protocol.messages import Replicate, Replicated
@@ -52,6 +52,8 @@ class Supervisor:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._listening: socket.socket | None = None
+        self._problem = ""  # why this node takes no copies
+        self._has_warned = False
         self._place: Place | None = None
         self._reports: dict[str, Replicated] = {}  # the last one of each State
         self._requests: dict[str, Replicate] = {}
@@ -67,19 +69,17 @@ class Supervisor:
     def port(self, host: str) -> int:
         """The port that takes copies, bound once; 0 if this node takes none."""
         config = self._config
-        if not config.replicates or config.max_nodes == 1:
-            return 0
-        if config.tls is not None and config.tls.cert is None:
-            if self._place is None:
-                log.warning("no copies of training state between nodes: this node has no certificate; give it tls_cert")
-            return 0
-        if self._listening is None:
-            try:
-                self._listening = bind_local(host)
-            except StartError as error:
-                log.warning("no copies of training state between nodes: %s", error)
-                return 0
-        return int(self._listening.getsockname()[1])
+        if self._listening is None and not self._problem and config.replicates and config.max_nodes > 1:
+            if config.backend is Backend.HANDLER:
+                self._problem = "nodes that meet through another package's rendezvous keep none"
+            elif config.tls is not None and config.tls.cert is None:
+                self._problem = "this node has no certificate; give it tls_cert and tls_key"
+            else:
+                try:
+                    self._listening = bind_local(host)
+                except StartError as error:
+                    self._problem = str(error)
+        return int(self._listening.getsockname()[1]) if self._listening is not None else 0
 
     # rounds and messages ----------------------------------------------------------------------------------------------
 
@@ -108,8 +108,14 @@ class Supervisor:
     def _on_buffer(self, rank: int, name: str, slot: int, fd: int) -> None:
         if self._channel is not None:
             self._tell({"buffer": [rank, name, slot]}, fd)
-        elif self._restart is None and self._place is not None and self._place.partner is not None:
+        elif self._place is None or self._restart is not None:
+            return
+        elif self._place.partner is not None:
             self._start()
+        elif self._place.group_size > 1 and self._config.replicates and not self._has_warned:
+            self._has_warned = True
+            why = self._problem or "another node takes none, for a reason in its log"
+            log.warning("state %r has no copies on other nodes: %s; its loss with a node is possible", name, why)
 
     # the process ------------------------------------------------------------------------------------------------------
 
