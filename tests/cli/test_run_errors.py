@@ -88,6 +88,14 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--health-interval=0: a time is above 0 and finite; give seconds, or 90s, 10m, 1h",
         ),
         (
+            "--replicate=always train.py",
+            "--replicate=always: must be auto or off; write --replicate=off for no copies",
+        ),
+        (
+            "--replicate-bandwidth=fast train.py",
+            "--replicate-bandwidth=fast: not a size; give bytes, or a number with a unit: 512M, 1G",
+        ),
+        (
             "--rdzv-conf=min_disk=lots train.py",
             "--rdzv-conf min_disk=lots: not a size; give bytes, or a number with a unit: 512M, 1G",
         ),

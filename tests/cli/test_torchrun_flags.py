@@ -14,6 +14,7 @@ OURS_ALONE = {
     *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
     *("--standby", "--standby-warmup", "--notify-url"),
+    *("--replicate", "--replicate-bandwidth"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

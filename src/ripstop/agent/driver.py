@@ -45,7 +45,7 @@ from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
 from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
 from ripstop.model.round import Node
-from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected
+from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Replicate
 from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
 from ripstop.transport.link import Link
 from ripstop.workers.spawner import Starter
@@ -100,7 +100,9 @@ class Driver:
             spawner,
             directory,
             environ,
+            node=node.id,
             recorder=self._recorder,
+            send_replicated=link.send,
             report=self._feed,
             run_task=self._run_task,
             console=self._console,
@@ -137,12 +139,15 @@ class Driver:
     def on_connected(self) -> None:
         self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._recorder.send_again()
+        self._runner.replication.send_again()
         if self._health_checks is None and not self._end.done():  # a check needs the coordinator's clock
             self._health_checks = self._run_task(self._check_health())
 
     def on_message(self, message: FromCoordinator) -> None:
         if isinstance(message, Query):
             self._run_task(self._answer(message))
+        elif isinstance(message, Replicate):
+            self._runner.replication.on_request(message)
         else:
             self._feed(CoordinatorMessage(message))
 

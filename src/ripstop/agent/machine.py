@@ -127,6 +127,7 @@ class Agent:
         self._ready: Ready | None = None  # the offer that no round uses
         self._is_opening_port = False
         self._has_opened_port = False
+        self._replica_port = 0  # takes copies of another node's training state; 0: none
         self._failures: tuple[Failure, ...] = ()
         self._leave_signal = 0
         self._closing: Closing | None = None
@@ -194,8 +195,9 @@ class Agent:
                 return self._offer_store_port()
             case HealthChecked(problems):
                 return self._on_health_checked(problems, now)
-            case StorePortReady(port):
+            case StorePortReady(port, replica_port):
                 self._is_opening_port, self._has_opened_port = False, True
+                self._replica_port = replica_port
                 return self._offer(port)
             case WorkersFailed(round, failures):
                 return self._on_workers_failed(round, failures)
@@ -324,7 +326,7 @@ class Agent:
         return [OpenStorePort(fixed, is_required=self.place is None)]
 
     def _offer(self, port: int) -> list[AgentCommand]:
-        self._ready = Ready(port, after=self._newest_round)
+        self._ready = Ready(port, after=self._newest_round, replica_port=self._replica_port)
         return [] if self._is_leaving() else self._send(self._ready)
 
     # messages from the coordinator ------------------------------------------------------------------------------------

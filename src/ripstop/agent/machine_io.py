@@ -39,9 +39,10 @@ class HealthChecked(Struct, frozen=True):
 
 
 class StorePortReady(Struct, frozen=True):
-    """This port listens for a store."""
+    """This port listens for a store, and the other takes copies of training state (0: none)."""
 
     port: int
+    replica_port: int = 0
 
 
 class WorkersFailed(Struct, frozen=True):

@@ -42,10 +42,13 @@ from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
+from ripstop.protocol.messages import Replicated
+from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.environment import local_environment, worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
+from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
@@ -83,7 +86,9 @@ class RoundRunner:
         directory: LogDirectory,
         environ: Mapping[str, str],
         *,
+        node: str,
         recorder: EventRecorder,
+        send_replicated: Callable[[Replicated], None],
         report: Callable[[AgentInput], None],
         run_task: Callable[[Coroutine[None, None, None]], Any],
         console: Console,
@@ -107,6 +112,8 @@ class RoundRunner:
 
             self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
         self._reports = Reports(environ, self._on_worker_report)
+        self._state_memory = StateMemory(self._reports.path, self._identify_worker)
+        self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
         self._port_retry: asyncio.TimerHandle | None = None
@@ -154,6 +161,8 @@ class RoundRunner:
                 await self._round.group.stop(0.0)
         if self._round is not None and self._round.monitor is not None:
             self._round.monitor.close()
+        await self.replication.close()
+        self._state_memory.close()
         self._reports.close()
         if self._port_retry is not None:
             self._port_retry.cancel()
@@ -185,7 +194,7 @@ class RoundRunner:
             retry = partial(self.open_store_port, host, port, is_required=False)
             self._port_retry = self._loop.call_later(STORE_PORT_RETRY_S, retry)
             return
-        self._report(StorePortReady(self._offered_port.port))
+        self._report(StorePortReady(self._offered_port.port, self.replication.port(host)))
 
     # start ------------------------------------------------------------------------------------------------------------
 
@@ -211,6 +220,8 @@ class RoundRunner:
                 self._store.serve(self._spawner, self._environ, self._children)
             if self._config.hang_timeout:
                 round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
+            self._state_memory.listen()
+            self.replication.start_round(place)
             specs = [self._process_spec(round, rank) for rank in range(place.slots)]
             round.group = Group(self._children, self._spawner, specs, lambda exit: self._on_exit(round, exit))
             await round.group.start()
@@ -300,6 +311,15 @@ class RoundRunner:
                 round.monitor.on_report(rank, report)
                 if self._standbys is not None:
                     self._standbys.on_first_step()
+
+    def _identify_worker(self, pid: int) -> WorkerIdentity | None:
+        round = self._round
+        rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
+        if round is None or rank is None:
+            return None
+        place = round.place
+        local_ranks = range(place.first_rank, place.first_rank + place.slots)
+        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank

@@ -30,7 +30,7 @@ recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the w
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery
+from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery, replication
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
@@ -82,6 +82,7 @@ class Job:
         self.places: Mapping[str, Place] = self.membership.places
         self.formation = Formation(settings, self.membership, now)
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
+        self.replication = replication.Replication()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
@@ -162,6 +163,7 @@ class Job:
             nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
             last_failure=self.last_failure,
             charged=self.restarts.spent(Cause.APPLICATION, now),
+            replication=self.replication.status(now),
         )
 
     def _node_status(self, name: str, node: Node) -> NodeStatus:
@@ -208,9 +210,22 @@ class Job:
             case messages.Stopped(failures):
                 self.failure_policy.add_failures(failures, self.round)
                 self.awaiting_stop.discard(node)
+            case messages.Replicated(round):
+                if round == self.round and node in self.places:  # rule 2
+                    self._on_replicated(node, message, now)
             case messages.Left(why):
                 self._remove(node, f"left: {why}", now, lost=False)
                 self.commands.append(Disconnect(node))
+
+    def _on_replicated(self, node: str, report: messages.Replicated, now: float) -> None:
+        partnered = {name for name, place in self.places.items() if place.partner}
+        before = self.replication.complete(report.state)
+        for name, request in self.replication.on_report(node, report, partnered, now):
+            self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
+        now_complete = self.replication.complete(report.state)
+        if now_complete is not None and (before is None or before.round < now_complete.round):
+            size = self.replication.set_bytes(report.state)
+            self.events.append(events.StateReplicated(report.round, report.state, now_complete.number, size))
 
     def _on_message_after_end(self, name: str, message: messages.FromAgent, now: float) -> None:
         assert self.report is not None
@@ -477,7 +492,9 @@ class Job:
             return
         self.round = self.formation.highest_round = max(self.round, self.formation.highest_round) + 1
         store = self.membership.take_port(host, self.round)
-        places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used)
+        listening = [self.membership.replica_address(node.id) for node in nodes]
+        partners = replication.partners([node.label for node in nodes], listening)
+        places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used, partners=partners)
         before = [n for n in self.places if n in self.members]
         self.start_round({node.id: place for node, place in zip(nodes, places, strict=True)}, now)
         self.enter(Phase.RUNNING, now)

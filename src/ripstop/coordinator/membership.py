@@ -35,6 +35,7 @@ class Member(Struct):
     node: Node
     ready: bool = False
     port: int = 0  # offered for a store; 0: none
+    replica_port: int = 0  # takes copies of training state; 0: the node takes none
     served: int = 0  # the last round whose store used a port offered over this connection
     problems: tuple[str, ...] = ()  # why the node is unhealthy
     unhealthy_since: float = 0.0
@@ -109,6 +110,8 @@ class Membership:
         member.node = join.node
         member.ready = join.ready is not None
         member.port, member.served = join.ready.store_port if join.ready else 0, 0
+        if join.ready:
+            member.replica_port = join.ready.replica_port
         member.health_interval = join.health_interval
         self.liveness.connect(name, now)
         return events + self.set_problems(name, join.problems, now)
@@ -123,6 +126,7 @@ class Membership:
         member = self.members[node]
         if offer.after >= member.served:
             member.port = offer.store_port
+        member.replica_port = offer.replica_port
         member.ready = True
         self._update(node, now)
 
@@ -132,6 +136,11 @@ class Membership:
         store = Address(member.node.host, member.port)
         member.port, member.served = 0, round
         return store
+
+    def replica_address(self, node: str) -> Address | None:
+        """Where the node takes copies of training state."""
+        member = self.members[node]
+        return Address(member.node.host, member.replica_port) if member.replica_port else None
 
     def set_problems(self, node: str, problems: tuple[str, ...], now: float) -> list[Event]:
         member, events = self.members[node], list[Event]()

@@ -102,7 +102,14 @@ _KEYS: dict[RankBy, Callable[[Node], Any]] = {
 # places ---------------------------------------------------------------------------------------------------------------
 
 
-def places(nodes: Sequence[Node], *, round: int, store: Address, restarts: int) -> list[Place]:
+def places(
+    nodes: Sequence[Node],
+    *,
+    round: int,
+    store: Address,
+    restarts: int,
+    partners: Sequence[Address | None] | None = None,
+) -> list[Place]:
     """The place of each node, given in group-rank order."""
     firsts = [0, *accumulate(node.slots for node in nodes)]
     in_role: dict[str, int] = {}
@@ -122,6 +129,7 @@ def places(nodes: Sequence[Node], *, round: int, store: Address, restarts: int) 
             role_size=in_role[node.role],
             store=store,
             restarts=restarts,
+            partner=partners[i] if partners else None,
         )
         for i, node in enumerate(nodes)
     ]

@@ -254,6 +254,8 @@ class RunConfig(Redacted, frozen=True):
     timing: Timing = field(default_factory=Timing)
     health: HealthLimits = field(default_factory=HealthLimits)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    replicates: bool = True  # copies of training state are kept on other nodes
+    replication_bandwidth: int = 0  # bytes per second; 0: no limit
     hang_timeout: float = 0.0  # seconds without progress after which a worker hangs; 0: never
     start: StartMethod = StartMethod.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: the modules that the script imports

@@ -225,6 +225,15 @@ class JobClosed(_Event, frozen=True):
     restarts: Int64
 
 
+class StateReplicated(_Event, frozen=True):
+    """Every node of the round has a copy of this commit on another node: the first such commit of the round."""
+
+    round: Int64
+    state: str
+    commit: Int64
+    bytes: Int64
+
+
 class OperatorAction(_Event, frozen=True):
     """An operator's command, who sent it, and the result."""
 
@@ -436,6 +445,7 @@ Event = (
     | NodeUnhealthy | NodeHealthy | NodeQuarantined | NodeReleased | UnhealthyNodeRetained
     | RoundFormed | RankRequestDenied | RoundFound | RoundResumed | RoundEnded
     | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleRequested | JobClosing | JobClosed | OperatorAction
+    | StateReplicated
     | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
     | CheckpointSaved | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping
     | WorkersStopped
@@ -490,6 +500,7 @@ LOG_LINES: dict[type[Event], str] = {
     HangDiagnosed: "round={0.round} hangs: {0.why}",
     JobClosing: "closing: {0.why}",
     JobClosed: "closed: {0.outcome}: {0.why}",
+    StateReplicated: "round={0.round} state={0.state} commit={0.commit} has copies on other nodes",
     OperatorAction: "{0.action} by {0.by}: {0.result}",
     CheckpointSaved: "round={0.round} rank={0.rank} checkpoint step={0.step} path={0.path}",
     WorkerFailed: "round={0.round} rank={0.rank} pid={0.pid} failed: {0.why}",

@@ -50,7 +50,8 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True):
     """One node's part in one round.
 
     Its workers have the ranks `first_rank` … `first_rank + slots - 1`, and within their role the ranks from
-    `role_first_rank` on.  `restarts` counts the job's restarts so far.
+    `role_first_rank` on.  `restarts` counts the job's restarts so far.  `partner` is where the node listens
+    that holds copies of this node's training state; None: the job keeps no such copies.
     """
 
     round: Int64
@@ -63,6 +64,14 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True):
     role_size: Int64
     store: Address
     restarts: Int64
+    partner: Address | None = None
+
+
+class CommitId(Struct, frozen=True, forbid_unknown_fields=True):
+    """A commit of a `train.State`: the round in which it was made, and its number."""
+
+    round: Int64
+    number: Int64
 
 
 class Outcome(StrEnum):

@@ -51,6 +51,20 @@ class NodeStatus(Struct, frozen=True):
     standbys: tuple[StandbySample, ...] = ()
 
 
+class ReplicationStatus(Struct, frozen=True):
+    """The copies of one `train.State` on other nodes: their commit, and how far it is behind.
+
+    `commits` and `seconds` are None while the current round has no complete set.  `bytes` counts what was copied.
+    """
+
+    state: str
+    round: int
+    number: int
+    commits: int | None
+    seconds: float | None
+    bytes: int
+
+
 class JobStatus(Struct, frozen=True):
     """One job.  `seconds` is the duration of its phase so far, `why` the reason for it.
 
@@ -74,3 +88,4 @@ class JobStatus(Struct, frozen=True):
     last_failure: str = ""
     charged: int = 0
     goodput: float | None = None
+    replication: tuple[ReplicationStatus, ...] = ()

@@ -95,4 +95,5 @@ def is_valid_name(text: str) -> bool:
 def invalid_name(node: Node, held: Place | None) -> str:
     """Which of the names that the coordinator sends to other nodes is invalid; empty if none is."""
     names = {"address": node.host, "role": node.role, "label": node.label, "store": held.store.host if held else ""}
+    names["partner"] = held.partner.host if held and held.partner else ""
     return next((what for what, name in names.items() if not is_valid_name(name)), "")

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.field_types import Int64, Items
-from ripstop.model.round import Node, Outcome, Place, RankBy
+from ripstop.model.round import CommitId, Node, Outcome, Place, RankBy
 
 VERSION = 1
 
@@ -74,10 +74,12 @@ class Ready(ProtocolMessage, frozen=True):
     """Workers can start at once, and `store_port` listens for the store of a round after round `after`.
 
     `after` is the highest round the agent knows.  The offer is valid for the connection over which it was sent.
+    `replica_port` takes copies of another node's training state; 0: this node takes none.
     """
 
     store_port: Int64
     after: Int64
+    replica_port: Int64 = 0
 
 
 class Join(ProtocolMessage, frozen=True):
@@ -162,6 +164,21 @@ class Reply(ProtocolMessage, frozen=True):
     error: str = ""
 
 
+class Replicated(ProtocolMessage, frozen=True):
+    """The commits of a `train.State` on this node: the newest, and the set of this round that its partner has copied.
+
+    0: none.  `missed` is the set that the workers passed before they learned that they must keep it.  `size` is how
+    many bytes were copied for the set.
+    """
+
+    round: Int64
+    state: str
+    newest: Int64
+    copied: Int64 = 0
+    missed: Int64 = 0
+    size: Int64 = 0
+
+
 class Heartbeat(ProtocolMessage, frozen=True):
     """The sender is alive.  Both sides send it."""
 
@@ -203,6 +220,19 @@ class Query(ProtocolMessage, frozen=True):
     argument: str = ""
 
 
+class Replicate(ProtocolMessage, frozen=True):
+    """Copy commit `number` of this round to the partner, and keep it until a newer set is complete.
+
+    `complete` is the newest commit that every node of its round has copied.  It is kept; older
+    ones can be freed.  None: the coordinator knows of none, and nothing is freed.
+    """
+
+    round: Int64
+    state: str
+    number: Int64
+    complete: CommitId | None = None
+
+
 class Closing(ProtocolMessage, frozen=True):
     """The job has failed or is ending: the agent stops its workers and sends `Stopped`."""
 
@@ -218,9 +248,10 @@ class Closed(ProtocolMessage, frozen=True):
 
 Handshake = Challenge | Hello | Welcome | Rejected
 FromAgent = (
-    Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Heartbeat
-)
-FromCoordinator = Assign | StandBy | Drain | Inspect | Query | Closing | Closed | Rejected | Heartbeat
+    Join | Ready | Problems | Failed | Inspected | Succeeded | Leaving | Stopped | Left | Events | Reply | Replicated
+    | Heartbeat
+)  # fmt: skip
+FromCoordinator = Assign | StandBy | Drain | Inspect | Query | Replicate | Closing | Closed | Rejected | Heartbeat
 Message = Handshake | FromAgent | FromCoordinator
 
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

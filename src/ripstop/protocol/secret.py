@@ -29,6 +29,25 @@ class Exchange(Struct, frozen=True):
         return _mac(token, prover, self.run_id, self.node, self.coordinator_nonce, self.agent_nonce)
 
 
+class ReplicaExchange(Struct, frozen=True):
+    """The values of a handshake between two nodes, one of which sends copies of its training state to the other."""
+
+    run_id: str
+    sender: str
+    round: int
+    receiver_nonce: str
+    sender_nonce: str
+
+    def sender_proof(self, token: str) -> str:
+        return self._proof(token, "replica sender")
+
+    def receiver_proof(self, token: str) -> str:
+        return self._proof(token, "replica receiver")
+
+    def _proof(self, token: str, prover: str) -> str:
+        return _mac(token, prover, self.run_id, self.sender, str(self.round), self.receiver_nonce, self.sender_nonce)
+
+
 def sign(token: str, run_id: str, text: str) -> str:
     """Sign a text that is stored where others can write."""
     return _mac(token, "signature", run_id, text)

@@ -47,6 +47,25 @@ JOB_METRICS = (  # of a JobStatus
     Metric("ripstop_restart_budget", "gauge", "Restarts that --max-restarts allows", field="max_restarts"),
     Metric("ripstop_restart_budget_used", "gauge", "Restarts charged to --max-restarts now", field="charged"),
 )
+REPLICATION_METRICS = (  # of a ReplicationStatus
+    Metric(
+        "ripstop_replication_lag_commits",
+        "gauge",
+        "How many commits the copies on other nodes are behind",
+        ("state",),
+        "commits",
+    ),
+    Metric(
+        "ripstop_replication_age_seconds",
+        "gauge",
+        "Time since every node last had a complete copy",
+        ("state",),
+        "seconds",
+    ),
+    Metric(
+        "ripstop_replication_bytes_total", "counter", "Bytes of commits that nodes have copied", ("state",), "bytes"
+    ),
+)
 HISTORY_METRICS = (  # of the Totals
     Metric("ripstop_events_total", "counter", "Events of the job, by kind", ("kind",)),
     Metric("ripstop_rounds_total", "counter", "Rounds that were formed", field="rounds"),
@@ -129,7 +148,10 @@ GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_power_watts", "gauge", "Power draw of a GPU", _GPU, "power"),
     Metric("ripstop_gpu_ecc_errors_total", "counter", "Memory errors since the driver started", (*_GPU, "kind")),
 )
-GROUPS = (JOB_METRICS, HISTORY_METRICS, GOODPUT_METRICS, NODE_METRICS, RANK_METRICS, STANDBY_METRICS, GPU_METRICS)
+GROUPS = (
+    *(JOB_METRICS, REPLICATION_METRICS, HISTORY_METRICS, GOODPUT_METRICS, NODE_METRICS, RANK_METRICS),
+    *(STANDBY_METRICS, GPU_METRICS),
+)
 METRICS = {metric.name: metric for group in GROUPS for metric in group}
 
 
@@ -159,6 +181,8 @@ def _put_job(metrics: "_Page", status: JobStatus) -> None:
     metrics.put_fields(JOB_METRICS, status)
     for phase in Phase:
         metrics.put("ripstop_phase", phase == status.phase, phase)
+    for replica in status.replication:
+        metrics.put_fields(REPLICATION_METRICS, replica, replica.state)
     states = Counter(node.state for node in status.nodes)
     for state in NodeState:
         metrics.put("ripstop_nodes", states[state], state)

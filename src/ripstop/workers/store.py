@@ -113,12 +113,22 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
+def bind_local(host: str) -> socket.socket:
+    """A socket on a free port of `host`, which does not listen yet; StartError if `host` is no local address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return _bind(family, address, listens=False)
+    except OSError as error:
+        raise StartError(f"no port can be bound on {host}: {error.strerror}; set --local-addr") from error
+
+
+def _bind(family: int, address: tuple[object, ...], *, listens: bool = True) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        if listens:
+            listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -23,6 +23,7 @@ from ripstop.cli.options.rendezvous import (
     rendezvous_options,
     with_ranking,
 )
+from ripstop.cli.options.state import replication
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import API_PORT, STOP_SIGNALS, Backend, Etcd, Handler, Numa, RunConfig, Tls
@@ -82,6 +83,10 @@ failures
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
+
+training state (ripstop.train.State)
+  --replicate WHEN            auto: each node keeps copies of another node's commits; off: it does not (auto)
+  --replicate-bandwidth SIZE  limit of each node's copies per second, such as 2GB/s; 0: none (0)
 
 node health
   --health-check COMMAND      command that checks this node before it joins and while it trains; any exit code but 0, or
@@ -155,6 +160,8 @@ FLAGS = (
     Flag("--health-check", "COMMAND", ours=True),
     Flag("--health-interval", "TIME", ours=True),
     Flag("--hang-timeout", "TIME", ours=True),
+    Flag("--replicate", "WHEN", choices=("auto", "off"), ours=True),
+    Flag("--replicate-bandwidth", "SIZE", ours=True),
     Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
     Flag("--monitor-interval", "TIME"),
@@ -243,6 +250,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
     if not token and not alone and (max_nodes > 1 or elector is not None):  # else the coordinator's node creates one
         token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)
+    replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
         run_id=parsers.identifier(*args.labelled("--rdzv-id", _random_name() if is_local else "none")),
@@ -258,6 +266,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         timing=timeouts,
         health=health(args, conf_name, conf, alone=alone),
         quarantine=parsers.quarantine(conf_name, conf),
+        replicates=replicates,
+        replication_bandwidth=replication_bandwidth,
         hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),

@@ -73,6 +73,7 @@ def _facts(status: dict[str, Any]) -> tuple[str, ...]:
         f"world size {status['world_size']}",
         f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
+        *map(_replication, status.get("replication", ())),
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
     )
 
@@ -84,6 +85,13 @@ def _nodes(nodes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str
         columns += ("STANDBYS",)
         rows = [(*row, _standbys(node["standbys"])) for row, node in zip(rows, nodes, strict=True)]
     return columns, rows
+
+
+def _replication(copies: dict[str, Any]) -> str:
+    if copies["commits"] is None:
+        return f"state {copies['state']} has no copies on other nodes"
+    behind = f"{copies['commits']} commits and {copies['seconds']:.1f} s behind"
+    return f"state {copies['state']} is copied to other nodes ({behind})"
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:

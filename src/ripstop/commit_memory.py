@@ -1,0 +1,125 @@
+"""The format of a commit in shared memory, and the memory for it.  For workers and for replicators; needs no torch.
+
+0      header: magic, format, run, round, number, rank, world size, place and checksum of the pickle, flags
+512    stamp: 0 while the content changes; a checksum of the header once it is whole
+4096   tensors, then the pickle
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+MAGIC: Final = b"RIPSTATE"
+FORMAT: Final = 2
+IS_REPLICATED: Final = 1  # flags of a header: the state was found equal on all ranks,
+IS_SHARDED: Final = 2  # or its tensors are parts of larger ones
+STAMP_OFFSET: Final = 512
+CONTENT_OFFSET: Final = 4096
+_HEADER = struct.Struct("<8sIIqqiiqqII")  # the fields of Header, after magic and format
+_STAMP = struct.Struct("<Q")
+HEADER_BYTES: Final = _HEADER.size
+STAMP_BYTES: Final = _STAMP.size
+HEAD_BYTES: Final = STAMP_OFFSET + STAMP_BYTES
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommitId:
+    """Numbers repeat in a later round if ranks fell back to an older commit; a pair never does."""
+
+    round: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Which commit a buffer has, and where its pickle is."""
+
+    run: int
+    id: CommitId
+    rank: int
+    world_size: int
+    pickle_offset: int
+    pickle_size: int
+    pickle_checksum: int
+    flags: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.pickle_offset + self.pickle_size
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            MAGIC, FORMAT, self.run, self.id.round, self.id.number, self.rank, self.world_size,
+            self.pickle_offset, self.pickle_size, self.pickle_checksum, self.flags,
+        )  # fmt: skip
+
+
+def stamp(header: bytes) -> bytes:
+    return _STAMP.pack(1 << 32 | crc32(header))
+
+
+def read_header(head: bytes, run: int) -> Header | None:
+    """From the first HEAD_BYTES of a buffer."""
+    packed = head[:HEADER_BYTES]
+    if head[STAMP_OFFSET:] != stamp(packed):
+        return None
+    magic, form, its_run, round, number, rank, world_size, offset, size, checksum, flags = _HEADER.unpack(packed)
+    if (magic, form, its_run) != (MAGIC, FORMAT, run):
+        return None
+    return Header(its_run, CommitId(round, number), rank, world_size, offset, size, checksum, flags)
+
+
+class NotEnoughMemory(Exception):
+    """This node has too little free memory for a buffer."""
+
+
+def create_memory(size: int) -> int:
+    """The descriptor of new memory of at least this size, sealed; NotEnoughMemory if the node has too little."""
+    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    if (free := available_memory()) < size:
+        raise NotEnoughMemory(f"a buffer needs {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free")
+    fd = os.memfd_create("ripstop-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)  # now, rather than page by page during the copy
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise NotEnoughMemory(f"a buffer needs {size / 1e9:.3g} GB: {error.strerror}") from error
+    return fd
+
+
+def available_memory() -> int:
+    """Bytes that this process can still use: the machine's, or less in a cgroup with a limit."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for limit, used in _cgroup_limits():
+        free = min(free, limit - used)
+    return max(0, free)
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Limit and use of this process's cgroups (v2); what the kernel can reclaim from files is not in use."""
+    found = []
+    try:
+        path = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0]
+        group = Path("/sys/fs/cgroup", path.lstrip("/"))
+        while group.is_relative_to("/sys/fs/cgroup"):
+            if (limit := _read(group / "memory.max")).isdecimal():
+                stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+                used = int(_read(group / "memory.current") or 0) - int(stat.get("inactive_file", 0))
+                found.append((int(limit), used))
+            group = group.parent
+    except (OSError, ValueError):  # no cgroups here
+        pass
+    return found
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""

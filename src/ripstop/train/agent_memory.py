@@ -1,0 +1,123 @@
+"""A worker's connection to the memory that its agent keeps (`workers/state_memory.py` is the other end)."""
+
+import array
+import json
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ripstop.commit_memory import CommitId
+from ripstop.train.reports import SOCKET_VARIABLE
+
+PATH_SUFFIX = "-state"  # of the path of the socket for reports
+REPLY_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 5.0  # a worker may run before its agent has recorded its pid
+RETRY_S = 0.01
+MAX_REPLY_BYTES = 4096
+MAX_SLOTS = 16
+
+
+class AgentError(Exception):
+    """The agent rejects a request, or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This worker, as its agent knows it."""
+
+    round: int
+    rank: int
+    world_size: int
+
+
+class AgentMemory:
+    """One connection; AgentError if there is none."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(REPLY_TIMEOUT_S)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise AgentError(f"{path}: {error.strerror}") from error
+        self._has_message = select.poll()
+        self._has_message.register(self._socket, select.POLLIN)
+        self._held: set[CommitId] | None = None  # None: not asked for yet
+
+    def identity(self) -> Identity:
+        return Identity(**self._ask({"identity": None}, [])[0])
+
+    def get(self, name: str) -> dict[tuple[int, int], int]:
+        """What this node holds of a State: descriptors by rank and slot, now owned by the caller."""
+        found = {}
+        for rank in self._ask({"get": name}, [])[0]["ranks"]:
+            reply, fds = self._ask({"get": name, "of": rank}, [])
+            found.update({(rank, slot): fd for slot, fd in zip(reply["slots"], fds, strict=True)})
+        return found
+
+    def keep(self, name: str, slot: int, descriptor: int) -> None:
+        """Let the agent keep this buffer instead of the slot's old one."""
+        self._ask({"keep": name, "slot": slot}, [descriptor])
+
+    def drop_others(self, name: str) -> None:
+        """Let the agent free the buffers of ranks that do not run on this node."""
+        self._ask({"drop": name}, [])
+
+    def held(self, name: str) -> set[CommitId]:
+        """The commits that must not be overwritten.  The agent sends changes, so that a call costs a microsecond."""
+        if self._held is None:
+            self._on_held(self._ask({"held": name}, [])[0])
+        assert self._held is not None
+        try:
+            while self._has_message.poll(0):
+                message, _ = self._receive()
+                self._on_held(message)
+        except (OSError, ValueError) as error:
+            raise AgentError(f"the agent has gone: {error}") from error
+        return self._held
+
+    def _on_held(self, message: dict[str, Any]) -> None:
+        self._held = {CommitId(*id) for id in message["held"]}
+
+    def _ask(self, request: dict[str, object], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                reply, received = self._exchange(json.dumps(request).encode(), fds)
+            except (OSError, ValueError) as error:
+                raise AgentError(f"the agent does not answer: {error}") from error
+            if "retry" not in reply:
+                break
+            if time.monotonic() > give_up_at:
+                raise AgentError(reply["retry"])
+            time.sleep(RETRY_S)
+        if "error" in reply:
+            raise AgentError(reply["error"])
+        return reply, received
+
+    def _exchange(self, request: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._socket.sendmsg([request], ancillary)
+        while "held" in (reply := self._receive())[0] and self._held is not None:
+            self._on_held(reply[0])
+        return reply
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        data, ancillary_data, _, _ = self._socket.recvmsg(
+            MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
+        )
+        received = array.array("i")
+        for level, kind, value in ancillary_data:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received.frombytes(value[: len(value) - len(value) % received.itemsize])
+        return json.loads(data), list(received)
+
+
+def connect() -> AgentMemory | None:
+    """None outside a ripstop job."""
+    path = os.environ.get(SOCKET_VARIABLE)
+    return AgentMemory(path + PATH_SUFFIX) if path else None

@@ -1,0 +1,89 @@
+"""One commit in shared memory: a memfd with a header, the bytes of tensors, and a pickle of everything else.
+
+`ripstop/commit_memory.py` has the format.
+
+Why a commit is never torn.  A commit clears the stamp, writes the content, writes the header, then writes the stamp.
+Workers read it after the writer has died.  (A replicator reads while the writer lives.  It compares the header before
+and after, and sends a checksum.)  The kernel owns the pages, so a kill at any
+instruction leaves every earlier store of the writer and none of the later ones.  The stamp therefore says that all is
+there, and tensors need no checksum, which would cost more than the copy.  (Copies over a network or to disk do.)  The
+header and the pickle are small, and are checked.
+
+The pickle is made and read by workers of one user's job only; the agent does not look into a buffer.
+"""
+
+import mmap
+import os
+import weakref
+from zlib import crc32
+
+import torch
+
+from ripstop.commit_memory import HEAD_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, create_memory, read_header, stamp
+
+
+class Corrupted(Exception):
+    """A complete buffer has content that no commit wrote."""
+
+
+class CommitBuffer:
+    """A mapped memfd.  A process maps each memfd once, because CUDA registers memory only once."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.size = len(self._map)
+        _open[self.inode] = self
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, size: int) -> "CommitBuffer":
+        """A new buffer of at least this size; NotEnoughMemory if the node cannot hold it."""
+        return cls(create_memory(size))
+
+    @classmethod
+    def adopt(cls, fd: int) -> "CommitBuffer":
+        """The buffer of this descriptor, which the caller gives away."""
+        if (found := _open.get(os.fstat(fd).st_ino)) is not None:
+            os.close(fd)
+            return found
+        return cls(fd)
+
+    def clear(self) -> None:
+        """From now on, and until `complete`, the buffer has no commit."""
+        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = bytes(STAMP_BYTES)
+
+    def complete(self, header: Header) -> None:
+        packed = header.pack()
+        self._map[: len(packed)] = packed
+        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = stamp(packed)
+
+    def memory(self, start: int, end: int) -> memoryview:
+        return memoryview(self._map)[start:end]
+
+    def write_pickle(self, offset: int, data: bytes) -> None:
+        self._map[offset : offset + len(data)] = data
+
+    def header(self, run: int) -> Header | None:
+        """The complete commit in this buffer; None if there is none of this run and format."""
+        header = read_header(self._map[:HEAD_BYTES], run)
+        return header if header is not None and header.end <= self.size else None
+
+    def read_pickle(self, header: Header) -> bytes:
+        data = self._map[header.pickle_offset : header.pickle_offset + header.pickle_size]
+        if crc32(data) != header.pickle_checksum:
+            raise Corrupted(f"commit {header.id.number} of round {header.id.round} does not match its checksum")
+        return data
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.bytes.data_ptr() < self.size
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor whose memory is this part of the buffer."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.bytes[offset : offset + size].view(dtype).view(shape)
+
+
+_open: "weakref.WeakValueDictionary[int, CommitBuffer]" = weakref.WeakValueDictionary()  # by inode

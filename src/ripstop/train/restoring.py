@@ -1,0 +1,302 @@
+"""One restore: what this node holds, what the ranks agree on, and the transfers (`agreement.py` decides).
+
+The steps of a rank: read the headers of all buffers on this node; offer them to rank 0; compute digests if rank 0 asks;
+give and receive shards; load; wait until all have loaded, if a rank uses buffers that are not its own.
+"""
+
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+from ripstop.commit_memory import (
+    CONTENT_OFFSET,
+    HEAD_BYTES,
+    IS_REPLICATED,
+    IS_SHARDED,
+    Header,
+    NotEnoughMemory,
+    read_header,
+)  # fmt: skip
+from ripstop.train import content
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
+from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
+from ripstop.train.commit_buffer import CommitBuffer, Corrupted
+from ripstop.train.rank_store import RankStore
+from ripstop.train.sharding import Source
+from ripstop.train.transfer import TOKEN_BYTES, Giver, LocalSource, PeerSource, Receiver, TransferError
+
+log = logging.getLogger("ripstop.train")
+
+
+class Shard(NamedTuple):
+    """A complete commit of one rank, in this node's memory under the rank that runs or ran here."""
+
+    kept_for: int
+    slot: int
+    buffer: CommitBuffer
+    header: Header
+
+    @property
+    def commit(self) -> Commit:
+        return Commit(self.header.id.round, self.header.id.number, self.header.world_size)
+
+    @property
+    def offer(self) -> Offer:
+        flags = self.header.flags
+        return Offer(self.commit, self.header.rank, bool(flags & IS_REPLICATED), bool(flags & IS_SHARDED))
+
+
+class AllShards(NamedTuple):
+    """A commit whose sharding is not that of this round."""
+
+    commit: Commit
+    stored: list[content.Stored]
+    sources: list[Source]
+
+
+class Restoring:
+    """The restore number `count` of a State in this round."""
+
+    def __init__(
+        self, name: str, run: int, worker: Identity, count: int, memory: AgentMemory, store: RankStore
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._rank, self._world_size = worker.rank, worker.world_size
+        self._memory = memory
+        self._store = store
+        self._topic = f"restore {count}"
+        if count > 1:
+            store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
+        found = self._buffers()
+        self.own = {slot: buffer for (kept_for, slot), buffer in found.items() if kept_for == self._rank}  # by slot
+        self.has_others = any(kept_for != self._rank for kept_for, _ in found)
+        self._shards = [shard for place, buffer in found.items() if (shard := self._read(*place, buffer))]
+        self._is_shared = False
+        self._connections = ExitStack()
+        self.is_replicated = False  # what is found was equal on all ranks
+        self.source = "memory"
+
+    def _buffers(self) -> dict[tuple[int, int], CommitBuffer]:
+        try:
+            return {place: CommitBuffer.adopt(fd) for place, fd in self._memory.get(self._name).items()}
+        except AgentError as error:
+            log.warning("state %r: no buffers from the agent: %s", self._name, error)
+            return {}
+
+    def _read(self, kept_for: int, slot: int, buffer: CommitBuffer) -> Shard | None:
+        header = buffer.header(self._run)
+        if header is None:
+            return None
+        try:
+            buffer.read_pickle(header)
+        except Corrupted as error:
+            log.warning("state %r ignores buffer %d of rank %d: %s", self._name, slot, kept_for, error)
+            return None
+        return Shard(kept_for, slot, buffer, header)
+
+    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | None:
+        """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
+
+        `values` are those of the State: their sharding decides whether a rank can load its own shard.
+        """
+        decision, token = self._agree()
+        if isinstance(decision, Start):
+            self._warn(decision.problem)
+            return None
+        if decision.skipped and not self._rank:
+            log.warning("state %r continues from commit %d: %s", self._name, decision.commit.number, decision.skipped)
+        if not decision.shards:
+            return self._all_shards(decision, token)
+        is_own = [shard == rank for rank, shard in enumerate(decision.shards)]
+        self._is_shared = bool(decision.transfers) or not all(is_own)
+        if decision.transfers and (problem := self._transfer(decision, token)):
+            self._warn(problem)
+            return None
+        shard = self._held(decision.commit, decision.shards[self._rank])
+        assert shard is not None
+        self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
+        if shard.header.flags & IS_SHARDED:
+            stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
+            if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):
+                return self._all_shards(decision, token)
+        return shard
+
+    def loaded(self) -> None:
+        """This rank has its content.  Return when its buffers may change."""
+        if self._is_shared:
+            self._store.wait_for_all(f"{self._topic} loaded")
+        self._connections.close()
+
+    def _warn(self, problem: str) -> None:
+        if problem and not self._rank:
+            log.warning("state %r starts from the beginning: %s", self._name, problem)
+
+    # agreement --------------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> tuple[Restore | Start, bytes]:
+        own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards]]
+        decide: Callable[[list[Any]], Any] = _Agreement()
+        for attempt in range(1000):
+            found = self._store.decide(f"{self._topic} {attempt}", own, decide)
+            if "compare" not in found:
+                break
+            commit = Commit(*found["compare"])
+            own = {shard: self._digests(commit, shard) for shard in found["shards"][self._rank]}
+        if "problem" in found:
+            return Start(found["problem"]), b""
+        transfers = tuple(Transfer(*each) for each in found["transfers"])
+        holders = tuple(map(tuple, found["holders"]))
+        decision = Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
+        return decision, bytes.fromhex(found["token"])
+
+    def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
+        held = self._held(commit, shard)
+        assert held is not None
+        return content.Stored(held.buffer, held.buffer.read_pickle(held.header)).digests()
+
+    def _held(self, commit: Commit, rank: int) -> Shard | None:
+        found = [shard for shard in self._shards if (shard.commit, shard.header.rank) == (commit, rank)]
+        return min(found, key=lambda shard: (shard.kept_for != self._rank, shard.kept_for, shard.slot), default=None)
+
+    # transfers --------------------------------------------------------------------------------------------------------
+
+    def _transfer(self, decision: Restore, token: bytes) -> str:
+        """Give and receive shards; why one cannot be had, or ""."""
+        given = {each.shard: held.buffer for each in decision.transfers
+                 if each.giver == self._rank and (held := self._held(decision.commit, each.shard))}  # fmt: skip
+        problem = ""
+        with Giver(token, given) if given else nullcontext() as giver:
+            if giver is not None:
+                self._store.publish(f"{self._topic} giver {self._rank}", [giver.host, giver.port])
+            for each in decision.transfers:
+                if each.receiver == self._rank:
+                    self.source = "peer"
+                    host, port = self._store.get(f"{self._topic} giver {each.giver}")
+                    try:
+                        with Receiver(host, port, token) as receiver:
+                            self._receive(decision.commit, each.shard, receiver)
+                    except TransferError as error:
+                        raise RuntimeError(
+                            f"state {self._name!r}: the shard of rank {each.shard} does not arrive: {error}"
+                        ) from error
+                    except (NotEnoughMemory, AgentError) as error:
+                        problem = f"rank {self._rank} cannot keep a shard: {error}"
+            problem = str(self._store.decide(f"{self._topic} received", problem, _first))
+        if not problem:
+            self._adopt_received(decision.commit)
+        return problem
+
+    def _all_shards(self, decision: Restore, token: bytes) -> AllShards:
+        """Connect to the holders of shards that this node does not have, and let others connect."""
+        self._is_shared = True
+        givers = {
+            (rank, shard): ranks[rank % len(ranks)]
+            for rank in range(self._world_size)
+            for shard, ranks in enumerate(decision.holders)
+            if rank not in ranks
+        }
+        topic = f"{self._topic} all shards"
+        held = {shard: self._held(decision.commit, shard) for shard in range(decision.commit.world_size)}
+        given = {shard: found.buffer for (_, shard), giver in givers.items()
+                 if giver == self._rank and (found := held[shard])}  # fmt: skip
+        if given:
+            giver = self._connections.enter_context(Giver(token, given))
+            self._store.publish(f"{topic} giver {self._rank}", [giver.host, giver.port])
+        receivers: dict[int, Receiver] = {}
+        sources: list[Source] = []
+        pickles = []
+        for shard, found in held.items():
+            if found is not None:
+                sources.append(LocalSource(found.buffer))
+                pickles.append(found.buffer.read_pickle(found.header))
+                continue
+            peer = givers[self._rank, shard]
+            if peer not in receivers:
+                host, port = self._store.get(f"{topic} giver {peer}")
+                receivers[peer] = self._connections.enter_context(Receiver(host, port, token))
+            source = PeerSource(receivers[peer], shard)
+            header = self._checked(read_header(bytes(source.read(0, HEAD_BYTES)), self._run), decision.commit, shard)
+            sources.append(source)
+            pickles.append(bytes(source.read(header.pickle_offset, header.pickle_size)))
+            self.source = "peer"
+        return AllShards(decision.commit, [content.Stored(None, data) for data in pickles], sources)
+
+    def _checked(self, header: Header | None, commit: Commit, shard: int) -> Header:
+        if header is None or (header.id.round, header.id.number, header.world_size, header.rank) != (
+            *dataclasses.astuple(commit), shard,
+        ):  # fmt: skip
+            raise TransferError("it is not the commit that the ranks have agreed on")
+        return header
+
+    def _receive(self, commit: Commit, shard: int, receiver: Receiver) -> None:
+        head = bytearray(HEAD_BYTES)
+        receiver.read(shard, 0, memoryview(head))
+        header = self._checked(read_header(bytes(head), self._run), commit, shard)
+        buffer = CommitBuffer.create(header.end + header.pickle_size)
+        receiver.read(shard, CONTENT_OFFSET, buffer.memory(CONTENT_OFFSET, header.end))
+        buffer.complete(header)
+        slot = self._slot_beside(commit)
+        self._memory.keep(self._name, slot, buffer.fd)
+        self.own[slot] = buffer
+        self._shards = [each for each in self._shards if (each.kept_for, each.slot) != (self._rank, slot)]
+        self._shards.append(Shard(self._rank, slot, buffer, header))
+
+    def _slot_beside(self, commit: Commit) -> int:
+        """A slot whose old commit is not needed."""
+        needed = {each.slot for each in self._shards if (each.kept_for, each.commit) == (self._rank, commit)}
+        return min(set(range(len(self.own) + 1)) - needed)
+
+    def _adopt_received(self, commit: Commit) -> None:
+        """What other ranks of this node have received."""
+        known = {(each.kept_for, each.slot) for each in self._shards if each.commit == commit}
+        for place, buffer in self._buffers().items():
+            shard = self._read(*place, buffer)
+            if shard is not None and shard.commit == commit and place not in known:
+                self._shards.append(shard)
+
+
+class _Agreement:
+    """Rank 0's decisions, as JSON: first from offers, then from digests."""
+
+    def __init__(self) -> None:
+        self._steps: Generator[Compare, Digests, Restore | Start] | None = None
+
+    def __call__(self, received: list[Any]) -> Any:
+        try:
+            if self._steps is None:
+                self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own in received])
+                asked = next(self._steps)
+            else:
+                asked = self._steps.send(received)
+        except StopIteration as end:
+            decision: Restore | Start = end.value
+            if isinstance(decision, Start):
+                return {"problem": decision.problem}
+            found = dataclasses.asdict(decision)
+            found["commit"] = dataclasses.astuple(decision.commit)
+            found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
+            return {**found, "token": secrets.token_hex(TOKEN_BYTES)}
+        return {"compare": dataclasses.astuple(asked.commit), "shards": asked.shards}
+
+
+def _node(rank: int) -> int:
+    """A number that the ranks of one node share."""
+    return int(os.environ.get("GROUP_RANK", rank))
+
+
+def _packed(offer: Offer) -> list[int]:
+    return [*dataclasses.astuple(offer.commit), offer.shard, int(offer.is_replicated), int(offer.is_sharded)]
+
+
+def _unpacked(offer: list[int]) -> Offer:
+    round, number, world_size, shard, is_replicated, is_sharded = offer
+    return Offer(Commit(round, number, world_size), shard, bool(is_replicated), bool(is_sharded))
+
+
+def _first(problems: list[str]) -> str:
+    return next(filter(None, problems), "")

@@ -1,0 +1,331 @@
+"""`train.State`: training state that outlives the worker.
+
+A commit copies the state into memory that the agent keeps; after a fault, `restore` gives the new workers the newest
+commit that all ranks have.  Rules
+1.  Every rank calls `restore` once before its first `commit`, and `commit` after the same steps.  A collective lies
+    between two commits, as in every data-parallel step (`agreement.py` says what this is needed for).
+2.  A commit never overwrites the only one that all ranks have.
+3.  Without an agent, or without memory for buffers, training goes on and the log says once what is missing.
+"""
+
+import dataclasses
+import logging
+import os
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header, NotEnoughMemory, available_memory
+from ripstop.train import content, gpu_copy, intervals
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
+from ripstop.train.commit_buffer import CommitBuffer
+from ripstop.train.rank_store import RankStore
+from ripstop.train.replication import Comparison
+from ripstop.train.restoring import Restoring, Shard
+
+log = logging.getLogger("ripstop.train")
+
+_names: "weakref.WeakValueDictionary[str, State]" = weakref.WeakValueDictionary()
+
+
+class State:
+    """The values by name are the state: objects with `state_dict` and `load_state_dict`, or plain values.
+
+    They are attributes too: `state.step += 1`.  Random states (Python, NumPy, torch, CUDA) are part of every commit.
+    `name` tells several States of one script apart.
+    """
+
+    def __init__(self, name: str = "state", /, **values: Any) -> None:
+        for key in values:
+            if key.startswith("_") or hasattr(State, key):
+                raise ValueError(f"State({key}=…): this name is used by State itself; choose another")
+        if not name or len(name) > 64:
+            raise ValueError(f"State({name!r}): a name has 1 to 64 characters")
+        if name in _names:
+            raise ValueError(
+                f"State({name!r}): this process has a State of this name; give each its own: State('ema', …)"
+            )
+        self._values: dict[str, Any]
+        object.__setattr__(self, "_values", values)
+        self._name = name
+        self._number = 0  # of the newest commit
+        self._restored_from: str | None = None
+        self._memory: AgentMemory | None = None
+        self._store: RankStore | None = None
+        self._worker: Identity
+        self._round = self._rank = 0
+        self._world_size = 1
+        self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
+        self._buffers: dict[int, CommitBuffer] = {}  # by slot
+        self._copy: gpu_copy.OverlappedCopy | None = None  # the newest commit, until it is complete
+        self._slots: list[int] = []  # the next one to overwrite first
+        self._newest: tuple[CommitBuffer, Header] | None = None
+        self._comparison: Comparison | None = None
+        self._commits = 0  # since the restore
+        self._has_others = False  # this node holds shards of other ranks
+        self._restores = 0
+        self._calls = 0  # of commit, since the restore
+        self._next_call: int | None = 1  # that commits; None: to be read from rank 0
+        self._last_commit = (0, 0.0)  # call and time
+        content.snapshot(values)  # raises if a value cannot be stored
+        _names[name] = self
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self.__dict__["_values"][key]
+        except KeyError:
+            raise AttributeError(f"this State has no {key!r}; it has {', '.join(self.__dict__['_values'])}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key.startswith("_"):
+            object.__setattr__(self, key, value)
+        elif key in self._values:
+            self._values[key] = value
+        else:
+            raise AttributeError(f"state.{key} is not part of this State; name it when you make it: State({key}=…)")
+
+    @property
+    def commits(self) -> int:
+        """The number of the newest commit, counted from the job's start."""
+        return self._number
+
+    @property
+    def restored_from(self) -> str | None:
+        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", or None: there was none."""
+        return self._restored_from
+
+    # restore ----------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> bool:
+        """Load the newest commit that all ranks can have; False, and nothing is changed, if there is none.
+
+        Every rank calls it, before the first `commit`.
+        """
+        self._restores += 1
+        self._restored_from = None
+        self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
+        self._commits, self._newest = 0, None
+        if not self._connect():
+            return False
+        self._finish_copy()
+        assert self._store is not None and self._memory is not None
+        restoring = Restoring(self._name, self._run, self._worker, self._restores, self._memory, self._store)
+        found = restoring.find(self._values)
+        self._buffers, self._has_others = restoring.own, restoring.has_others
+        self._slots = sorted(self._buffers)
+        topic = f"compare {self._restores}"
+        self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
+        if found is None:
+            return False
+        if isinstance(found, Shard):
+            if found.kept_for == self._rank:
+                self._slots = newest_last(self._slots, found.slot)
+            self._load_shard(found)
+        else:
+            self._load(found.stored[0].names, lambda name, live: content.load_resharded(name, live, *found[1:]))
+        restoring.loaded()
+        self._number = found.commit.number
+        self._restored_from = restoring.source
+        return True
+
+    def _connect(self) -> bool:
+        """Whether this is a worker of a ripstop job with memory for state."""
+        if self._memory is not None:
+            return True
+        try:
+            self._memory = connect()
+            if self._memory is None:
+                log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
+                return False
+            self._worker = self._memory.identity()
+        except AgentError as error:
+            log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
+            self._memory = None
+            return False
+        self._round, self._rank, self._world_size = dataclasses.astuple(self._worker)
+        self._store = RankStore(self._name, self._rank, self._world_size)
+        return True
+
+    def _load_shard(self, shard: Shard) -> None:
+        stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
+        if stored.has_gpu_tensors and torch.cuda.is_available():
+            gpu_copy.register(shard.buffer)
+        self._load(stored.names, stored.load)
+        if shard.header.rank == self._rank:
+            _set_random_states(stored.load(content.RANDOM, {}))
+
+    def _load(self, names: list[str], load: Callable[[str, Any], Any]) -> None:
+        """`load` gives a live value the content of this name, and returns the value to use."""
+        if set(names) != {*self._values, content.RANDOM}:
+            there = ", ".join(name for name in names if name != content.RANDOM)
+            raise ValueError(
+                f"state {self._name!r} has {', '.join(self._values)}, its commit has {there}; "
+                "start a new job, or make the State with the same values"
+            )
+        with torch.no_grad():
+            for name, live in self._values.items():
+                try:
+                    self._values[name] = load(name, live)
+                except Exception as error:
+                    raise RuntimeError(
+                        f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
+                        f"start a new job: {' '.join(str(error).split())}"
+                    ) from error
+
+    # commit -----------------------------------------------------------------------------------------------------------
+
+    def commit(self, every: int | str | None = None, *, blocking: bool = False) -> bool:
+        """Keep the state as it is now.  Every rank calls it, after the same steps, with a collective between two calls.
+
+        `every` skips calls: a number of steps, or a time such as "30s".  From a GPU the copy continues after the
+        return, at most until the next optimizer step, unless `blocking`.  Returns whether this call committed.
+        """
+        if not self._restores:
+            raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
+        self._calls += 1
+        if (every is not None and not self._is_due(every)) or self._memory is None:
+            return False
+        self._finish_copy()
+        assert self._comparison is not None
+        taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
+        if self._newest is not None and not taken.is_sharded:
+            buffer, header = self._newest
+            if buffer.header(self._run) == header:
+                self._comparison.add(buffer, header)
+        on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
+        into = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
+        if into is None:
+            return False
+        header = self._next_header(taken)
+        if (
+            on_gpu
+            and gpu_copy.register(into)
+            and not blocking
+            and self._has_optimizer()
+            and gpu_copy.can_overlap(taken)
+        ):
+            stable = content.stable_numbers(self._values, taken)
+            self._copy = gpu_copy.OverlappedCopy(into, taken, header, stable)
+        else:
+            _copy_now(into, taken, header)
+        self._newest = into, header
+        self._number += 1
+        self._commits += 1
+        if self._commits == OVERLAPPED_BUFFERS and self._has_others:  # all ranks have one that is newer than these
+            self._drop_others()
+        return True
+
+    def _drop_others(self) -> None:
+        assert self._memory is not None
+        try:
+            self._memory.drop_others(self._name)
+        except AgentError as error:
+            log.warning("state %r: the agent does not free old buffers: %s", self._name, error)
+
+    def _has_optimizer(self) -> bool:
+        """Whether changes of parameters are announced by an optimizer's step."""
+        return any(isinstance(value, torch.optim.Optimizer) for value in self._values.values())
+
+    def _finish_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.finish()
+            self._copy = None
+
+    def _next_header(self, taken: content.Snapshot) -> Header:
+        id = CommitId(self._round, self._number + 1)
+        place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
+        assert self._comparison is not None
+        flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_replicated() else 0
+        return Header(self._run, id, self._rank, self._world_size, *place, flags)
+
+    def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
+        """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
+        held = self._held_slots()
+        slot = next_slot(self._slots, wanted, held)
+        if held and slot not in self._slots and len(self._slots) >= wanted and available_memory() < taken.room:
+            slot = next_slot(self._slots, wanted)  # a new commit is worth more than the copy of an old one
+        if slot not in self._buffers or not taken.fits(self._buffers[slot]):
+            assert self._memory is not None
+            try:
+                buffer = CommitBuffer.create(taken.room)
+                self._memory.keep(self._name, slot, buffer.fd)
+            except (NotEnoughMemory, AgentError) as error:
+                log.warning(
+                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB for each rank of this node",
+                    self._name, error, wanted, taken.room / 1e9,
+                )  # fmt: skip
+                self._memory = None
+                return None
+            self._buffers[slot] = buffer  # last: the old one is freed here, and not in the agent
+        assert self._comparison is not None
+        self._comparison.release(self._buffers[slot])
+        self._slots = newest_last(self._slots, slot)
+        return self._buffers[slot]
+
+    def _held_slots(self) -> set[int]:
+        """The slots whose commits are copied to another node, or were, until it has newer ones."""
+        assert self._memory is not None
+        try:
+            held = self._memory.held(self._name)
+        except AgentError:
+            return set()
+        headers = {slot: buffer.header(self._run) for slot, buffer in self._buffers.items()} if held else {}
+        return {slot for slot, header in headers.items() if header is not None and header.id in held}
+
+    def _is_due(self, every: int | str) -> bool:
+        steps, seconds = intervals.parse(every)
+        if steps:
+            return self._calls % steps == 0
+        if self._store is None:
+            return False
+        topic = f"interval {self._restores}"
+        if self._next_call is None:
+            self._next_call = self._store.get(f"{topic} after {self._last_commit[0]}")
+        if self._calls < self._next_call:
+            return False
+        (call, then), now = self._last_commit, time.monotonic()
+        self._last_commit = self._calls, now
+        if self._rank > 0:
+            self._next_call = None
+        else:
+            interval = intervals.next_interval(seconds, self._calls - call, now - then) if call else 1
+            self._next_call = self._calls + interval
+            self._store.publish(f"{topic} after {self._calls}", self._next_call)
+        return True
+
+
+def _copy_now(buffer: CommitBuffer, taken: content.Snapshot, header: Header) -> None:
+    buffer.clear()
+    for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
+        buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor, non_blocking=True)
+    for device in {tensor.device for tensor in taken.tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    buffer.write_pickle(taken.pickle_offset, taken.pickle)
+    buffer.complete(header)
+
+
+def _random_states() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,300 @@
+"""The agent's side of the memory for training state (`ripstop.train.State`): it keeps workers' buffers when they die.
+
+A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of `reports.py`.
+The workers of the next round ask for the descriptors: those of their own rank, and of others whose shards this node
+holds.  Rules
+1.  The agent never maps or reads a buffer: `commit_memory.py` says what is in it, and who may restore it.
+2.  The kernel names the peer's pid.  Only workers of the current round are served; each writes its own rank only.
+3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
+4.  The numbers of buffers, connections and bytes in a request are bounded.
+5.  Buffers of ranks that now run elsewhere stay until the workers here say that a newer commit is complete.
+6.  If there is no socket, the job runs without this memory, and workers say so.
+"""
+
+import array
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ripstop.commit_memory import CommitId
+
+log = logging.getLogger("ripstop.workers")
+
+PATH_SUFFIX = "-state"  # of the path of the socket for reports; `train/agent_memory.py` has it too
+MAX_SOCKET_PATH_BYTES = 107  # in Linux
+MAX_REQUEST_BYTES = 4096
+MAX_NAMES = 16  # of States, for each rank
+MAX_NAME_CHARS = 64
+MAX_SLOTS = 16  # buffers of one State
+FIRST_COPY_SLOT = 8  # of commits that another node has sent; the lower ones are for this node's workers
+MAX_RANKS = 512  # whose buffers of one State a node can hold
+MAX_CONNECTIONS = 1024
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """A worker of the current round, and all ranks of its node."""
+
+    round: int
+    rank: int
+    world_size: int
+    local_ranks: range
+
+
+class StateMemory:
+    """The buffers, by rank, name and slot, until the agent ends; `identify` finds the worker with this pid."""
+
+    def __init__(self, reports_path: str, identify: Callable[[int], WorkerIdentity | None]) -> None:
+        self._path = Path(reports_path + PATH_SUFFIX) if reports_path else None
+        self._identify = identify
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._inode = 0
+        self._connections: set[socket.socket] = set()
+        self._buffers: dict[tuple[int, str], dict[int, int]] = {}  # (rank, name) → slot → descriptor
+        self._from_workers: set[tuple[int, str]] = set()  # those that workers of this node have made
+        self._copies: dict[tuple[int, str, int], CommitId] = {}  # by rank, name and slot: those from another node
+        self._held: dict[str, list[CommitId]] = {}  # by name: commits that workers must not overwrite
+        self._listeners: dict[socket.socket, str] = {}  # connections that learn of changes in `held`, and the name
+        self._drops: dict[str, tuple[int, range]] = {}  # by name: a round with a complete set lets others be freed
+        self.on_kept: Callable[[int, str, int, int], None] | None = None  # a worker's rank, name, slot, descriptor
+
+    def listen(self) -> None:
+        """Open the socket; called before every round, because a logout may remove its file."""
+        if self._path is None or (self._socket is not None and _inode(self._path) == self._inode):
+            return
+        self._stop_listening()
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            if len(os.fsencode(self._path)) > MAX_SOCKET_PATH_BYTES:
+                raise OSError(f"{self._path} is too long for a socket")
+            opened.bind(str(self._path))
+            opened.listen(128)
+        except OSError as error:
+            opened.close()
+            log.warning("train.State cannot use this node's memory: %s; set another TMPDIR", error)
+            self._path = None
+            return
+        self._socket, self._inode = opened, _inode(self._path)
+        self._loop.add_reader(opened, self._accept)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        with suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._socket.accept()
+            if len(self._connections) >= MAX_CONNECTIONS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
+                0
+            ]
+            self._connections.add(connection)
+            self._loop.add_reader(connection, self._serve, connection, pid)
+
+    def _serve(self, connection: socket.socket, pid: int) -> None:
+        try:
+            data, fds = _receive(connection)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._close(connection)
+            return
+        try:
+            reply, given = self._answer(connection, data, fds, self._identify(pid))
+        finally:
+            for fd in fds:  # those that are kept are duplicates
+                os.close(fd)
+        try:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))] if given else []
+            connection.sendmsg([json.dumps(reply).encode()], ancillary)
+        except OSError:  # it has ended, or does not read its replies
+            self._close(connection)
+
+    def _answer(
+        self, connection: socket.socket, data: bytes, fds: list[int], worker: WorkerIdentity | None
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The reply, and the descriptors to send with it."""
+        if worker is None:
+            return {"retry": "the sender is no worker of the current round"}, []
+        try:
+            request: Any = json.loads(data)
+        except (ValueError, RecursionError):
+            request = None
+        match request:
+            case {"get": str(name), "of": int(rank)}:
+                found = self._buffers.get((rank, name), {})
+                return {"slots": list(found)}, list(found.values())
+            case {"get": str(name)}:
+                return {"ranks": self._ranks(name)}, []
+            case {"identity": None}:
+                return {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}, []
+            case {"drop": str(name)} if self._held.get(name):
+                self._drops[name] = worker.round, worker.local_ranks  # later: they may be part of a complete set
+                return {}, []
+            case {"drop": str(name)}:
+                self._drop(name, worker.local_ranks)
+                return {}, []
+            case {"held": str(name)}:
+                self._listeners[connection] = name
+                return self._held_message(name), []
+            case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
+                why = self._keep(worker.rank, name, slot, fds)
+                return {"error": why} if why else {}, []
+        return {"error": "the request is invalid"}, []
+
+    def _ranks(self, name: str) -> list[int]:
+        """The ranks whose buffers of this State are held."""
+        return [rank for rank, held in self._buffers if held == name]
+
+    def _drop(self, name: str, local_ranks: range) -> None:
+        for rank in self._ranks(name):
+            if rank not in local_ranks and (rank, name) in self._from_workers:
+                self._from_workers.discard((rank, name))
+                for slot in list(self._buffers[rank, name]):
+                    if (rank, name, slot) not in self._copies:
+                        self._free(rank, name, slot)
+
+    def _free(self, rank: int, name: str, slot: int) -> None:
+        self._copies.pop((rank, name, slot), None)
+        fd = self._buffers[rank, name].pop(slot)
+        threading.Thread(target=os.close, args=(fd,), daemon=True).start()  # the kernel frees 5 to 10 GB in a second
+        if not self._buffers[rank, name]:
+            del self._buffers[rank, name]
+
+    def _keep(self, rank: int, name: str, slot: int, fds: list[int]) -> str:
+        """Keep the buffer in place of the slot's old one; why it is rejected, or ""."""
+        if len(fds) != 1 or not _is_sealed(fds[0]):
+            return "a buffer must be one memfd with a sealed size"
+        names = [held for held_rank, held in self._buffers if held_rank == rank]
+        if name not in names and len(names) >= MAX_NAMES:
+            return f"a worker may have {MAX_NAMES} States; this one has {', '.join(names)}"
+        if (rank, name) not in self._buffers and len(self._ranks(name)) >= MAX_RANKS:
+            return f"a node can hold the buffers of {MAX_RANKS} ranks"
+        try:
+            kept = os.dup(fds[0])
+        except OSError as error:
+            return f"the agent cannot keep another descriptor: {error.strerror}; raise its limit (ulimit -n)"
+        self._from_workers.add((rank, name))
+        self._put(rank, name, slot, kept)
+        if self.on_kept is not None:
+            self.on_kept(rank, name, slot, kept)
+        return ""
+
+    def _put(self, rank: int, name: str, slot: int, fd: int) -> None:
+        slots = self._buffers.setdefault((rank, name), {})
+        if slot in slots:
+            os.close(slots[slot])
+        slots[slot] = fd
+        self._copies.pop((rank, name, slot), None)
+
+    # copies of another node's buffers, and commits of this node of which another has copies ---------------------------
+
+    def buffers(self, ranks: range) -> list[tuple[int, str, int, int]]:
+        """The rank, name, slot and descriptor of these ranks' buffers."""
+        return [
+            (rank, name, slot, fd)
+            for (rank, name), slots in self._buffers.items()
+            if rank in ranks
+            for slot, fd in slots.items()
+        ]
+
+    def keep_copy(self, rank: int, name: str, id: CommitId, fd: int) -> bool:
+        """Keep another node's commit, which the caller gives away; False if there is no room for it."""
+        slots = self._buffers.get((rank, name), {})
+        same = [slot for slot in slots if self._copies.get((rank, name, slot)) == id]
+        free = [slot for slot in range(FIRST_COPY_SLOT, MAX_SLOTS) if slot not in slots]
+        if not (same or free) or (not slots and len(self._ranks(name)) >= MAX_RANKS):
+            os.close(fd)
+            return False
+        slot = (same or free)[0]
+        self._put(rank, name, slot, fd)
+        self._copies[rank, name, slot] = id
+        return True
+
+    def hold(self, name: str, ids: Iterable[CommitId], complete: CommitId | None) -> None:
+        """Workers must not overwrite these commits.  If one is `complete` on all nodes, older copies are freed."""
+        self._held[name] = list(ids)
+        message = json.dumps(self._held_message(name)).encode()
+        for connection in [each for each, state in self._listeners.items() if state == name]:
+            try:
+                connection.send(message)
+            except OSError:
+                self._close(connection)
+        if complete is None:
+            return
+        for key in [key for key, id in self._copies.items() if key[1] == name and id < complete]:
+            self._free(*key)
+        if name in self._drops and complete.round >= self._drops[name][0]:
+            self._drop(name, self._drops.pop(name)[1])
+
+    def held(self, name: str) -> list[CommitId]:
+        return self._held.get(name, [])
+
+    def _held_message(self, name: str) -> dict[str, Any]:
+        return {"held": [[id.round, id.number] for id in self._held.get(name, [])]}
+
+    def _close(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection)
+        self._connections.discard(connection)
+        self._listeners.pop(connection, None)
+        connection.close()
+
+    def _stop_listening(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Close and remove the socket, and free all buffers."""
+        if self._path is not None and self._socket is not None and _inode(self._path) == self._inode:
+            with suppress(OSError):
+                self._path.unlink()
+        self._stop_listening()
+        for connection in list(self._connections):
+            self._close(connection)
+        for slots in self._buffers.values():
+            for fd in slots.values():
+                os.close(fd)
+        self._buffers.clear()
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    data, ancillary, _, _ = connection.recvmsg(
+        MAX_REQUEST_BYTES + 1, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, value in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
+    return data, list(fds)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # not a memfd
+        return False
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,145 @@
+"""Nodes that are lost with their shards of a State: their partners have copies."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from ripstop.model.events import StateReplicated, kind
+from ripstop.protocol.secret import api_token
+from tests.e2e.harness import SCRIPTS, Agent, Job, WorkerEvent, wait_until
+
+SHARDS = SCRIPTS / "shards.py"
+NODES = 3
+SECRET = "secret"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, RIPSTOP_TOKEN=SECRET) as job:
+        yield job
+
+
+def start(job: Job, *flags: str, **env: str) -> Agent:
+    return job.node("--max-restarts=9", *flags, nnodes=str(NODES), script=SHARDS, env=env)
+
+
+def start_all(job: Job, *flags: str, **env: str) -> list[Agent]:
+    """The first one has the coordinator."""
+    first = start(job, *flags, **env)
+    first.wait_for_log("joined from")
+    return [first, *(start(job, *flags, **env) for _ in range(NODES - 1))]
+
+
+def copies(job: Job) -> dict[str, Any] | None:
+    """The complete set of the job's State."""
+    url = f"http://127.0.0.1:{job.port}/api/v1/status"
+    request = Request(url, headers={"Authorization": f"Bearer {api_token(SECRET, 'e2e')}"})
+    with urlopen(request, timeout=30) as reply:
+        found = json.load(reply)["replication"]
+    return found[0] if found and found[0]["commits"] is not None else None
+
+
+def wait_for_copies(job: Job, after: int = 0) -> int:
+    """The number of a complete set after this one."""
+
+    def find() -> int | None:
+        found = copies(job)
+        return found["number"] if found is not None and found["number"] > after else None
+
+    return wait_until(find, why=job.describe)
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def newest_step(job: Job) -> int:
+    return max(event["step"] for event in job.worker_events(event="step"))
+
+
+def restart_of_all(job: Job, round: int) -> list[WorkerEvent]:
+    """Where the workers of this round started, by rank; each checks that its own shard is that of the step."""
+    job.wait_for(event="start", count=round * NODES)
+    return sorted(job.worker_events(event="start")[(round - 1) * NODES :], key=lambda event: event["rank"])
+
+
+def replicators(agents: list[Agent]) -> list[int]:
+    """The pids of the agents' replicators."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and parent_of(int(entry.name)) in {agent.pid for agent in agents}:
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"ripstop.replication.process" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_lost_node_s_shard_comes_from_its_partner(job: Job) -> None:
+    agents = start_all(job)
+    copied = wait_for_copies(job)
+    agents[1].process.kill()
+    agents[1].wait()
+    lost_at = newest_step(job)
+    start(job)
+    starts = restart_of_all(job, 2)
+    steps = {event["step"] for event in starts}
+    assert len(steps) == 1, "a restore is of one commit on all ranks"
+    assert copied <= steps.pop() <= lost_at + 1
+    assert [event["source"] for event in starts].count("peer") == 1
+    assert wait_for_copies(job, after=lost_at) > lost_at, "the new round has copies, too"
+
+
+def test_copies_outlive_a_restart_of_the_workers(job: Job) -> None:
+    agents = start_all(job, PAUSE_S="0.1")
+    copied = wait_for_copies(job)
+    os.kill(job.worker_events(event="start")[-1]["pid"], signal.SIGKILL)
+    starts = restart_of_all(job, 2)
+    assert all(event["source"] == "memory" and event["step"] >= copied for event in starts)
+    agents[1].process.kill()  # before the second round has copies of its own
+    start(job)
+    starts = restart_of_all(job, 3)
+    assert len({event["step"] for event in starts}) == 1
+    assert starts[0]["step"] >= copied
+
+
+def test_a_killed_replicator_is_one_warning_and_comes_back(job: Job) -> None:
+    agents = start_all(job)
+    copied = wait_for_copies(job)
+    (pid,) = replicators(agents[1:2])
+    os.kill(pid, signal.SIGKILL)
+    agents[1].wait_for_log(r"W the replicator has ended \(signal 9\); training goes on")
+    later = wait_for_copies(job, after=max(copied, newest_step(job)))
+    assert len(job.worker_events(event="start")) == NODES, "no worker was restarted"
+    agents[1].process.kill()
+    agents[1].wait()
+    start(job)
+    assert restart_of_all(job, 2)[0]["step"] >= later
+
+
+def test_a_job_that_ends_leaves_no_replicator(job: Job) -> None:
+    agents = start_all(job, STEPS="80", PAUSE_S="0.05")
+    assert [agent.wait() for agent in agents] == [0, 0, 0], job.describe()
+    text = "".join(path.read_text() for path in job.logs.rglob("job-events.jsonl"))
+    assert text.count(kind(StateReplicated(1, "", 0, 0))) == 1, "the job had copies"
+
+
+def test_without_replication_the_loss_of_a_node_loses_the_state(job: Job) -> None:
+    agents = start_all(job, "--replicate=off")
+    job.steps(NODES)
+    assert replicators(agents) == []
+    agents[1].process.kill()
+    agents[1].wait()
+    start(job, "--replicate=off")
+    assert {event["step"] for event in restart_of_all(job, 2)} == {0}

@@ -1,0 +1,163 @@
+"""Restores when shards are on other nodes, or of another number of ranks."""
+
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ripstop import train
+from ripstop.train import replication
+from ripstop.train.rank_store import RankStore
+from tests.train.cluster import Cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path) as cluster:
+        yield cluster
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        logging.getLogger("ripstop.train").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def replicated(steps: int, own: bool = False, portion: int = 2_000_000) -> dict[str, Any]:
+    """Steps whose tensors are equal on all ranks; with `own`, one value is not."""
+    replication.PORTION_BYTES = portion
+    messages = Messages()
+    random.seed(rank())
+    weights = torch.full((300_000,), -1.0)
+    state = train.State(weights=weights, step=0, **({"best": rank()} if own else {}))
+    state.restore()
+    found = {"restored": state.step, "from": state.restored_from, "weight": float(state.weights[-1])}
+    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]))
+    draws = []
+    for _ in range(steps):
+        store.wait_for_all(f"collective {state.step}")
+        draws.append(random.random())
+        state.step += 1
+        state.weights.fill_(state.step)
+        if own:
+            state.best = rank()
+        state.commit()
+        if thread := state._comparison._thread:  # the digest is ready at the next commit
+            thread.join()
+    store.wait_for_all("end")
+    return {**found, "step": state.step, "draws": draws, "messages": messages.found}
+
+
+def column(results: list[Any], key: str) -> list[Any]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result[key] for result in results]
+
+
+def test_ranks_that_change_nodes_receive_their_own_shards(cluster: Cluster) -> None:
+    right = column(cluster.run(replicated, "cc", 8, True), "draws")
+    first = cluster.run(replicated, "ab", 5, True)
+    second = cluster.run(replicated, "ba", 3, True)
+    assert column(second, "restored") == [5, 5]
+    assert column(second, "from") == ["peer", "peer"]
+    draws = [[*a, *b] for a, b in zip(column(first, "draws"), column(second, "draws"), strict=True)]
+    assert draws == right
+
+
+def test_a_node_that_comes_back_empty_receives_replicated_state(cluster: Cluster) -> None:
+    cluster.run(replicated, "aab", 5)
+    cluster.lose("b")
+    found = cluster.run(replicated, "aab", 5)
+    assert column(found, "restored") == [5, 5, 5]
+    assert column(found, "weight") == [5.0, 5.0, 5.0]
+    assert column(found, "from") == ["memory", "memory", "peer"]
+    cluster.lose("a")
+    found = cluster.run(replicated, "ccb", 1)
+    assert column(found, "restored") == [10, 10, 10]
+    assert column(found, "from") == ["peer", "memory", "memory"]  # once to node c
+
+
+def test_replicated_state_continues_with_fewer_and_more_ranks(cluster: Cluster) -> None:
+    cluster.run(replicated, "ab", 4)
+    assert column(cluster.run(replicated, "b", 4), "restored") == [4]
+    assert column(cluster.run(replicated, "bac", 4), "restored") == [8, 8, 8]
+
+
+def test_ranks_that_differ_start_from_the_beginning_without_a_shard(cluster: Cluster) -> None:
+    cluster.run(replicated, "ab", 4, True)
+    cluster.lose("b")
+    found = cluster.run(replicated, "ab", 4, True)
+    assert column(found, "restored") == [0, 0]
+    problem = "commit 4 lacks the shards of ranks 1, and the state is not known to be equal on all ranks"
+    assert column(found, "messages") == [[f"state 'state' starts from the beginning: {problem}"], []]
+
+
+def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(cluster: Cluster) -> None:
+    cluster.run(replicated, "aa", 4, True)
+    found = cluster.run(replicated, "aaa", 4, True)
+    assert column(found, "restored") == [0, 0, 0]
+    assert "different values of best" in column(found, "messages")[0][0]
+
+
+@pytest.mark.parametrize(("steps", "restored"), [(4, 0), (6, 6)])
+def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps: int, restored: int) -> None:
+    cluster.run(replicated, "ab", steps, False, 400_000)  # 1.2 MB: portions of commits 1 to 3
+    cluster.lose("b")
+    assert column(cluster.run(replicated, "ab", 1), "restored") == [restored, restored]
+
+
+def test_what_was_equal_before_a_restore_stays_known_after_it(cluster: Cluster) -> None:
+    cluster.run(replicated, "ab", 4)
+    cluster.run(replicated, "ab", 1)
+    cluster.lose("a")
+    assert column(cluster.run(replicated, "ab", 1), "restored") == [5, 5]
+
+
+def test_shards_of_other_nodes_are_freed_after_newer_commits(cluster: Cluster) -> None:
+    cluster.run(replicated, "aa", 3)
+    cluster.run(replicated, "ab", 1)
+    assert {rank for rank, _ in cluster.nodes["a"].memory._buffers} == {0, 1}
+    cluster.run(replicated, "ab", 3)
+    assert {rank for rank, _ in cluster.nodes["a"].memory._buffers} == {0}
+
+
+def killed_giver(mode: str) -> Any:
+    """Rank 0 is killed when it has sent a part of its shard."""
+    from ripstop.train import transfer
+
+    if mode == "kill" and rank() == 0:
+        right = transfer._send
+
+        def send(connection: Any, buffer: Any, offset: int, size: int) -> None:
+            right(connection, buffer, offset, min(size, 500_000))
+            if size > 500_000:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        transfer._send = send
+    return replicated(4)
+
+
+def test_a_giver_that_is_killed_leaves_no_partial_restore(cluster: Cluster) -> None:
+    cluster.run(replicated, "ab", 4)
+    cluster.lose("b")
+    killed, failed = cluster.run(killed_giver, "ab", "kill")
+    assert killed == "killed"
+    assert isinstance(failed, RuntimeError)
+    assert "the shard of rank 0 does not arrive" in str(failed)
+    assert not cluster.nodes["b"].memory._buffers
+    assert column(cluster.run(killed_giver, "ab", ""), "restored") == [4, 4]
