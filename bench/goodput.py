@@ -1,0 +1,362 @@
+#!/usr/bin/env python3
+"""Useful training steps under one schedule of faults, launcher by launcher.
+
+    python bench/goodput.py --peers PEERS/bin [--seconds 300] [--json F]
+
+Two nodes (agents on this machine) with one worker each train one DDP model.  Every launcher gets the same seeded schedule:
+mostly workers are killed; once an agent is killed and started again after a second; once a node is lost (agent and
+worker) and back after five.  Agents are killed on the second node only: the first one hosts torchrun's rendezvous.
+
+Goodput is the work that was kept, in steps of two workers, against the rate of the same script without faults and without
+a launcher.  Losses, in % of the possible work:
+  down        no step was made
+  recomputed  steps that were made and lost, because the training went back to an earlier one
+  alone       one worker trained without the other
+  other       the rest: steps that took longer (saving, committing, restarting beside)
+
+A launcher that is not installed is named as such and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent / "goodput_scripts"
+AGENT_AWAY_S, NODE_AWAY_S = 1.0, 5.0
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float  # seconds after the first step
+    kind: str  # worker | agent | node
+    node: int
+
+
+def schedule(seed: int, seconds: float, mean: float) -> list[Fault]:
+    """Faults half to one and a half mean intervals apart; the last interval is free of them."""
+    rng = random.Random(seed)
+    times = []
+    at = rng.uniform(0.5, 1.5) * mean
+    while at < seconds - mean / 2:
+        times.append(at)
+        at += rng.uniform(0.5, 1.5) * mean
+    kinds = ["worker"] * len(times)
+    for place, kind in zip(rng.sample(range(len(times)), min(2, len(times))), ("node", "agent"), strict=False):
+        kinds[place] = kind
+    return [Fault(t, kind, rng.randrange(2) if kind == "worker" else 1) for t, kind in zip(times, kinds, strict=True)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Launcher:
+    """How a launcher starts one node.  `{port}` is the job's port, `{node}` the node's number."""
+
+    name: str
+    command: list[str]
+    script: str = "ddp.py"
+    env: dict[str, str] = field(default_factory=dict)
+    service: list[str] = field(default_factory=list)  # a process of the job besides the agents
+
+
+def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
+    """The launchers at their best documented settings; a string says why one is missing."""
+    c10d = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}"]
+    c10d += ["--rdzv-id=goodput", "--local-addr=127.0.0.1", "--max-restarts=1000"]
+    quick = ["--monitor-interval=0.1", "--rdzv-conf=last_call_timeout=1,join_timeout=60"]
+    heartbeats = [
+        "--ft-initial-rank-heartbeat-timeout=null",
+        "--ft-rank-heartbeat-timeout=null",
+    ]  # the script sends none
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    found: list[Launcher | str] = []
+
+    def peer(name: str, program: str, *arguments: str, **more: object) -> None:
+        if peers is None or not (peers / program).exists():
+            found.append(f"{name}: not installed: no {program} in {peers or '--peers'}; see requirements/peers.txt")
+        else:
+            found.append(Launcher(name, [str(peers / program), *arguments], **more))  # type: ignore[arg-type]
+
+    peer("torchrun", "torchrun", *c10d, *quick, env=own_store)
+    peer("ft_launcher", "ft_launcher", *c10d, *quick, *heartbeats, "--ft-restart-policy=min-healthy", env=own_store)
+    if peers is not None and (peers / "torchft_lighthouse").exists():
+        lighthouse = [str(peers / "torchft_lighthouse"), "--min_replicas=1", "--quorum_tick_ms=50"]
+        lighthouse += ["--join_timeout_ms=1000", "--heartbeat_timeout_ms=1000", "--bind=127.0.0.1:{port}"]
+        own = ["--nnodes=1", "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1"]
+        own += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        env = {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:{port}", "REPLICA_GROUP_ID": "{node}", "NUM_REPLICA_GROUPS": "2"}
+        peer("torchft", "torchrun", *own, script="torchft_ddp.py", env=env, service=lighthouse)
+    else:
+        peer("torchft", "torchft_lighthouse")
+    run = [ripstop, "run", *c10d]
+    return [*found, Launcher("ripstop", run), Launcher("ripstop State", run, "state.py")]
+
+
+class Job:
+    """The processes of one job.  Each carries the job's token and its node in its environment, so that the job can end
+    exactly its own."""
+
+    def __init__(self, launcher: Launcher, directory: Path) -> None:
+        self.launcher, self.directory = launcher, directory
+        self.token = f"goodput-{os.getpid()}-{random.randrange(10**9)}"
+        self.values = {"port": str(free_port())}
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        if launcher.service:
+            self.agents[-1] = self._start(launcher.service, -1)
+
+    def _start(self, command: Iterable[str], node: int) -> subprocess.Popen[bytes]:
+        def fill(text: str) -> str:
+            for name, value in {**self.values, "node": str(node)}.items():
+                text = text.replace("{" + name + "}", value)
+            return text
+
+        (self.directory / "tmp").mkdir(exist_ok=True)
+        own = {
+            "GOODPUT_DIR": str(self.directory),
+            "GOODPUT_NODE": str(node),
+            "GOODPUT_TOKEN": f"{self.token}:{node}",
+            "TMPDIR": str(self.directory / "tmp"),
+            "XDG_RUNTIME_DIR": str(self.directory / "tmp"),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        with open(self.directory / f"node{node}.out", "ab") as out:
+            return subprocess.Popen(
+                [fill(word) for word in command],
+                env={**os.environ, **own, **{name: fill(value) for name, value in self.launcher.env.items()}},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start(self, node: int) -> None:
+        self.agents[node] = self._start([*self.launcher.command, str(SCRIPTS / self.launcher.script)], node)
+
+    def processes(self, node: int) -> list[int]:
+        token = f"GOODPUT_TOKEN={self.token}:{node}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and token in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                pass
+        return found
+
+    def kill_node(self, node: int) -> None:
+        kill(self.agents[node].pid)
+        while left := self.processes(node):
+            for pid in left:
+                kill(pid)
+            try:
+                self.agents[node].wait(0.01)
+            except subprocess.TimeoutExpired:
+                pass
+        self.agents[node].wait()
+
+    def stop(self) -> None:
+        for node in list(self.agents):
+            self.kill_node(node)
+
+    def events(self) -> list[dict]:
+        events = []
+        for file in self.directory.glob("*.jsonl"):
+            for line in file.read_text().splitlines():
+                try:
+                    events.append(json.loads(line))
+                except ValueError:
+                    pass  # cut by a kill
+        return sorted(events, key=lambda event: event["t"])
+
+    def worker(self, node: int) -> int | None:
+        """The pid of the node's worker, if it is alive."""
+        started = [event for event in self.events() if event["event"] == "start" and event["node"] == node]
+        if started and started[-1]["pid"] in self.processes(node):
+            return int(started[-1]["pid"])
+        return None
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def wait_for_step(job: Job, world: int) -> float:
+    end = time.time() + START_TIMEOUT_S
+    while time.time() < end:
+        for event in job.events():
+            if event["event"] == "step" and event["world"] == world:
+                return float(event["t"])
+        time.sleep(0.1)
+    raise TimeoutError(f"no step of {world} workers after {START_TIMEOUT_S:.0f} s")
+
+
+def inject(job: Job, faults: list[Fault], began: float, seconds: float) -> list[dict]:
+    """Carries out the schedule, and says what each fault met."""
+    actions: list[tuple[float, str, int]] = [(fault.at, fault.kind, fault.node) for fault in faults]
+    done = []
+    while actions:
+        actions.sort()
+        at, kind, node = actions.pop(0)
+        if at >= seconds:
+            break
+        time.sleep(max(0.0, began + at - time.time()))
+        met = True
+        if kind == "worker":
+            pid = job.worker(node)
+            met = pid is not None
+            if pid is not None:
+                kill(pid)
+        elif kind == "agent":
+            kill(job.agents[node].pid)
+            actions.append((at + AGENT_AWAY_S, "back", node))
+        elif kind == "node":
+            job.kill_node(node)
+            actions.append((at + NODE_AWAY_S, "back", node))
+        else:  # its supervisor removes what the agent left behind, as the end of a container does, and starts it again
+            job.kill_node(node)
+            job.start(node)
+        if kind != "back":
+            done.append({"at": round(at, 1), "kind": kind, "node": node, "met": met})
+    time.sleep(max(0.0, began + seconds - time.time()))
+    return done
+
+
+def account(events: list[dict], began: float, seconds: float, rate: float, faults: list[dict]) -> dict:
+    """Kept steps and losses of the time from `began` on."""
+    steps = [e for e in events if e["event"] == "step" and began < e["t"] <= began + seconds]
+    kept: dict[int, float] = {}  # step -> its part of the work of two workers
+    last: dict[str, int] = {}
+    recomputed = down = 0.0
+    slow = 3 / rate  # a longer gap between two steps is down time
+    before = began
+    gaps = []
+    for event in steps:
+        step, writer = event["step"], event["writer"]
+        if step <= last.get(writer, -1):  # the training went back
+            recomputed += sum(kept.pop(lost) for lost in [s for s in kept if s >= step])
+        last[writer] = step
+        kept.setdefault(step, event["world"] / 2)
+        if event["t"] - before > slow:
+            gaps.append((before - began, event["t"] - before))
+        before = event["t"]
+    if began + seconds - before > slow:
+        gaps.append((before - began, began + seconds - before))
+    down = sum(gap for _, gap in gaps)
+    possible = rate * seconds
+    for fault, following in zip(faults, [*(f["at"] for f in faults[1:]), seconds], strict=True):
+        fault["down_s"] = round(sum(gap for at, gap in gaps if fault["at"] - 0.2 <= at < following - 0.2), 2)
+    useful = sum(kept.values())
+    lost = {
+        "down": down * rate / possible,
+        "recomputed": recomputed / possible,
+        "alone": sum(1 - part for part in kept.values()) / possible,
+    }
+    return {
+        "goodput": useful / possible,
+        "useful_steps": useful,
+        "lost": {**lost, "other": 1 - useful / possible - sum(lost.values())},
+        "faults": faults,
+    }
+
+
+def measure(launcher: Launcher, faults: list[Fault], seconds: float, rate: float) -> dict:
+    directory = Path(tempfile.mkdtemp(prefix="goodput-"))
+    job = Job(launcher, directory)
+    try:
+        for node in range(2):
+            job.start(node)
+        began = wait_for_step(job, world=2)
+        done = inject(job, faults, began, seconds)
+        events = job.events()
+        return account(events, began, seconds, rate, done)
+    except (TimeoutError, OSError) as e:
+        tail = "".join((directory / f"node{node}.out").read_text(errors="replace")[-1500:] for node in range(2))
+        return {"error": f"{type(e).__name__}: {e}", "output": tail}
+    finally:
+        job.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def fault_free_rate(python: str, seconds: float) -> float:
+    """Steps per second of ddp.py with two workers, started without a launcher."""
+    directory = Path(tempfile.mkdtemp(prefix="goodput-"))
+    env = {"WORLD_SIZE": "2", "RANK": "{node}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}
+    job = Job(Launcher("none", [python], env=env), directory)
+    try:
+        for node in range(2):
+            job.start(node)
+        began = wait_for_step(job, world=2)
+        time.sleep(seconds + 1)
+        steps = [e for e in job.events() if e["event"] == "step" and began < e["t"] <= began + seconds]
+        return len(steps) / seconds
+    finally:
+        job.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, help="the bin directory of the peers' virtual environment")
+    parser.add_argument("--ripstop", default=str(Path(sys.executable).parent / "ripstop"))
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--mean", type=float, default=20.0, help="mean time between faults, in seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="names of launchers, with commas between")
+    parser.add_argument("--json", type=Path)
+    a = parser.parse_args()
+    faults = schedule(a.seed, a.seconds, a.mean)
+    print("faults: " + ", ".join(f"{f.at:.0f} s {f.kind} {f.node}" for f in faults))
+    rate = fault_free_rate(sys.executable, min(a.seconds, 30.0))
+    print(f"fault-free: {rate:.1f} steps/s\n")
+    print(
+        f"{'launcher':15}{'goodput':>9}{'down':>9}{'recomputed':>12}{'alone':>9}{'other':>9}   down time after each fault, s"
+    )
+    results: dict[str, object] = {}
+    for launcher in launchers(a.peers, a.ripstop):
+        if isinstance(launcher, str):
+            name, why = launcher.split(": ", 1)
+            results[name] = {"error": why}
+            print(launcher, flush=True)
+            continue
+        if a.only and launcher.name not in a.only.split(","):
+            continue
+        result = results[launcher.name] = measure(launcher, faults, a.seconds, rate)
+        if "error" in result:
+            print(f"{launcher.name}: {result['error']}\n{result['output']}", flush=True)
+            continue
+        lost = "".join(
+            f"{100 * result['lost'][k]:{w}.1f} %"
+            for k, w in zip(("down", "recomputed", "alone", "other"), (7, 10, 7, 7), strict=True)
+        )
+        downs = " ".join(f"{f['kind'][0]}{f['down_s'] if f['met'] else '-'}" for f in result["faults"])
+        print(f"{launcher.name:15}{100 * result['goodput']:7.1f} %{lost}   {downs}", flush=True)
+    if a.json:
+        figures = {"seconds": a.seconds, "seed": a.seed, "fault_free_steps_per_s": rate}
+        a.json.write_text(
+            json.dumps({**figures, "faults": [asdict(f) for f in faults], "results": results}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
