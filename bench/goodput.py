@@ -3,12 +3,13 @@
 
     python bench/goodput.py --peers PEERS/bin [--seconds 300] [--json F]
 
-Two nodes (agents on this machine) with one worker each train one DDP model.  Every launcher gets the same seeded schedule:
-mostly workers are killed; once an agent is killed and started again after a second; once a node is lost (agent and
-worker) and back after five.  Agents are killed on the second node only: the first one hosts torchrun's rendezvous.
+Two nodes (agents on this machine) with one worker each train one DDP model.  Every launcher gets the same seeded
+schedule: mostly workers are killed; once an agent is killed and started again after a second; once a node is lost
+(agent and worker) and back after five.  Agents are killed on the second node only: the first one hosts torchrun's
+rendezvous.
 
-Goodput is the work that was kept, in steps of two workers, against the rate of the same script without faults and without
-a launcher.  Losses, in % of the possible work:
+Goodput is the work that was kept, in steps of two workers, against the rate of the same script without faults and
+without a launcher.  Losses, in % of the possible work:
   down        no step was made
   recomputed  steps that were made and lost, because the training went back to an earlier one
   alone       one worker trained without the other
@@ -37,6 +38,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent / "goodput_scripts"
 AGENT_AWAY_S, NODE_AWAY_S = 1.0, 5.0
 START_TIMEOUT_S = 120.0
+LOSSES = ("down", "recomputed", "alone", "other")
 
 
 @dataclass(frozen=True)
@@ -329,9 +331,7 @@ def main() -> None:
     print("faults: " + ", ".join(f"{f.at:.0f} s {f.kind} {f.node}" for f in faults))
     rate = fault_free_rate(sys.executable, min(a.seconds, 30.0))
     print(f"fault-free: {rate:.1f} steps/s\n")
-    print(
-        f"{'launcher':15}{'goodput':>9}{'down':>9}{'recomputed':>12}{'alone':>9}{'other':>9}   down time after each fault, s"
-    )
+    print(f"{'launcher':15}{'goodput':>9}" + "".join(f"{loss:>12}" for loss in LOSSES) + "   down after each fault, s")
     results: dict[str, object] = {}
     for launcher in launchers(a.peers, a.ripstop):
         if isinstance(launcher, str):
@@ -345,10 +345,7 @@ def main() -> None:
         if "error" in result:
             print(f"{launcher.name}: {result['error']}\n{result['output']}", flush=True)
             continue
-        lost = "".join(
-            f"{100 * result['lost'][k]:{w}.1f} %"
-            for k, w in zip(("down", "recomputed", "alone", "other"), (7, 10, 7, 7), strict=True)
-        )
+        lost = "".join(f"{100 * result['lost'][loss]:10.1f} %" for loss in LOSSES)
         downs = " ".join(f"{f['kind'][0]}{f['down_s'] if f['met'] else '-'}" for f in result["faults"])
         print(f"{launcher.name:15}{100 * result['goodput']:7.1f} %{lost}   {downs}", flush=True)
     if a.json:
