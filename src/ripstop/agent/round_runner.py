@@ -44,6 +44,7 @@ from ripstop.workers.environment import worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
 from ripstop.workers.spawner import ProcessSpec, Starter
+from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class RoundRunner:
 
             self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
         self._reports = Reports(environ, self._on_worker_report)
+        self._state_memory = StateMemory(self._reports.path, self._identify_worker)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
         self._port_retry: asyncio.TimerHandle | None = None
@@ -127,6 +129,7 @@ class RoundRunner:
                 await self._round.group.stop(0.0)
         if self._round is not None and self._round.monitor is not None:
             self._round.monitor.close()
+        self._state_memory.close()
         self._reports.close()
         if self._port_retry is not None:
             self._port_retry.cancel()
@@ -184,6 +187,7 @@ class RoundRunner:
                 self._store.serve(self._spawner, self._environ, self._children)
             if self._config.hang_timeout:
                 round.recorder_sockets = self._reports.renew_recorder_sockets(place.round, place.slots)
+            self._state_memory.listen()
             specs = [self._process_spec(round, rank) for rank in range(place.slots)]
             round.group = Group(self._children, self._spawner, specs, lambda exit: self._on_exit(round, exit))
             await round.group.start()
@@ -260,6 +264,13 @@ class RoundRunner:
             rank = round.group.rank_of(pid)
             if rank is not None:
                 round.monitor.on_report(rank, report)
+
+    def _identify_worker(self, pid: int) -> WorkerIdentity | None:
+        round = self._round
+        rank = round.group.rank_of(pid) if round is not None and round.group is not None else None
+        if round is None or rank is None:
+            return None
+        return WorkerIdentity(round.place.round, round.place.first_rank + rank, round.place.world_size)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank

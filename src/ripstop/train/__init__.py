@@ -1,29 +1,33 @@
-"""For training scripts: progress reports to the launcher, and data that is seen exactly once.
+"""For training scripts: state that outlives a worker, data seen exactly once, and progress reports.
 
 from ripstop import train
 
-for step, batch in enumerate(batches):
+state = train.State(model=model, optimizer=optimizer, sampler=sampler, step=0)
+state.restore()
+for batch in sampler.batches(loader):
     ...
-    train.heartbeat(step)
+    state.step += 1
+    state.commit()
+    train.heartbeat(state.step)
 
-Reports need no torch and do nothing outside a ripstop job.  The rest imports torch when it is first used.
+Reports need no torch.  Nothing here needs a ripstop job: without one, nothing is reported or kept.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ripstop.train.reports import checkpoint_saved, heartbeat
 
 if TYPE_CHECKING:
     from ripstop.train.data import Sampler, Stream
+    from ripstop.train.state import State
 
-__all__ = ["Sampler", "Stream", "checkpoint_saved", "heartbeat"]
+__all__ = ["Sampler", "State", "Stream", "checkpoint_saved", "heartbeat"]
 
-_MODULES = {"Sampler": "data", "Stream": "data"}  # imported with their first use, because they import torch
+_MODULES = {"Sampler": "data", "State": "state", "Stream": "data"}  # imported when they are first used: they need torch
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

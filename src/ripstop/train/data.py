@@ -179,7 +179,7 @@ class _Marked:
     def pin_memory(self) -> "_Marked":
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return _Marked(pin_memory(self.batch), self.position)  # type: ignore[no-untyped-call]
+        return _Marked(pin_memory(self.batch), self.position)
 
 
 class Stream(_Loop, IterableDataset[_Marked]):

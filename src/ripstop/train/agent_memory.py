@@ -1,0 +1,87 @@
+"""A worker's connection to the memory that its agent keeps (`workers/state_memory.py` is the other end)."""
+
+import array
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ripstop.train.reports import SOCKET_VARIABLE
+
+PATH_SUFFIX = "-state"  # of the path of the socket for reports
+REPLY_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 5.0  # a worker may run before its agent has recorded its pid
+RETRY_S = 0.01
+MAX_REPLY_BYTES = 4096
+MAX_SLOTS = 8
+
+
+class AgentError(Exception):
+    """The agent rejects a request, or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the agent keeps for this worker's rank: descriptors by slot, now owned by the caller."""
+
+    round: int
+    rank: int
+    world_size: int
+    descriptors: dict[int, int]
+
+
+class AgentMemory:
+    """One connection; AgentError if there is none."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(REPLY_TIMEOUT_S)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise AgentError(f"{path}: {error.strerror}") from error
+
+    def get(self, name: str) -> Kept:
+        reply, fds = self._ask({"get": name}, [])
+        return Kept(reply["round"], reply["rank"], reply["world_size"], dict(zip(reply["slots"], fds, strict=True)))
+
+    def keep(self, name: str, slot: int, descriptor: int) -> None:
+        """Let the agent keep this buffer instead of the slot's old one."""
+        self._ask({"keep": name, "slot": slot}, [descriptor])
+
+    def _ask(self, request: dict[str, object], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                reply, received = self._exchange(json.dumps(request).encode(), fds)
+            except (OSError, ValueError) as error:
+                raise AgentError(f"the agent does not answer: {error}") from error
+            if "retry" not in reply:
+                break
+            if time.monotonic() > give_up_at:
+                raise AgentError(reply["retry"])
+            time.sleep(RETRY_S)
+        if "error" in reply:
+            raise AgentError(reply["error"])
+        return reply, received
+
+    def _exchange(self, request: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._socket.sendmsg([request], ancillary)
+        data, ancillary_data, _, _ = self._socket.recvmsg(
+            MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
+        )
+        received = array.array("i")
+        for level, kind, value in ancillary_data:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received.frombytes(value[: len(value) - len(value) % received.itemsize])
+        return json.loads(data), list(received)
+
+
+def connect() -> AgentMemory | None:
+    """None outside a ripstop job."""
+    path = os.environ.get(SOCKET_VARIABLE)
+    return AgentMemory(path + PATH_SUFFIX) if path else None

@@ -1,0 +1,208 @@
+"""What is in a State: from live objects to tensors and a pickle, and back.
+
+The pickle has everything but the bytes of tensors; in it, a tensor is the number of its entry in the layout.  Tensors
+that share memory, such as tied weights, are stored once.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ripstop.train.commit_buffer import CONTENT_OFFSET, CommitBuffer
+
+ALIGNMENT_BYTES = 64
+PICKLE_ROOM = 2  # times its size, so that a growing one does not need a new buffer soon
+_SUPPORTED = (torch.Tensor, torch.nn.Parameter)
+
+
+class Unsupported(TypeError):
+    """A value that cannot be part of a State."""
+
+
+class Entry(NamedTuple):
+    """One tensor in a buffer.  `is_current`: it was on the GPU that its process used by default."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    is_current: bool
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Component(NamedTuple):
+    """One value of a State: its pickle, and the numbers of its tensors in the order in which the pickle has them."""
+
+    pickle: bytes
+    numbers: list[int]
+
+
+class Snapshot(NamedTuple):
+    """A State at one moment.  The tensors are the live ones, to be copied into a buffer."""
+
+    tensors: list[torch.Tensor]
+    layout: list[Entry]
+    pickle: bytes
+
+    @property
+    def pickle_offset(self) -> int:
+        return _aligned(self.layout[-1].offset + self.layout[-1].size) if self.layout else CONTENT_OFFSET
+
+    @property
+    def room(self) -> int:
+        """The size of a new buffer for it."""
+        return self.pickle_offset + PICKLE_ROOM * len(self.pickle)
+
+    def fits(self, buffer: CommitBuffer) -> bool:
+        return self.pickle_offset + len(self.pickle) <= buffer.size
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class _Layout:
+    """Collects tensors, each memory once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.entries: list[Entry] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._offset = CONTENT_OFFSET
+
+    def number(self, tensor: torch.Tensor) -> int:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in self._numbers:
+            return self._numbers[key]
+        device = tensor.device
+        is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
+        entry = Entry(self._offset, tensor.dtype, tuple(tensor.shape), str(device), is_current)
+        self._offset = _aligned(self._offset + entry.size)
+        self._numbers[key] = len(self.entries)
+        self.tensors.append(tensor.detach())
+        self.entries.append(entry)
+        return len(self.entries) - 1
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, layout: _Layout) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._layout = layout
+        self.numbers: dict[int, None] = {}  # an ordered set
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if type(value) not in _SUPPORTED or value.layout != torch.strided or value.is_quantized:
+            raise Unsupported(f"tensors of type {type(value).__name__} ({value.layout}) are not supported")
+        number = self._layout.number(value)
+        self.numbers[number] = None
+        return number
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensor: Callable[[int], torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor = tensor
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensor(number)
+
+
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def snapshot(values: Mapping[str, Any]) -> Snapshot:
+    """The content of these values: their `state_dict`, or the values themselves.  Unsupported names the value."""
+    layout = _Layout()
+    components = {name: _component(name, value, layout) for name, value in values.items()}
+    data = pickle.dumps((layout.entries, components), pickle.HIGHEST_PROTOCOL)
+    return Snapshot(layout.tensors, layout.entries, data)
+
+
+def _component(name: str, value: Any, layout: _Layout) -> Component:
+    file = io.BytesIO()
+    pickler = _Pickler(file, layout)
+    try:
+        pickler.dump(value.state_dict() if is_stateful(value) else value)
+    except (Unsupported, pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise Unsupported(
+            f"State({name}=…) needs an object with state_dict() and load_state_dict(), or a value that pickle takes; "
+            f"{type(value).__name__}: {error}"
+        ) from error
+    return Component(file.getvalue(), list(pickler.numbers))
+
+
+class Stored:
+    """The content of a buffer."""
+
+    def __init__(self, buffer: CommitBuffer, data: bytes) -> None:
+        self._buffer = buffer
+        self._entries: list[Entry]
+        self._components: dict[str, Component]
+        self._entries, self._components = pickle.loads(data)
+        self._made: dict[int, torch.Tensor] = {}  # tensors outside the buffer, which components may share
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._components)
+
+    def load(self, name: str, live: Any) -> Any:
+        """Give a live value its stored content.  Return the value to use from now on: a new one for plain values.
+
+        No live object keeps a tensor in the buffer, which later commits overwrite.  A module copies into its own
+        tensors.  Others, such as optimizers, keep the tensors that they are given: these are their own, or new ones.
+        """
+        data, numbers = self._components[name]
+        if isinstance(live, torch.nn.Module):
+            self._load_module(live, _Unpickler(data, self._in_buffer).load())
+            return live
+        own = _Layout()
+        _component(name, live, own)
+        if _can_reuse(own, [self._entries[number] for number in numbers]):
+            for number, tensor in zip(numbers, own.tensors, strict=True):
+                if number not in self._made:
+                    self._made[number] = tensor.copy_(self._in_buffer(number))
+        stored = _Unpickler(data, self._outside).load()
+        if is_stateful(live):
+            live.load_state_dict(stored)
+            return live
+        return stored
+
+    def _load_module(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
+        for key in stored:
+            if key.endswith("_extra_state"):  # which the module may keep as it is
+                stored[key] = copy.deepcopy(stored[key])
+        module.load_state_dict(stored)
+        for tensor in (*module.parameters(), *module.buffers()):  # a module may override load_state_dict and assign
+            if self._buffer.contains(tensor):
+                tensor.data = tensor.data.clone()
+
+    def _in_buffer(self, number: int) -> torch.Tensor:
+        entry = self._entries[number]
+        return self._buffer.tensor(entry.offset, entry.dtype, entry.shape)
+
+    def _outside(self, number: int) -> torch.Tensor:
+        if number not in self._made:
+            entry = self._entries[number]
+            device = torch.device("cuda", torch.cuda.current_device()) if entry.is_current else entry.device
+            self._made[number] = torch.empty(entry.shape, dtype=entry.dtype, device=device).copy_(
+                self._in_buffer(number)
+            )
+        return self._made[number]
+
+
+def _can_reuse(own: _Layout, stored: list[Entry]) -> bool:
+    """Whether the live tensors can take the stored ones; keys do not matter, because the pickle says what is where."""
+    if [entry[1:3] for entry in own.entries] != [entry[1:3] for entry in stored]:
+        return False
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.tensors if tensor.numel()}
+    return len(memory) == sum(tensor.numel() > 0 for tensor in own.tensors)  # none overlaps another

@@ -1,0 +1,60 @@
+"""How the ranks of a round exchange small values: through the round's store, before or after `init_process_group`."""
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT = timedelta(minutes=10)  # for the slowest rank to arrive
+
+
+class RankStore:
+    """Values of one State in one round.  A job of one rank needs no store."""
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._store: Any = None
+
+    def decide(self, topic: str, own: Any, decide: Any) -> Any:
+        """Every rank gives a value; rank 0 decides from all of them, in the order of ranks; all return its decision."""
+        if self._world_size == 1:
+            return decide([own])
+        if self._rank > 0:
+            self._set(f"{topic}/{self._rank}", own)
+            return self.get(topic)
+        others = [self.get(f"{topic}/{rank}") for rank in range(1, self._world_size)]
+        decision = decide([own, *others])
+        self._set(topic, decision)
+        return decision
+
+    def publish(self, topic: str, value: Any) -> None:
+        if self._world_size > 1:
+            self._set(topic, value)
+
+    def get(self, topic: str) -> Any:
+        """Wait for a value."""
+        try:
+            return json.loads(self._connected().get(self._key(topic)))
+        except RuntimeError as error:  # torch's DistStoreError and others
+            raise RuntimeError(
+                f"train.State needs every rank of the round: {topic} did not arrive at rank {self._rank} ({error}); "
+                "call restore() and commit() on all ranks, after the same steps"
+            ) from error
+
+    def _set(self, topic: str, value: Any) -> None:
+        self._connected().set(self._key(topic), json.dumps(value))
+
+    def _key(self, topic: str) -> str:
+        return f"ripstop/{self._name}/{topic}"
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            from torch import distributed
+
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = distributed.TCPStore(  # type: ignore[attr-defined]
+                *address, is_master=False, timeout=TIMEOUT, wait_for_workers=False
+            )
+        return self._store

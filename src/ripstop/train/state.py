@@ -1,0 +1,273 @@
+"""`train.State`: training state that outlives the worker.
+
+A commit copies the state into memory that the agent keeps; after a fault, `restore` gives the new workers the newest
+commit that all ranks have.  Rules
+1.  Every rank calls `restore` once before its first `commit`, and `commit` after the same steps.  A collective lies
+    between two commits, as in every data-parallel step (`agreement.py` says what this is needed for).
+2.  A commit never overwrites the only one that all ranks have.
+3.  Without an agent, or without memory for buffers, training goes on and the log says once what is missing.
+"""
+
+import logging
+import os
+import random
+import sys
+import time
+import weakref
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ripstop.train import content, intervals
+from ripstop.train.agent_memory import AgentError, AgentMemory, connect
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree
+from ripstop.train.commit_buffer import CommitBuffer, CommitId, Corrupted, Header, NotEnoughMemory
+from ripstop.train.rank_store import RankStore
+
+log = logging.getLogger("ripstop.train")
+
+_RANDOM = "random states"  # a component of every commit; not a valid name of a user's
+_names: "weakref.WeakValueDictionary[str, State]" = weakref.WeakValueDictionary()
+
+
+class State:
+    """The values by name are the state: objects with `state_dict` and `load_state_dict`, or plain values.
+
+    They are attributes too: `state.step += 1`.  Random states (Python, NumPy, torch, CUDA) are part of every commit.
+    `name` tells several States of one script apart.
+    """
+
+    def __init__(self, name: str = "state", /, **values: Any) -> None:
+        for key in values:
+            if key.startswith("_") or hasattr(State, key):
+                raise ValueError(f"State({key}=…): this name is used by State itself; choose another")
+        if not name or len(name) > 64:
+            raise ValueError(f"State({name!r}): a name has 1 to 64 characters")
+        if name in _names:
+            raise ValueError(
+                f"State({name!r}): this process has a State of this name; give each its own: State('ema', …)"
+            )
+        self._values: dict[str, Any]
+        object.__setattr__(self, "_values", values)
+        self._name = name
+        self._number = 0  # of the newest commit
+        self._restored_from: str | None = None
+        self._memory: AgentMemory | None = None
+        self._store: RankStore | None = None
+        self._round = self._rank = 0
+        self._world_size = 1
+        self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
+        self._buffers: dict[int, CommitBuffer] = {}  # by slot
+        self._slots: list[int] = []  # the next one to overwrite first
+        self._restores = 0
+        self._calls = 0  # of commit, since the restore
+        self._next_call: int | None = 1  # that commits; None: to be read from rank 0
+        self._last_commit = (0, 0.0)  # call and time
+        content.snapshot(values)  # raises if a value cannot be stored
+        _names[name] = self
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self.__dict__["_values"][key]
+        except KeyError:
+            raise AttributeError(f"this State has no {key!r}; it has {', '.join(self.__dict__['_values'])}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key.startswith("_"):
+            object.__setattr__(self, key, value)
+        elif key in self._values:
+            self._values[key] = value
+        else:
+            raise AttributeError(f"state.{key} is not part of this State; name it when you make it: State({key}=…)")
+
+    @property
+    def commits(self) -> int:
+        """The number of the newest commit, counted from the job's start."""
+        return self._number
+
+    @property
+    def restored_from(self) -> str | None:
+        """Where the last `restore` found its commit: "memory", or None if there was none."""
+        return self._restored_from
+
+    # restore ----------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> bool:
+        """Load the newest commit that all ranks have; False, and nothing is changed, if there is none.
+
+        Every rank calls it, before the first `commit`.
+        """
+        self._restores += 1
+        self._restored_from = None
+        self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
+        if not self._connect():
+            return False
+        assert self._store is not None
+        headers = {slot: header for slot, buffer in self._buffers.items() if (header := self._header(slot, buffer))}
+        own = [[header.id.round, header.id.number, header.world_size] for header in headers.values()]
+        agreed = self._store.decide(f"restore {self._restores}", own, _decide)
+        chosen = CommitId(*agreed["commit"]) if agreed["commit"] else None
+        slot = next((slot for slot, header in headers.items() if header.id == chosen), None)
+        self._slots = [*(other for other in self._buffers if other != slot), *([] if slot is None else [slot])]
+        if slot is None:
+            if agreed["problem"]:
+                log.warning("state %r starts from the beginning: %s", self._name, agreed["problem"])
+            return False
+        self._load(self._buffers[slot], headers[slot])
+        self._number = headers[slot].id.number
+        self._restored_from = "memory"
+        return True
+
+    def _connect(self) -> bool:
+        """Whether this is a worker of a ripstop job with memory for state."""
+        if self._memory is not None:
+            return True
+        try:
+            self._memory = connect()
+            if self._memory is None:
+                log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
+                return False
+            kept = self._memory.get(self._name)
+        except AgentError as error:
+            log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
+            self._memory = None
+            return False
+        self._round, self._rank, self._world_size = kept.round, kept.rank, kept.world_size
+        self._buffers = {slot: CommitBuffer.adopt(fd) for slot, fd in kept.descriptors.items()}
+        self._store = RankStore(self._name, self._rank, self._world_size)
+        return True
+
+    def _header(self, slot: int, buffer: CommitBuffer) -> Header | None:
+        header = buffer.header(self._run)
+        if header is None or header.rank != self._rank:
+            return None
+        try:
+            buffer.read_pickle(header)
+        except Corrupted as error:
+            log.warning("state %r ignores buffer %d: %s", self._name, slot, error)
+            return None
+        return header
+
+    def _load(self, buffer: CommitBuffer, header: Header) -> None:
+        stored = content.Stored(buffer, buffer.read_pickle(header))
+        if set(stored.names) != {*self._values, _RANDOM}:
+            there = ", ".join(name for name in stored.names if name != _RANDOM)
+            raise ValueError(
+                f"state {self._name!r} has {', '.join(self._values)}, its commit has {there}; "
+                "start a new job, or make the State with the same values"
+            )
+        with torch.no_grad():
+            for name, live in self._values.items():
+                try:
+                    self._values[name] = stored.load(name, live)
+                except Exception as error:
+                    raise RuntimeError(
+                        f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
+                        f"start a new job: {error}"
+                    ) from error
+        _set_random_states(stored.load(_RANDOM, {}))
+
+    # commit -----------------------------------------------------------------------------------------------------------
+
+    def commit(self, every: int | str | None = None) -> bool:
+        """Keep the state as it is now.  Every rank calls it, after the same steps, with a collective between two calls.
+
+        `every` skips calls: a number of steps, or a time such as "30s".  Returns whether this call committed.
+        """
+        if not self._restores:
+            raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
+        self._calls += 1
+        if every is not None and not self._is_due(every):
+            return False
+        if self._memory is None:
+            return False
+        taken = content.snapshot({**self._values, _RANDOM: _random_states()})
+        buffer = self._next_buffer(taken)
+        if buffer is None:
+            return False
+        buffer.clear()
+        for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
+            buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor)
+        buffer.write_pickle(taken.pickle_offset, taken.pickle)
+        buffer.complete(self._next_header(taken))
+        self._number += 1
+        return True
+
+    def _next_header(self, taken: content.Snapshot) -> Header:
+        id = CommitId(self._round, self._number + 1)
+        place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
+        return Header(self._run, id, self._rank, self._world_size, *place)
+
+    def _next_buffer(self, taken: content.Snapshot) -> CommitBuffer | None:
+        """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
+        wanted = OVERLAPPED_BUFFERS if any(tensor.is_cuda for tensor in taken.tensors) else BLOCKING_BUFFERS
+        slot = len(self._slots) if len(self._slots) < wanted else self._slots[0]
+        if slot not in self._buffers or not taken.fits(self._buffers[slot]):
+            assert self._memory is not None
+            self._buffers.pop(slot, None)
+            try:
+                buffer = CommitBuffer.create(taken.room)
+                self._memory.keep(self._name, slot, buffer.fd)
+            except (NotEnoughMemory, AgentError) as error:
+                log.warning(
+                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB in this node's memory",
+                    self._name, error, wanted, taken.room / 1e9,
+                )  # fmt: skip
+                self._memory = None
+                return None
+            self._buffers[slot] = buffer
+        self._slots = [*(other for other in self._slots if other != slot), slot]
+        return self._buffers[slot]
+
+    def _is_due(self, every: int | str) -> bool:
+        steps, seconds = intervals.parse(every)
+        if steps:
+            return self._calls % steps == 0
+        if self._store is None:
+            return False
+        topic = f"interval {self._restores}"
+        if self._next_call is None:
+            self._next_call = self._store.get(f"{topic} after {self._last_commit[0]}")
+        if self._calls < self._next_call:
+            return False
+        (call, then), now = self._last_commit, time.monotonic()
+        self._last_commit = self._calls, now
+        if self._rank > 0:
+            self._next_call = None
+        else:
+            interval = intervals.next_interval(seconds, self._calls - call, now - then) if call else 1
+            self._next_call = self._calls + interval
+            self._store.publish(f"{topic} after {self._calls}", self._next_call)
+        return True
+
+
+def _decide(offers: list[list[list[int]]]) -> dict[str, Any]:
+    """Rank 0's decision, as JSON for the others."""
+    decision = agree([[Offer(*offer) for offer in own] for own in offers])
+    if decision.commit is not None:
+        return {"commit": [decision.commit.round, decision.commit.number], "problem": ""}
+    if decision.outcome is Outcome.NO_COMMITS:
+        return {"commit": None, "problem": ""}
+    ranks = ", ".join(map(str, decision.ranks[:8])) + ("…" if len(decision.ranks) > 8 else "")
+    return {"commit": None, "problem": f"{decision.outcome.value}" + (f" (ranks {ranks})" if ranks else "")}
+
+
+def _random_states() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

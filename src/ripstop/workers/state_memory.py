@@ -1,0 +1,197 @@
+"""The agent's side of the memory for training state (`ripstop.train.State`): it keeps workers' buffers when they die.
+
+A worker makes a memfd, maps it, and hands its descriptor to the agent over a Unix socket beside that of `reports.py`.
+The next worker of the same rank asks for the descriptors.  Rules
+1.  The agent never maps or reads a buffer: `train/commit_buffer.py` says what is in it, and who may restore it.
+2.  The kernel names the peer's pid.  Only workers of the current round are served, each its own rank.
+3.  A buffer is a memfd whose size is sealed, so that no process can shrink it under another's mapping.
+4.  The numbers of buffers, connections and bytes in a request are bounded.
+5.  If there is no socket, the job runs without this memory, and workers say so.
+"""
+
+import array
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+log = logging.getLogger("ripstop.workers")
+
+PATH_SUFFIX = "-state"  # of the path of the socket for reports; `train/agent_memory.py` has it too
+MAX_SOCKET_PATH_BYTES = 107  # in Linux
+MAX_REQUEST_BYTES = 4096
+MAX_NAMES = 16  # of States, for each rank
+MAX_NAME_CHARS = 64
+MAX_SLOTS = 8  # buffers of one State
+MAX_CONNECTIONS = 1024
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class WorkerIdentity(Struct, frozen=True):
+    """A worker of the current round."""
+
+    round: int
+    rank: int
+    world_size: int
+
+
+class StateMemory:
+    """The buffers, by rank, name and slot, until the agent ends; `identify` finds the worker with this pid."""
+
+    def __init__(self, reports_path: str, identify: Callable[[int], WorkerIdentity | None]) -> None:
+        self._path = Path(reports_path + PATH_SUFFIX) if reports_path else None
+        self._identify = identify
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._inode = 0
+        self._connections: set[socket.socket] = set()
+        self._buffers: dict[tuple[int, str], dict[int, int]] = {}  # (rank, name) → slot → descriptor
+
+    def listen(self) -> None:
+        """Open the socket; called before every round, because a logout may remove its file."""
+        if self._path is None or (self._socket is not None and _inode(self._path) == self._inode):
+            return
+        self._stop_listening()
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            if len(os.fsencode(self._path)) > MAX_SOCKET_PATH_BYTES:
+                raise OSError(f"{self._path} is too long for a socket")
+            opened.bind(str(self._path))
+            opened.listen(128)
+        except OSError as error:
+            opened.close()
+            log.warning("train.State cannot use this node's memory: %s; set another TMPDIR", error)
+            self._path = None
+            return
+        self._socket, self._inode = opened, _inode(self._path)
+        self._loop.add_reader(opened, self._accept)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        with suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._socket.accept()
+            if len(self._connections) >= MAX_CONNECTIONS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
+                0
+            ]
+            self._connections.add(connection)
+            self._loop.add_reader(connection, self._serve, connection, pid)
+
+    def _serve(self, connection: socket.socket, pid: int) -> None:
+        try:
+            data, fds = _receive(connection)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._close(connection)
+            return
+        try:
+            reply, given = self._answer(data, fds, self._identify(pid))
+        finally:
+            for fd in fds:  # those that are kept are duplicates
+                os.close(fd)
+        try:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))] if given else []
+            connection.sendmsg([json.dumps(reply).encode()], ancillary)
+        except OSError:  # it has ended, or does not read its replies
+            self._close(connection)
+
+    def _answer(self, data: bytes, fds: list[int], worker: WorkerIdentity | None) -> tuple[dict[str, Any], list[int]]:
+        """The reply, and the descriptors to send with it."""
+        if worker is None:
+            return {"retry": "the sender is no worker of the current round"}, []
+        try:
+            request: Any = json.loads(data)
+        except (ValueError, RecursionError):
+            request = None
+        match request:
+            case {"get": str(name)}:
+                found = self._buffers.get((worker.rank, name), {})
+                identity = {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}
+                return {**identity, "slots": list(found)}, list(found.values())
+            case {"keep": str(name), "slot": int(slot)} if 0 <= slot < MAX_SLOTS and len(name) <= MAX_NAME_CHARS:
+                why = self._keep(worker.rank, name, slot, fds)
+                return {"error": why} if why else {}, []
+        return {"error": "the request is invalid"}, []
+
+    def _keep(self, rank: int, name: str, slot: int, fds: list[int]) -> str:
+        """Keep the buffer in place of the slot's old one; why it is rejected, or ""."""
+        if len(fds) != 1 or not _is_sealed(fds[0]):
+            return "a buffer must be one memfd with a sealed size"
+        names = [held for held_rank, held in self._buffers if held_rank == rank]
+        if name not in names and len(names) >= MAX_NAMES:
+            return f"a worker may have {MAX_NAMES} States; this one has {', '.join(names)}"
+        try:
+            kept = os.dup(fds[0])
+        except OSError as error:
+            return f"the agent cannot keep another descriptor: {error.strerror}; raise its limit (ulimit -n)"
+        slots = self._buffers.setdefault((rank, name), {})
+        if slot in slots:
+            os.close(slots[slot])
+        slots[slot] = kept
+        return ""
+
+    def _close(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection)
+        self._connections.discard(connection)
+        connection.close()
+
+    def _stop_listening(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Close and remove the socket, and free all buffers."""
+        if self._path is not None and self._socket is not None and _inode(self._path) == self._inode:
+            with suppress(OSError):
+                self._path.unlink()
+        self._stop_listening()
+        for connection in list(self._connections):
+            self._close(connection)
+        for slots in self._buffers.values():
+            for fd in slots.values():
+                os.close(fd)
+        self._buffers.clear()
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    data, ancillary, _, _ = connection.recvmsg(
+        MAX_REQUEST_BYTES + 1, socket.CMSG_SPACE(MAX_SLOTS * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, value in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
+    return data, list(fds)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # not a memfd
+        return False
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
