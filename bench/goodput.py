@@ -282,7 +282,7 @@ def account(events: list[dict], began: float, seconds: float, rate: float, fault
     }
 
 
-def measure(launcher: Launcher, faults: list[Fault], seconds: float, rate: float) -> dict:
+def measure(launcher: Launcher, faults: list[Fault], seconds: float, rate: float, logs: Path | None) -> dict:
     directory = Path(tempfile.mkdtemp(prefix="goodput-"))
     job = Job(launcher, directory)
     try:
@@ -297,6 +297,9 @@ def measure(launcher: Launcher, faults: list[Fault], seconds: float, rate: float
         return {"error": f"{type(e).__name__}: {e}", "output": tail}
     finally:
         job.stop()
+        if logs:
+            shutil.rmtree(logs / launcher.name, ignore_errors=True)
+            shutil.move(directory, logs / launcher.name)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -326,6 +329,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="names of launchers, with commas between")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--logs", type=Path, help="keep each launcher's output and events there")
     a = parser.parse_args()
     faults = schedule(a.seed, a.seconds, a.mean)
     print("faults: " + ", ".join(f"{f.at:.0f} s {f.kind} {f.node}" for f in faults))
@@ -341,7 +345,7 @@ def main() -> None:
             continue
         if a.only and launcher.name not in a.only.split(","):
             continue
-        result = results[launcher.name] = measure(launcher, faults, a.seconds, rate)
+        result = results[launcher.name] = measure(launcher, faults, a.seconds, rate, a.logs)
         if "error" in result:
             print(f"{launcher.name}: {result['error']}\n{result['output']}", flush=True)
             continue
