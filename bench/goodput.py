@@ -85,8 +85,8 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
     c10d += ["--rdzv-id=goodput", "--local-addr=127.0.0.1", "--max-restarts=1000"]
     quick = ["--monitor-interval=0.1", "--rdzv-conf=last_call_timeout=1,join_timeout=60"]
     heartbeats = [
-        "--ft-initial-rank-heartbeat-timeout=null",
-        "--ft-rank-heartbeat-timeout=null",
+        "--ft-initial-rank-heartbeat-timeout=1000000",
+        "--ft-rank-heartbeat-timeout=1000000",
     ]  # the script sends none
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     found: list[Launcher | str] = []

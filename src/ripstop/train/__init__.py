@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING, Any
 from ripstop.train.reports import checkpoint_saved, heartbeat
 
 if TYPE_CHECKING:
+    from ripstop.train.checkpointer import Checkpointer
     from ripstop.train.data import Sampler, Stream
     from ripstop.train.state import State
 
-__all__ = ["Sampler", "State", "Stream", "checkpoint_saved", "heartbeat"]
+__all__ = ["Checkpointer", "Sampler", "State", "Stream", "checkpoint_saved", "heartbeat"]
 
-_MODULES = {"Sampler": "data", "State": "state", "Stream": "data"}  # imported when they are first used: they need torch
+_MODULES = {  # imported when they are first used: they need torch
+    "Checkpointer": "checkpointer",
+    "Sampler": "data",
+    "State": "state",
+    "Stream": "data",
+}
 
 
 def __getattr__(name: str) -> Any:
