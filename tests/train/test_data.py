@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ripstop import train
 
@@ -145,14 +145,14 @@ def test_a_stream_gives_each_item_of_committed_steps_once(dataset, length, runs)
     assert samples == [number // length * 1000 + number % length for number in range(len(samples))]
 
 
-def test_epochs_are_shuffled_differently_and_reproducibly():
-    def epochs(seed):
-        sampler = train.Sampler(range(50), 50, seed=seed)
-        return [next(sampler.batches(sampler)) for _ in range(2)]
-
-    assert epochs(1) == epochs(1)
-    assert epochs(1)[0] != epochs(1)[1] != epochs(2)[0] != epochs(2)[1]
-    assert epochs(1)[1] != epochs(2)[0]
+def test_the_order_is_that_of_torchs_distributed_sampler():
+    for seed in (1, 2):
+        reference = DistributedSampler(range(60), num_replicas=3, rank=1, seed=seed)
+        sampler = train.Sampler(range(60), 6, seed=seed, rank=1, num_replicas=3)
+        for epoch in range(3):
+            reference.set_epoch(epoch)
+            assert sampler.epoch == epoch
+            assert [sample for batch in sampler.batches(sampler) for sample in batch] == list(reference)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -209,11 +209,11 @@ class TestMisuse:
     def test_a_loader_without_the_sampler_is_an_error(self):
         sampler = train.Sampler(range(10), 2)
         with pytest.raises(RuntimeError, match="batch_sampler=sampler"):
-            next(sampler.batches(DataLoader(range(10), batch_size=2)))
+            next(iter(sampler.batches(DataLoader(range(10), batch_size=2))))
 
     def test_a_loop_does_not_go_on_after_a_restore(self):
         sampler = train.Sampler(range(10), 2)
-        loop = sampler.batches(sampler)
+        loop = iter(sampler.batches(sampler))
         next(loop)
         sampler.load_state_dict(sampler.state_dict())
         with pytest.raises(RuntimeError, match="begin a new loop"):
@@ -246,6 +246,6 @@ class TestMisuse:
         with pytest.raises(RuntimeError, match=r"for batch in stream.batches\(loader\)"):
             next(iter(DataLoader(stream, batch_size=None)))
         with pytest.raises(TypeError, match="batch_size=None"):
-            next(stream.batches([1, 2]))
+            next(iter(stream.batches([1, 2])))
         with pytest.raises(ValueError, match="persistent_workers"):
-            next(stream.batches(DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)))
+            next(iter(stream.batches(DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True))))

@@ -7,6 +7,7 @@ batches.  The end of an epoch therefore fills its last batch with the first samp
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sized
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,8 +27,27 @@ def _replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class _Loop:
-    """What `Sampler` and `Stream` share: the size of a global batch, and this worker's part of it."""
+class Batches:
+    """A loader whose batches move the position of its `Sampler` or `Stream`, also in a loop of a framework."""
+
+    def __init__(self, source: "_Loop", loader: Iterable[Any]) -> None:
+        self._source, self._loader = source, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._source._receive(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # TypeError if it has none
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._source.load_state_dict(state_dict)
+
+
+class _Loop(ABC):
+    """What `Sampler` and `Stream` share: the size of a global batch, this worker's part of it, and the loop."""
 
     def __init__(self, global_batch_size: int, rank: int | None, num_replicas: int | None) -> None:
         if global_batch_size < 1:
@@ -37,6 +57,19 @@ class _Loop:
         self.global_batch_size = global_batch_size
         self._given = rank, num_replicas
         self._iteration = 0  # how often the position was set or a loop began; an older loop must not move it
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """What the training loop iterates over: the batches of a loader of this object, each of which it counts."""
+        return Batches(self, loader)
+
+    @abstractmethod
+    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def _share(self) -> tuple[int, int]:
         rank, world = _replica(*self._given)
@@ -111,8 +144,7 @@ class Sampler(_Loop):
             self._drawn = start = self._skip_tail(stop)
             yield self._samples(stop - self.global_batch_size + rank, stop, world)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader that draws from this sampler; each batch moves the position."""
+    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]:
         self._is_counted = True
         iteration = self._begin_loop()
         for batch in loader:
@@ -163,7 +195,7 @@ class Sampler(_Loop):
             epoch = 0
         if epoch not in self._orders:
             self._orders = {old: order for old, order in self._orders.items() if old == epoch - 1}
-            generator = torch.Generator().manual_seed((self.seed << 32) + epoch & 0x7FFF_FFFF_FFFF_FFFF)
+            generator = torch.Generator().manual_seed(self.seed + epoch)  # the order of torch's DistributedSampler
             order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
             self._orders[epoch] = order
         return self._orders[epoch]
@@ -259,8 +291,7 @@ class Stream(_Loop, IterableDataset[_Marked]):
                 return
             epoch, seen, state = epoch + 1, 0, None
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader of this stream; each batch moves the position."""
+    def _receive(self, loader: Iterable[Any]) -> Iterator[Any]:
         if getattr(loader, "persistent_workers", False):
             raise ValueError("persistent_workers=True keeps an old position in the loader's processes; use False")
         self._part = self._share()
