@@ -83,7 +83,7 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
     """The launchers at their best documented settings; a string says why one is missing."""
     c10d = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}"]
     c10d += ["--rdzv-id=goodput", "--local-addr=127.0.0.1", "--max-restarts=1000"]
-    quick = ["--monitor-interval=0.1", "--rdzv-conf=last_call_timeout=1,join_timeout=60"]
+    quick = ["--monitor-interval=0.1", "--rdzv-conf=last_call_timeout=2,join_timeout=60"]
     heartbeats = [
         "--ft-initial-rank-heartbeat-timeout=1000000",
         "--ft-rank-heartbeat-timeout=1000000",
