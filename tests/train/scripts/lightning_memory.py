@@ -7,9 +7,9 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning
+import pytorch_lightning as lightning
 import torch
-from lightning.pytorch.callbacks import Callback
+from pytorch_lightning import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from ripstop import train
@@ -53,6 +53,6 @@ trainer = lightning.Trainer(
 model = Line()
 path = memory.ckpt_path()
 started = torch.load(path, weights_only=False)["global_step"] if path else 0
-trainer.fit(model, loader, ckpt_path=path, weights_only=False)
+trainer.fit(model, loader, ckpt_path=path)
 weights = [parameter.item().hex() for parameter in model.parameters()]
 sys.stdout.write(json.dumps({"started": started, "ended": trainer.global_step, "weights": weights}) + "\n")
