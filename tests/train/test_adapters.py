@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning and transformers in memory, with the real packages: `requirements/tools.txt` installs them."""
+"""Checkpoints of Lightning and transformers in memory, with the packages of `requirements/tools.txt`."""
 
 import json
 from importlib.util import find_spec

@@ -59,3 +59,13 @@ def agree(offers: Sequence[Sequence[Offer]]) -> Decision:
     if without := tuple(rank for rank, own in enumerate(offers) if not own):
         return Decision(Outcome.SOME_WITHOUT, ranks=without)
     return Decision(Outcome.NONE_IN_COMMON)
+
+
+def next_slot(slots: Sequence[int], buffers: int) -> int:
+    """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first."""
+    return len(slots) if len(slots) < buffers else slots[0]
+
+
+def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:
+    """The order of slots after this one was written or restored; all others may be overwritten before it."""
+    return [*(slot for slot in slots if slot != newest), *([] if newest is None else [newest])]

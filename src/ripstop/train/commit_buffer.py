@@ -31,6 +31,8 @@ STAMP_OFFSET: Final = 512
 CONTENT_OFFSET: Final = 4096
 _HEADER = struct.Struct("<8sIIqqiiqqI")  # magic, format, run, round, number, rank, world, pickle offset, size, checksum
 _STAMP = struct.Struct("<Q")
+HEADER_BYTES: Final = _HEADER.size
+STAMP_BYTES: Final = _STAMP.size
 _PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -110,20 +112,20 @@ class CommitBuffer:
 
     def clear(self) -> None:
         """From now on, and until `complete`, the buffer has no commit."""
-        self._map[STAMP_OFFSET : STAMP_OFFSET + _STAMP.size] = bytes(_STAMP.size)
+        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = bytes(STAMP_BYTES)
 
     def complete(self, header: Header) -> None:
         packed = header.pack()
         self._map[: len(packed)] = packed
-        self._map[STAMP_OFFSET : STAMP_OFFSET + _STAMP.size] = stamp(packed)
+        self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] = stamp(packed)
 
     def write_pickle(self, offset: int, data: bytes) -> None:
         self._map[offset : offset + len(data)] = data
 
     def header(self, run: int) -> Header | None:
         """The complete commit in this buffer; None if there is none of this run and format."""
-        packed = self._map[: _HEADER.size]
-        if self._map[STAMP_OFFSET : STAMP_OFFSET + _STAMP.size] != stamp(packed):
+        packed = self._map[:HEADER_BYTES]
+        if self._map[STAMP_OFFSET : STAMP_OFFSET + STAMP_BYTES] != stamp(packed):
             return None
         magic, form, its_run, round, number, rank, world_size, offset, size, checksum = _HEADER.unpack(packed)
         if (magic, form, its_run) != (MAGIC, FORMAT, run) or offset + size > self.size:

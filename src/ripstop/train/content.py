@@ -45,15 +45,17 @@ class Component(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A State at one moment.  The tensors are the live ones, to be copied into a buffer."""
+    """A State at one moment.  The tensors are the live ones, to be copied into a buffer.
+
+    In the buffer, tensors of a GPU come first, then from `host_offset` on those of the host, then the pickle.
+    """
 
     tensors: list[torch.Tensor]
     layout: list[Entry]
+    components: dict[str, Component]
+    host_offset: int
+    pickle_offset: int
     pickle: bytes
-
-    @property
-    def pickle_offset(self) -> int:
-        return _aligned(self.layout[-1].offset + self.layout[-1].size) if self.layout else CONTENT_OFFSET
 
     @property
     def room(self) -> int:
@@ -68,33 +70,41 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class _Layout:
+class _Tensors:
     """Collects tensors, each memory once."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.entries: list[Entry] = []
+        self.found: list[torch.Tensor] = []
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._offset = CONTENT_OFFSET
 
     def number(self, tensor: torch.Tensor) -> int:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in self._numbers:
-            return self._numbers[key]
-        device = tensor.device
-        is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
-        entry = Entry(self._offset, tensor.dtype, tuple(tensor.shape), str(device), is_current)
-        self._offset = _aligned(self._offset + entry.size)
-        self._numbers[key] = len(self.entries)
-        self.tensors.append(tensor.detach())
-        self.entries.append(entry)
-        return len(self.entries) - 1
+        if not tensor.numel() or key not in self._numbers:
+            self._numbers[key] = len(self.found)
+            self.found.append(tensor.detach())
+        return self._numbers[key]
+
+
+def _place(tensors: list[torch.Tensor]) -> tuple[list[Entry], int, int]:
+    """The entry of each tensor, where those of the host begin, and where they end."""
+    current = torch.cuda.current_device() if any(tensor.is_cuda for tensor in tensors) else None
+    offset = CONTENT_OFFSET
+    entries: dict[int, Entry] = {}
+    for is_host in (False, True):
+        host_offset = offset
+        for number, tensor in enumerate(tensors):
+            if (tensor.device.type == "cpu") is is_host:
+                is_current = tensor.is_cuda and tensor.device.index == current
+                entry = Entry(offset, tensor.dtype, tuple(tensor.shape), str(tensor.device), is_current)
+                entries[number] = entry
+                offset = _aligned(offset + entry.size)
+    return [entries[number] for number in range(len(tensors))], host_offset, offset
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, layout: _Layout) -> None:
+    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._layout = layout
+        self._tensors = tensors
         self.numbers: dict[int, None] = {}  # an ordered set
 
     def persistent_id(self, value: Any) -> int | None:
@@ -102,7 +112,7 @@ class _Pickler(pickle.Pickler):
             return None
         if type(value) not in _SUPPORTED or value.layout != torch.strided or value.is_quantized:
             raise Unsupported(f"tensors of type {type(value).__name__} ({value.layout}) are not supported")
-        number = self._layout.number(value)
+        number = self._tensors.number(value)
         self.numbers[number] = None
         return number
 
@@ -122,15 +132,16 @@ def is_stateful(value: Any) -> bool:
 
 def snapshot(values: Mapping[str, Any]) -> Snapshot:
     """The content of these values: their `state_dict`, or the values themselves.  Unsupported names the value."""
-    layout = _Layout()
-    components = {name: _component(name, value, layout) for name, value in values.items()}
-    data = pickle.dumps((layout.entries, components), pickle.HIGHEST_PROTOCOL)
-    return Snapshot(layout.tensors, layout.entries, data)
+    tensors = _Tensors()
+    components = {name: _component(name, value, tensors) for name, value in values.items()}
+    layout, host_offset, end = _place(tensors.found)
+    data = pickle.dumps((layout, components), pickle.HIGHEST_PROTOCOL)
+    return Snapshot(tensors.found, layout, components, host_offset, end, data)
 
 
-def _component(name: str, value: Any, layout: _Layout) -> Component:
+def _component(name: str, value: Any, tensors: _Tensors) -> Component:
     file = io.BytesIO()
-    pickler = _Pickler(file, layout)
+    pickler = _Pickler(file, tensors)
     try:
         pickler.dump(value.state_dict() if is_stateful(value) else value)
     except (Unsupported, pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -155,6 +166,10 @@ class Stored:
     def names(self) -> list[str]:
         return list(self._components)
 
+    @property
+    def has_gpu_tensors(self) -> bool:
+        return any(entry.device.startswith("cuda") for entry in self._entries)
+
     def load(self, name: str, live: Any) -> Any:
         """Give a live value its stored content.  Return the value to use from now on: a new one for plain values.
 
@@ -165,10 +180,10 @@ class Stored:
         if isinstance(live, torch.nn.Module):
             self._load_module(live, _Unpickler(data, self._in_buffer).load())
             return live
-        own = _Layout()
+        own = _Tensors()
         _component(name, live, own)
-        if _can_reuse(own, [self._entries[number] for number in numbers]):
-            for number, tensor in zip(numbers, own.tensors, strict=True):
+        if _can_reuse(own.found, [self._entries[number] for number in numbers]):
+            for number, tensor in zip(numbers, own.found, strict=True):
                 if number not in self._made:
                     self._made[number] = tensor.copy_(self._in_buffer(number))
         stored = _Unpickler(data, self._outside).load()
@@ -200,9 +215,24 @@ class Stored:
         return self._made[number]
 
 
-def _can_reuse(own: _Layout, stored: list[Entry]) -> bool:
+def _can_reuse(own: list[torch.Tensor], stored: list[Entry]) -> bool:
     """Whether the live tensors can take the stored ones; keys do not matter, because the pickle says what is where."""
-    if [entry[1:3] for entry in own.entries] != [entry[1:3] for entry in stored]:
+    if [(tensor.dtype, tuple(tensor.shape)) for tensor in own] != [(entry.dtype, entry.shape) for entry in stored]:
         return False
-    memory = {tensor.untyped_storage().data_ptr() for tensor in own.tensors if tensor.numel()}
-    return len(memory) == sum(tensor.numel() > 0 for tensor in own.tensors)  # none overlaps another
+    filled = [tensor for tensor in own if tensor.numel()]
+    return len({tensor.untyped_storage().data_ptr() for tensor in filled}) == len(filled)  # none overlaps another
+
+
+def stable_numbers(values: Mapping[str, Any], taken: Snapshot) -> set[int]:
+    """The tensors that only an optimizer's step changes: parameters, and the state of optimizers."""
+    parameters = {
+        parameter.data_ptr()
+        for value in values.values()
+        if isinstance(value, torch.nn.Module)
+        for parameter in value.parameters()
+    }
+    found = {number for number, tensor in enumerate(taken.tensors) if tensor.data_ptr() in parameters}
+    for name, value in values.items():
+        if isinstance(value, torch.optim.Optimizer):
+            found.update(taken.components[name].numbers)
+    return found

@@ -19,9 +19,9 @@ from zlib import crc32
 
 import torch
 
-from ripstop.train import content, intervals
+from ripstop.train import content, gpu_copy, intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, Offer, Outcome, agree, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer, CommitId, Corrupted, Header, NotEnoughMemory
 from ripstop.train.rank_store import RankStore
 
@@ -59,6 +59,7 @@ class State:
         self._world_size = 1
         self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
         self._buffers: dict[int, CommitBuffer] = {}  # by slot
+        self._copy: gpu_copy.OverlappedCopy | None = None  # the newest commit, until it is complete
         self._slots: list[int] = []  # the next one to overwrite first
         self._restores = 0
         self._calls = 0  # of commit, since the restore
@@ -103,13 +104,14 @@ class State:
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
         if not self._connect():
             return False
+        self._finish_copy()
         assert self._store is not None
         headers = {slot: header for slot, buffer in self._buffers.items() if (header := self._header(slot, buffer))}
         own = [[header.id.round, header.id.number, header.world_size] for header in headers.values()]
         agreed = self._store.decide(f"restore {self._restores}", own, _decide)
         chosen = CommitId(*agreed["commit"]) if agreed["commit"] else None
         slot = next((slot for slot, header in headers.items() if header.id == chosen), None)
-        self._slots = [*(other for other in self._buffers if other != slot), *([] if slot is None else [slot])]
+        self._slots = newest_last(sorted(self._buffers), slot)
         if slot is None:
             if agreed["problem"]:
                 log.warning("state %r starts from the beginning: %s", self._name, agreed["problem"])
@@ -151,6 +153,8 @@ class State:
 
     def _load(self, buffer: CommitBuffer, header: Header) -> None:
         stored = content.Stored(buffer, buffer.read_pickle(header))
+        if stored.has_gpu_tensors and torch.cuda.is_available():
+            gpu_copy.register(buffer)
         if set(stored.names) != {*self._values, _RANDOM}:
             there = ", ".join(name for name in stored.names if name != _RANDOM)
             raise ValueError(
@@ -164,45 +168,61 @@ class State:
                 except Exception as error:
                     raise RuntimeError(
                         f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
-                        f"start a new job: {error}"
+                        f"start a new job: {' '.join(str(error).split())}"
                     ) from error
         _set_random_states(stored.load(_RANDOM, {}))
 
     # commit -----------------------------------------------------------------------------------------------------------
 
-    def commit(self, every: int | str | None = None) -> bool:
+    def commit(self, every: int | str | None = None, *, blocking: bool = False) -> bool:
         """Keep the state as it is now.  Every rank calls it, after the same steps, with a collective between two calls.
 
-        `every` skips calls: a number of steps, or a time such as "30s".  Returns whether this call committed.
+        `every` skips calls: a number of steps, or a time such as "30s".  From a GPU the copy continues after the
+        return, at most until the next optimizer step, unless `blocking`.  Returns whether this call committed.
         """
         if not self._restores:
             raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
         self._calls += 1
-        if every is not None and not self._is_due(every):
+        if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
-        if self._memory is None:
-            return False
+        self._finish_copy()
         taken = content.snapshot({**self._values, _RANDOM: _random_states()})
-        buffer = self._next_buffer(taken)
+        on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
+        buffer = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
         if buffer is None:
             return False
-        buffer.clear()
-        for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
-            buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor)
-        buffer.write_pickle(taken.pickle_offset, taken.pickle)
-        buffer.complete(self._next_header(taken))
+        header = self._next_header(taken)
+        if (
+            on_gpu
+            and gpu_copy.register(buffer)
+            and not blocking
+            and self._has_optimizer()
+            and gpu_copy.can_overlap(taken)
+        ):
+            stable = content.stable_numbers(self._values, taken)
+            self._copy = gpu_copy.OverlappedCopy(buffer, taken, header, stable)
+        else:
+            _copy_now(buffer, taken, header)
         self._number += 1
         return True
+
+    def _has_optimizer(self) -> bool:
+        """Whether changes of parameters are announced by an optimizer's step."""
+        return any(isinstance(value, torch.optim.Optimizer) for value in self._values.values())
+
+    def _finish_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.finish()
+            self._copy = None
 
     def _next_header(self, taken: content.Snapshot) -> Header:
         id = CommitId(self._round, self._number + 1)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
         return Header(self._run, id, self._rank, self._world_size, *place)
 
-    def _next_buffer(self, taken: content.Snapshot) -> CommitBuffer | None:
+    def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
-        wanted = OVERLAPPED_BUFFERS if any(tensor.is_cuda for tensor in taken.tensors) else BLOCKING_BUFFERS
-        slot = len(self._slots) if len(self._slots) < wanted else self._slots[0]
+        slot = next_slot(self._slots, wanted)
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
             self._buffers.pop(slot, None)
@@ -211,13 +231,13 @@ class State:
                 self._memory.keep(self._name, slot, buffer.fd)
             except (NotEnoughMemory, AgentError) as error:
                 log.warning(
-                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB in this node's memory",
+                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB for each rank of this node",
                     self._name, error, wanted, taken.room / 1e9,
                 )  # fmt: skip
                 self._memory = None
                 return None
             self._buffers[slot] = buffer
-        self._slots = [*(other for other in self._slots if other != slot), slot]
+        self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
 
     def _is_due(self, every: int | str) -> bool:
@@ -240,6 +260,16 @@ class State:
             self._next_call = self._calls + interval
             self._store.publish(f"{topic} after {self._calls}", self._next_call)
         return True
+
+
+def _copy_now(buffer: CommitBuffer, taken: content.Snapshot, header: Header) -> None:
+    buffer.clear()
+    for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
+        buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor, non_blocking=True)
+    for device in {tensor.device for tensor in taken.tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    buffer.write_pickle(taken.pickle_offset, taken.pickle)
+    buffer.complete(header)
 
 
 def _decide(offers: list[list[list[int]]]) -> dict[str, Any]:

@@ -20,10 +20,9 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 log = logging.getLogger("ripstop.workers")
 
@@ -38,7 +37,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class WorkerIdentity(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
     """A worker of the current round."""
 
     round: int

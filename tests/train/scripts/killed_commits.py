@@ -1,0 +1,110 @@
+"""Forks a worker that commits, kills it at a random moment of a commit, and lets the next one check what it restores.
+
+Exits 0 if every restore was whole and no finished commit was lost.  Prints how many kills were in the middle of a
+commit.  $KILLS is their number, $SEED the seed.  $MUTANT breaks a rule of commits, which must be found.
+"""
+
+import os
+import random
+import signal
+import struct
+import sys
+import time
+
+import torch
+
+from ripstop.train import state as state_module
+from ripstop.train.state import State
+
+TENSORS = 8
+ELEMENTS = 1 << 20  # a commit takes long enough to be hit
+COMMITS = 4  # before the one that is interrupted, at most
+TORN, LOST = 3, 4
+
+
+def worker(finished: int, report: int, before: int) -> None:
+    """Check the restored state, then commit until killed.  Reports 2 n before commit n, and 2 n + 1 after it."""
+    model = torch.nn.ParameterList([torch.zeros(ELEMENTS) for _ in range(TENSORS)])
+    state = State(model=model, step=0)
+    state.restore()
+    torn = sum(buffer.header(state._run) is None for buffer in state._buffers.values())
+    if any(bool((tensor != state.step).any()) for tensor in model):
+        os._exit(TORN)
+    if state.step < finished or state.commits != state.step:
+        os._exit(LOST)
+    os.write(report, struct.pack("<q", -torn - 1))
+    while True:
+        state.step += 1
+        with torch.no_grad():
+            for tensor in model:
+                tensor.fill_(state.step)
+        os.write(report, struct.pack("<q", 2 * state.step))
+        state.commit()
+        os.write(report, struct.pack("<q", 2 * state.step + 1))
+        before -= 1
+
+
+def read(fd: int) -> int | None:
+    data = os.read(fd, 8)
+    return struct.unpack("<q", data)[0] if data else None
+
+
+def break_rule(mutant: str) -> None:
+    right = state_module._copy_now
+
+    def stamp_first(buffer, taken, header):
+        buffer.write_pickle(taken.pickle_offset, taken.pickle)
+        buffer.complete(header)
+        buffer.clear = lambda: None
+        right(buffer, taken, header)
+
+    if mutant == "stamp first":
+        state_module._copy_now = stamp_first
+    elif mutant == "same buffer":
+        state_module.next_slot = lambda slots, buffers: 0
+
+
+def main() -> int:
+    break_rule(os.environ.get("MUTANT", ""))
+    random.seed(int(os.environ.get("SEED", "0")))
+    torch.set_num_threads(1)
+    finished = interrupted = 0
+    commit_s = 0.01
+    for _ in range(int(os.environ["KILLS"])):
+        reader, writer = os.pipe()
+        before = random.randint(1, COMMITS)
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            worker(finished, writer, before)
+        os.close(writer)
+        started = 0.0
+        while (number := read(reader)) is not None:
+            if number < 0:
+                interrupted += -number - 1
+            elif number % 2:
+                finished = number // 2
+                commit_s = min(commit_s, time.monotonic() - started)
+                before -= 1
+            else:
+                started = time.monotonic()
+                if before <= 0:
+                    break
+        end = time.monotonic() + random.random() * commit_s
+        while time.monotonic() < end:
+            pass
+        os.kill(pid, signal.SIGKILL)
+        while number is not None and (number := read(reader)) is not None:
+            if number % 2:
+                finished = number // 2
+        os.close(reader)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != -signal.SIGKILL:
+            print({TORN: "torn", LOST: "lost"}.get(code, f"exit {code}"))
+            return 1
+    print(interrupted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
