@@ -50,4 +50,4 @@ class MemoryCheckpoint(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step > self._step:  # not while gradients are accumulated
             self._step = trainer.global_step
-            self._checkpointer.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), self._every)
+            self._checkpointer.save(lambda: trainer._checkpoint_connector.dump_checkpoint(False), self._every)

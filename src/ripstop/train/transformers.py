@@ -48,24 +48,23 @@ class MemoryCheckpoint(TrainerCallback):  # type: ignore[misc]
         return self._directory.name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        random_states = {
-            "python": random.getstate(),
-            "numpy": numpy.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            random_states["cuda"] = torch.cuda.random.get_rng_state()
-        checkpoint = {
-            "model": parts["model"].state_dict(),
-            "optimizer": parts["optimizer"].state_dict(),
-            "scheduler": parts["lr_scheduler"].state_dict(),
-            "random": random_states,
-            "rank": args.process_index,
-            "trainer": dataclasses.asdict(state),
-        }
-        self._checkpointer.save(checkpoint, self._every)
+        self._checkpointer.save(lambda: _checkpoint(args.process_index, state, **parts), self._every)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         if self._directory is not None:  # the Trainer reads its random states from there in the first epoch
             self._directory.cleanup()
             self._directory = None
+
+
+def _checkpoint(rank: int, trainer: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
+    random_states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": lr_scheduler.state_dict(),
+        "random": random_states,
+        "rank": rank,
+        "trainer": dataclasses.asdict(trainer),
+    }
