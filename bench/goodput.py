@@ -98,7 +98,9 @@ def launchers(peers: Path | None, ripstop: str) -> list[Launcher | str]:
             found.append(Launcher(name, [str(peers / program), *arguments], **more))  # type: ignore[arg-type]
 
     peer("torchrun", "torchrun", *c10d, *quick, env=own_store)
-    peer("ft_launcher", "ft_launcher", *c10d, *quick, *heartbeats, "--ft-restart-policy=min-healthy", env=own_store)
+    peer(
+        "ft_launcher", "ft_launcher", *c10d, quick[0], f"{quick[1]},upscaling_enabled=True", *heartbeats, env=own_store
+    )
     if peers is not None and (peers / "torchft_lighthouse").exists():
         lighthouse = [str(peers / "torchft_lighthouse"), "--min_replicas=1", "--quorum_tick_ms=50"]
         lighthouse += ["--join_timeout_ms=1000", "--heartbeat_timeout_ms=1000", "--bind=127.0.0.1:{port}"]
