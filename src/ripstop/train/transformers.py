@@ -48,12 +48,10 @@ class MemoryCheckpoint(TrainerCallback):  # type: ignore[misc]
         return self._directory.name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        self._checkpointer.save(lambda: _checkpoint(args.process_index, state, **parts), self._every)
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        if self._directory is not None:  # the Trainer reads its random states from there in the first epoch
+        if self._directory is not None:  # the Trainer has read the random states too
             self._directory.cleanup()
             self._directory = None
+        self._checkpointer.save(lambda: _checkpoint(args.process_index, state, **parts), self._every)
 
 
 def _checkpoint(rank: int, trainer: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
