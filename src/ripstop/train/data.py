@@ -243,7 +243,7 @@ class Stream(_Loop, IterableDataset[_Marked]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, from 0.  The end of an epoch is known when the loop over it ends."""
+        """The epoch of the next batch, from 0."""
         return int(self._after["epoch"])
 
     def __iter__(self) -> Iterator[_Marked]:
@@ -252,16 +252,19 @@ class Stream(_Loop, IterableDataset[_Marked]):
         rank, world = self._part
         process = get_worker_info()
         mine, processes = (process.id, process.num_workers) if process else (0, 1)
+        torch.utils.data._utils.worker._worker_info = None  # or the data set may split itself between the processes
         this_epoch, items = self.epoch, self._items()
+        following = next(items, None)
         for number in count():  # the process of a DataLoader that gives this batch: number % processes
-            part: list[Any] = []
-            size = 0
-            for epoch, seen, item in islice(items, self.global_batch_size):  # noqa: B007 (used after the loop)
-                if size == 0 and epoch > this_epoch:
-                    return
-                if number % processes == mine and size % world == rank:
+            is_mine, part, size, state = number % processes == mine, [], 0, None
+            while size < self.global_batch_size and following is not None:
+                epoch, seen, item = following
+                if is_mine and size % world == rank:
                     part.append(item)
                 size += 1
+                if is_mine and self._has_state and size == self.global_batch_size:
+                    state = deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
+                following = next(items, None)  # read ahead, because the position after an epoch is the next one's begin
             if size == 0 or (self.drop_last and (size < self.global_batch_size or epoch > this_epoch)):
                 return
             if size < self.global_batch_size:
@@ -269,9 +272,12 @@ class Stream(_Loop, IterableDataset[_Marked]):
                     f"the last batch has {size} items instead of {self.global_batch_size}, and a second pass over the "
                     "data set gives none; pass an iterable that can be iterated again, or drop_last=True"
                 )
-            if number % processes == mine:
-                state = deepcopy(self.dataset.state_dict()) if self._has_state else None  # type: ignore[attr-defined]
+            if following is None or following[0] > epoch:
+                epoch, seen, state = epoch + 1, 0, None
+            if is_mine:
                 yield _Marked(self.collate_fn(part), {"epoch": epoch, "seen": seen, "dataset": state})
+            if epoch > this_epoch:
+                return
 
     def _items(self) -> Iterator[tuple[int, int, Any]]:
         """The items from the position on, over the ends of epochs: epoch, number in the epoch from 1, item."""
