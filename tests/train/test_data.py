@@ -63,6 +63,18 @@ class CounterWithState(Counter):
         self.start = state["next"]
 
 
+class SharedCounter(Counter):
+    """Its processes share the epoch, as those of Hugging Face's data sets do."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.shared = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.shared.fill_(epoch)
+        self.epoch = epoch
+
+
 @st.composite
 def runs_between_kills(draw) -> list[tuple[int, int, int, int, int]]:
     """For each: workers, size of a global batch, batches until the kill, committed ones of them, prefetched batches."""
@@ -177,6 +189,13 @@ def test_processes_of_a_loader_give_a_stream_in_order():
         assert list(receive(stream, loader, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert list(receive(stream, loader, 2)) == [[8, 9, 1000, 1001], [1002, 1003, 1004, 1005]]
         assert stream.epoch == 1
+
+
+def test_a_process_of_a_loader_does_not_change_the_epoch_of_another():
+    stream = train.Stream(SharedCounter(10), 4)
+    loader = DataLoader(stream, batch_size=None, num_workers=1)
+    assert list(receive(stream, loader, 3))[-1] == [8, 9, 1000, 1001]
+    assert stream.dataset.shared == 0
 
 
 def test_a_stream_with_a_state_does_not_read_again_what_was_received():

@@ -222,7 +222,8 @@ class Stream(_Loop, IterableDataset[_Marked]):
 
     The data set must give the same items in the same order on every worker of the job; each takes its part of every
     global batch.  If it has `set_epoch`, that is called before every epoch.  If it has `state_dict` and
-    `load_state_dict`, it continues from its own state; otherwise the items before the position are read and skipped.
+    `load_state_dict`, it continues from its own state, unless you say not to use it, because it is not exact.  Otherwise
+    the items before the position are read and skipped.
     """
 
     def __init__(
@@ -232,12 +233,14 @@ class Stream(_Loop, IterableDataset[_Marked]):
         *,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         drop_last: bool = False,
+        use_dataset_state: bool = True,
         rank: int | None = None,
         num_replicas: int | None = None,
     ) -> None:
         super().__init__(global_batch_size, rank, num_replicas)
         self.dataset, self.collate_fn, self.drop_last = dataset, collate_fn, drop_last
-        self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._has_state = use_dataset_state and has_state
         self._after: dict[str, Any] = {"epoch": 0, "seen": 0, "dataset": None}
         self._part: tuple[int, int] | None = None
 
@@ -253,6 +256,8 @@ class Stream(_Loop, IterableDataset[_Marked]):
         process = get_worker_info()
         mine, processes = (process.id, process.num_workers) if process else (0, 1)
         torch.utils.data._utils.worker._worker_info = None  # or the data set may split itself between the processes
+        if process and hasattr(self.dataset, "set_epoch"):
+            self.dataset = deepcopy(self.dataset)  # its epoch may be in memory that it shares with the other processes
         this_epoch, items = self.epoch, self._items()
         following = next(items, None)
         for number in count():  # the process of a DataLoader that gives this batch: number % processes
