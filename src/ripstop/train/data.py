@@ -222,8 +222,8 @@ class Stream(_Loop, IterableDataset[_Marked]):
 
     The data set must give the same items in the same order on every worker of the job; each takes its part of every
     global batch.  If it has `set_epoch`, that is called before every epoch.  If it has `state_dict` and
-    `load_state_dict`, it continues from its own state, unless you say not to use it, because it is not exact.  Otherwise
-    the items before the position are read and skipped.
+    `load_state_dict`, it continues from its own state; `use_dataset_state=False` is for a state that is not exact.
+    Otherwise the items before the position are read and skipped.
     """
 
     def __init__(
