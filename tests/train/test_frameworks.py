@@ -67,7 +67,7 @@ def hugging_face(shards: int) -> Iterable:
         pytest.param(lambda: hugging_face(shards=1), True, id="datasets"),
         pytest.param(lambda: hugging_face(shards=4), True, id="datasets with shards"),
         pytest.param(
-            lambda: hugging_face(4).shuffle(seed=1, buffer_size=5), False, id="datasets with a shuffle buffer"
+            lambda: hugging_face(4).shuffle(seed=1, buffer_size=5), False, id="datasets with a buffer"
         ),
     ],
 )
