@@ -66,9 +66,7 @@ def hugging_face(shards: int) -> Iterable:
         pytest.param(torchdata_nodes, True, id="torchdata"),
         pytest.param(lambda: hugging_face(shards=1), True, id="datasets"),
         pytest.param(lambda: hugging_face(shards=4), True, id="datasets with shards"),
-        pytest.param(
-            lambda: hugging_face(4).shuffle(seed=1, buffer_size=5), False, id="datasets with a buffer"
-        ),
+        pytest.param(lambda: hugging_face(4).shuffle(seed=1, buffer_size=5), False, id="datasets with a buffer"),
     ],
 )
 def test_a_stream_continues_in_a_data_set_with_a_state(make, use_dataset_state):
