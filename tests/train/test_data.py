@@ -254,6 +254,7 @@ class TestMisuse:
         [
             ({"global_batch_size": 0}, "at least 1"),
             ({"global_batch_size": 2, "rank": 1}, "both or neither"),
+            ({"global_batch_size": 2, "rank": 2, "num_replicas": 2}, "from 0 to 1"),
             ({"global_batch_size": 11, "drop_last": True}, "too few"),
         ],
     )

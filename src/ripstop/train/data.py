@@ -54,6 +54,8 @@ class _Loop(ABC):
             raise ValueError(f"global_batch_size={global_batch_size}: it must be at least 1")
         if (rank is None) != (num_replicas is None):
             raise ValueError(f"rank={rank}, num_replicas={num_replicas}: give both or neither")
+        if rank is not None and num_replicas is not None and not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank}: with num_replicas={num_replicas} it must be from 0 to {num_replicas - 1}")
         self.global_batch_size = global_batch_size
         self._given = rank, num_replicas
         self._iteration = 0  # how often the position was set or a loop began; an older loop must not move it
@@ -168,7 +170,7 @@ class Sampler(_Loop):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         ours = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
-        if other := {key: state_dict[key] for key in ours if state_dict[key] != ours[key]}:
+        if other := {key: state_dict.get(key) for key in ours if state_dict.get(key) != ours[key]}:
             raise ValueError(
                 f"the saved position belongs to another order of samples: it has {other}, this sampler has "
                 f"{ {key: ours[key] for key in other} }; use the same data set, seed and shuffle"
