@@ -65,6 +65,7 @@ HISTORY_METRICS = (  # of the Totals
     Metric("ripstop_checkpoints_total", "counter", "Checkpoints that workers reported", field="checkpoints"),
     Metric("ripstop_checkpoint_step", "gauge", "Step of the latest checkpoint"),
     Metric("ripstop_checkpoint_timestamp_seconds", "gauge", "When it was saved, in seconds since 1970"),
+    Metric("ripstop_state_restore_seconds", "histogram", "How long a restore of train.State took", ("source",)),
 )
 GOODPUT_METRICS = (  # of the time Spent
     Metric("ripstop_goodput_ratio", "gauge", "Share of the job's time spent in steps that were kept", field="ratio"),
@@ -90,6 +91,10 @@ RANK_METRICS = (  # of a RankSample
     Metric("ripstop_worker_steps_per_second", "gauge", "Rate of its steps", _RANK, "steps_per_second"),
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
     Metric("ripstop_worker_heartbeat_age_seconds", "gauge", "Time since its last heartbeat", _RANK, "age"),
+    Metric("ripstop_state_commits_total", "counter", "Commits of a worker's State in this round", _RANK, "commits"),
+    Metric("ripstop_state_commit_stall_seconds_total", "counter", "Time they took in its loop", _RANK, "commit_stall"),
+    Metric("ripstop_state_commit_age_seconds", "gauge", "Time since its last commit", _RANK, "commit_age"),
+    Metric("ripstop_state_bytes", "gauge", "Size of its last commit", _RANK, "commit_bytes"),
 )
 GPU_METRICS = (  # of a GpuSample
     Metric("ripstop_gpu_utilization_ratio", "gauge", "Share of time in which a GPU was busy", _GPU, "utilisation"),
@@ -140,6 +145,8 @@ def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
         metrics.put("ripstop_restarts_total", count, cause)
     for phase, histogram in totals.recovery.items():
         metrics.put_histogram("ripstop_recovery_seconds", histogram, phase)
+    for source, histogram in totals.state_restores.items():
+        metrics.put_histogram("ripstop_state_restore_seconds", histogram, source)
     if totals.checkpoint is not None:
         step, at = totals.checkpoint
         metrics.put("ripstop_checkpoint_step", step)

@@ -7,7 +7,7 @@ from ripstop.cli.job_client import JOB_HELP, JobCommand, ParsedCommand, table
 STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
 
-Shows a job's phase, round, nodes and ranks, and its goodput if workers report their steps.
+Shows a job's phase, round, nodes and ranks, and its goodput and the age of its last commit if workers report them.
 {JOB_HELP}"""
 METRICS_HELP = f"""\
 usage: ripstop metrics [FLAGS]
@@ -37,6 +37,8 @@ def render(status: dict[str, Any]) -> str:
         f"restarts {status['charged']} of {status['max_restarts']}",
         f"nodes {nodes}",
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
+        *([] if status["commit_age"] is None else [f"last commit {_duration(status['commit_age'])} ago"]),
+        *([f"state restored from {' and '.join(status['restored_from'])}"] if status["restored_from"] else []),
     )
     nodes_table = table([_row(node) for node in status["nodes"]], ("NODE", "HOST", "STATE", "RANKS", "ROLE"))
     return f"job {status['run_id']}: {', '.join(facts)}\nreason: {status['why']}\n\n{nodes_table}"
