@@ -69,8 +69,9 @@ def test_status_metrics_and_events_show_commits_and_where_they_were_restored_fro
     assert aged["round"] == 2
     text = output_of(job, "status")
     assert "last commit " in text and ", state restored from memory\n" in text
-    page = metrics(job)
-    assert page['ripstop_state_restore_seconds_count{source="memory"}'] == 1  # one event for the node
+    restores = 'ripstop_state_restore_seconds_count{source="memory"}'
+    page = wait_until(lambda: found if restores in (found := metrics(job)) else None, why=job.describe)  # it is cached
+    assert page[restores] == 1  # one event for the node
     assert page["ripstop_lost_steps_total"] == 0
     events = [json.loads(line) for line in output_of(job, "events", "--json").splitlines()]
     (restored,) = [event for event in events if event["kind"] == "state_restored"]

@@ -186,6 +186,15 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 
+def may_free_others(commits: int) -> bool:
+    """Whether all ranks have a commit of this round, after so many of this rank since its restore.
+
+    This rank has begun its commit n after a collective that its peers entered when commit n-2 was complete.  No rank
+    then needs what this node holds of ranks that have left it.
+    """
+    return commits >= OVERLAPPED_BUFFERS
+
+
 def next_slot(slots: Sequence[int], buffers: int) -> int:
     """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first."""
     return min(set(range(len(slots) + 1)) - set(slots)) if len(slots) < buffers else slots[0]

@@ -21,7 +21,7 @@ import torch
 
 from ripstop.train import content, gpu_copy, intervals, reports
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
@@ -219,7 +219,8 @@ class State:
         self._newest = buffer, header
         self._number += 1
         self._commits += 1
-        if self._commits == OVERLAPPED_BUFFERS and self._has_others:  # all ranks have one that is newer than these
+        if self._has_others and may_free_others(self._commits):
+            self._has_others = False
             self._drop_others()
         return True
 
