@@ -65,6 +65,15 @@ bench: $(BENCH)  ## measure ripstop beside torchrun
 	python bench/tee.py --json bench/results/tee.json
 	python bench/overhead.py --json bench/results/overhead.json
 
+PEERS ?= /tmp/ripstop-peers
+
+.PHONY: goodput
+goodput: $(RUN)  ## useful steps under faults: torchrun, ft_launcher, torchft, ripstop (25 minutes; a quiet machine)
+	@$(compiled)
+	test -x $(PEERS)/bin/torchft_lighthouse || { python -m venv $(PEERS) && $(PEERS)/bin/pip install -q torch==2.13.0 \
+		&& $(PEERS)/bin/pip install -q -r requirements/peers.txt; } || echo "peers that could not be installed are left out"
+	python bench/goodput.py --peers $(PEERS)/bin --json bench/results/goodput.json
+
 .PHONY: venv
 venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
 

@@ -41,10 +41,10 @@ def test_a_node_without_workers_can_be_sampled() -> None:
 
 def test_a_step_query_works_only_for_a_worker_that_reports_steps(tmp_path: Path) -> None:
     logs = RoundLogs(tmp_path, Logs(tmp_path), PLACE, "default", terminal=False)
-    workers = Workers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, 100.0, 8)})
+    workers = Workers(PLACE, (1, 2), logs, {1: WorkerProgress(7, 1.0, None, None, 100.0, commit_age=2.5)})
     before = time.time()
     seen = ask("step", workers, rank=5)
-    assert (seen["round"], seen["step"]) == (2, 7)
+    assert (seen["round"], seen["step"], seen["commit_age"]) == (2, 7, 2.5)
     assert before - 100.0 <= seen["at"] <= time.time() - 100.0
     with pytest.raises(QueryFailed, match="rank 4 reports no steps now"):
         ask("step", workers, rank=4)

@@ -17,7 +17,7 @@ import pytest
 from ripstop.agent import usage_sampler
 from ripstop.agent.query_handler import Workers
 from ripstop.agent.usage_sampler import GpuUsageReader, log_bytes, sample
-from ripstop.diagnostics.progress import WorkerProgress
+from ripstop.diagnostics.progress import Commits, WorkerProgress
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs, OutputStreams, StreamMap
 from ripstop.model.round import Address, Place
@@ -95,10 +95,13 @@ def test_a_sample_has_the_log_bytes_and_progress_of_every_rank(tmp_path: Path) -
         (tmp_path / "round_3" / "4" / stream).write_text("12345")
     with worker() as process:
         before = time.time()
-        workers = Workers(place(2), (process.pid, 2**22), logs, {0: WorkerProgress(7, 2.5, 0.5, 9)})
+        progress = WorkerProgress(7, 2.5, 0.5, 9, 0.25, Commits(3, 0.125, 1000, at=0.0), 2.0)
+        workers = Workers(place(2), (process.pid, 2**22), logs, {0: progress})
         found = sample(workers, ())
     (rank,) = found.ranks
     assert (rank.rank, rank.log_bytes, rank.step, rank.steps_per_second, rank.beats) == (4, 10, 7, 2.5, 9)
+    assert (rank.step_age, rank.commits, rank.commit_age) == (0.25, 3, 2.0)
+    assert (rank.commit_bytes, rank.commit_stall) == (1000, 0.125)
     assert found.round == 3 and found.at >= before
     assert found.cpu > 0 and found.memory > 1 << 20
 

@@ -15,11 +15,11 @@ from ripstop.diagnostics import hang_monitor, stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.logs.directory import RoundLogs
 from ripstop.model.config import Logs
-from ripstop.model.events import CheckpointSaved, Event
+from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestored, StepsDone
 from ripstop.model.failure import Failure
 from ripstop.model.round import Address, Place
 from ripstop.system import linux
-from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat
+from ripstop.workers.reports import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat
 
 PLACE = Place(1, 0, 1, 0, 1, 1, 0, 1, Address("127.0.0.1", 1), 0)
 DEADLINE = 20.0
@@ -159,3 +159,22 @@ def test_checkpoints_are_recorded_at_most_once_a_second_and_the_last_one_always(
     scene.play(script, timeout=0.0)
     recorded = [event.step for event in scene.recorded if isinstance(event, CheckpointSaved)]
     assert recorded == [0, 999]
+
+
+def test_commits_are_counted_and_only_the_first_restore_of_each_source_is_an_event(scene: Scene) -> None:
+    async def script(monitor: HangMonitor, hung: Hung) -> None:
+        for source in ("memory", "memory", "peer", "peer"):
+            monitor.on_report(0, RestoreReport(source, 4, 0.5))
+        for step in range(5, 1000):
+            monitor.on_report(0, CommitReport(step, step - 4, 10, 0.25, 0.0))
+        progress = monitor.worker_progress()[0]
+        assert progress.commits is not None
+        assert (progress.step, progress.commits.count, progress.commits.stall) == (999, 995, 0.25)
+
+    scene.play(script, timeout=0.0)
+    first, *last = [event for event in scene.recorded if not isinstance(event, StateRestored)]
+    assert isinstance(first, FirstStep) and first.step == 5
+    assert [(event.first, event.last) for event in last if isinstance(event, StepsDone)] == [(5, 999)]
+    assert len(last) == 1
+    restored = [event for event in scene.recorded if isinstance(event, StateRestored)]
+    assert restored == [StateRestored(1, 0, "memory", 4, 0.5), StateRestored(1, 0, "peer", 4, 0.5)]

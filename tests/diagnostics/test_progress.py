@@ -2,7 +2,7 @@
 
 import pytest
 
-from ripstop.diagnostics.progress import ActivitySample, HungWorker, ProgressTracker, WorkerProgress
+from ripstop.diagnostics.progress import ActivitySample, Commits, HungWorker, ProgressTracker, WorkerProgress
 
 STACK = "step (train.py:3)"
 
@@ -122,7 +122,7 @@ def test_without_a_timeout_no_worker_hangs_and_heartbeats_are_counted() -> None:
     progress.on_heartbeat(0, 10, 1, 1.0)
     progress.on_heartbeat(0, 14, 5, 3.0)
     assert progress.hung_workers(1e6) == {}
-    assert progress.worker_progress(4.0) == {0: WorkerProgress(14, 2.0, 1.0, 5)}
+    assert progress.worker_progress(4.0) == {0: WorkerProgress(14, 2.0, 1.0, 5, 1.0)}
     steps = progress.step_ranges()[0]
     assert (steps.first, steps.last, steps.seconds) == (10, 14, 2.0)
 
@@ -132,3 +132,29 @@ def test_the_rate_is_a_moving_average_of_the_latest_steps() -> None:
     for second in range(50):
         progress.on_heartbeat(0, 2 * second if second < 20 else 20 + second, second + 1, float(second))
     assert progress.worker_progress(49.0)[0].rate == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_commit_is_progress_but_no_heartbeat() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    progress.on_commit(0, 5, Commits(1, 0.1, 1000, at=0.5), 1.0)
+    progress.on_commit(0, 9, commits := Commits(3, 0.2, 1000, at=2.5), 3.0)
+    assert progress.worker_progress(4.0) == {0: WorkerProgress(9, 2.0, None, None, 1.0, commits, 1.5)}
+    steps = progress.step_ranges()[0]
+    assert (steps.first, steps.last, steps.seconds) == (5, 9, 2.0)
+    assert progress.hung_workers(100.0) == {}  # a script that commits rarely does not hang
+    assert progress.due_samples(3.0) == {0: False}
+
+
+def test_the_steps_of_heartbeats_count_before_those_of_commits() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    progress.on_heartbeat(0, 100, 1, 1.0)
+    progress.on_commit(0, 3, Commits(3, 0.1, 1000, at=2.0), 2.0)
+    assert progress.worker_progress(2.0)[0].step == 100
+    assert progress.worker_progress(2.0)[0].commit_age == 0.0
+
+
+def test_calls_that_commit_nothing_have_no_age() -> None:
+    progress = ProgressTracker(1, 10.0, now=0.0)
+    progress.on_commit(0, 3, Commits(0, 0.0, 0, at=2.0), 2.0)
+    found = progress.worker_progress(2.0)[0]
+    assert (found.step, found.commits, found.commit_age) == (3, None, None)

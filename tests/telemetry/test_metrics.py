@@ -20,6 +20,7 @@ from ripstop.model.events import (
     RoundEndCause,
     RoundEnded,
     RoundFormed,
+    StateRestored,
     StepsDone,
     WorkerFailed,
 )
@@ -43,6 +44,8 @@ EVENTS: list[tuple[str, Event]] = [
     ("", RoundFormed(2, ("a", "b"), 2, "h:2", 1, "b failed")),
     ("a", Recovered(2, 0.0, 0.0, 0.2, 0.03)),
     ("b", Recovered(2, 0.004, 0.002, 0.01, 0.03)),
+    ("a", StateRestored(2, 0, "memory", 10, 0.5)),
+    ("b", StateRestored(2, 1, "peer", 10, 1.5)),
     ("a", FirstStep(2, 0, 11, 0.7)),
     ("", NodeGone("b", "lost", True)),
     ("", BudgetRefunded(2, "b")),
@@ -101,7 +104,7 @@ def full_page() -> str:
     nodes = tuple(NodeStatus(name, "h", 1, "default", NodeState.RUNNING, i, i) for i, name in enumerate("ab"))
     copies = (ReplicationStatus("state", 2, 7, 1, 0.5, 1000),)
     status = JobStatus("job7", Phase.RUNNING, "", 5.0, 2, 2, 1, 3, 1, 4, 4, nodes, replication=copies)
-    rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40)
+    rank = RankSample(0, 12.5, 2**30, 8, 2, 1000, 11, 2.5, 0.1, 40, 0.1, 7, 0.5, 3000, 0.25)
     gpu, standby = GpuSample(0, 0.9, 1, 2, 60, 650.0, 0, 0), StandbySample(0, 2**23, 2**29)
     sample = NodeSample(118.0, 2, 0.5, 2**25, (rank,), (gpu,), (standby,))
     return page(counted_totals(), status, {"a": sample}, 120.0).decode()
@@ -146,7 +149,7 @@ def test_a_node_that_did_not_reply_is_down_and_has_no_ranks() -> None:
 def test_unknown_values_are_left_out() -> None:
     status = JobStatus("job7", Phase.GATHERING, "", 5.0, 0, 0, 0, 3, 1, 4, 4, ())
     empty = page(Totals(), status, {"a": NodeSample(1.0, 1, 0.5, 1, (RankSample(0, 1.0, 1, 1, 1, 0),))}, 120.0).decode()
-    absent = ("goodput", "gpu", "checkpoint_step", "worker_step", "heartbeat", "lost_steps")
+    absent = ("state", "goodput", "gpu", "checkpoint_step", "worker_step", "heartbeat", "lost_steps")
     assert [name for name in absent if f"ripstop_{name}" in empty or f"worker_{name}" in empty] == []
 
 
@@ -161,6 +164,8 @@ def test_hostile_records_and_names_do_not_break_the_page() -> None:
             StepsDone(most, -most, -most, most, 1e308),
             StepsDone(most - 1, -most, -most, most, 1e308),
             CheckpointSaved(1, 1, most, ""),
+            StateRestored(most, 1, "the moon", most, 1.0),
+            StateRestored(most, 1, "disk", most, -1e308),
         )
     ):
         totals.on(EventRecord(seq, -1e308, "a", event))
@@ -178,3 +183,14 @@ def test_buckets_are_cumulative() -> None:
     assert 'ripstop_recovery_seconds_bucket{le="0.25",phase="stop"} 2.0' in lines
     assert 'ripstop_recovery_seconds_bucket{le="+Inf",phase="stop"} 2.0' in lines
     assert 'ripstop_recovery_seconds_count{phase="stop"} 2.0' in lines
+
+
+def test_restores_are_counted_by_source_and_those_of_the_latest_round_are_known() -> None:
+    totals = counted_totals()
+    assert {source: sum(h.counts) for source, h in totals.state_restores.items()} == {"memory": 1, "peer": 1}
+    assert totals.restored_from == {2: {"memory", "peer"}}
+    totals.on(EventRecord(90, 200.0, "a", StateRestored(3, 0, "disk", 5, 2.0)))
+    totals.on(EventRecord(91, 200.0, "b", StateRestored(2, 0, "memory", 5, 2.0)))  # it arrives late
+    assert totals.restored_from == {3: {"disk"}}
+    assert 'ripstop_state_restore_seconds_sum{source="peer"} 1.5' in full_page()
+    assert 'ripstop_state_commit_age_seconds{node="a",rank="0"} 0.5' in full_page()

@@ -19,6 +19,7 @@ from ripstop.model.events import (
     RoundFormed,
     RoundFound,
     RoundResumed,
+    StateRestored,
     StepsDone,
     WorkerFailed,
     WorkersStarted,
@@ -152,6 +153,18 @@ def test_if_workers_report_steps_a_recovery_ends_with_the_first_step_of_each_nod
     spans = job.record(13.0, FirstStep(2, 0, 7, 2.0), node="a")
     assert names_and_times(spans) == [("first_step", 11.0, 13.0), ("node", 10.6, 13.0), ("recovery", 10.0, 13.0)]
     assert spans[0].attributes["ripstop.step"] == 7
+
+
+def test_a_restore_of_state_is_a_span_of_its_node() -> None:
+    job = Job()
+    job.runs(0.0, 1, "a")
+    job.fails(10.0, 1, "a")
+    job.record(10.0, formed(2, "a"))
+    node = only(recover(job, 11.0, 2, "a"), "node")
+    (restore,) = job.record(12.0, StateRestored(2, 0, "peer", 6, 0.5), node="a")
+    assert names_and_times([restore]) == [("restore", 11.5, 12.0)]
+    assert (restore.parent, restore.attributes["ripstop.source"]) == (node.context.span, "peer")
+    assert job.record(12.0, StateRestored(1, 0, "peer", 6, 0.5), node="a") == []  # of an older round
 
 
 def test_an_unexpected_first_step_belongs_to_the_recovery() -> None:
@@ -308,6 +321,7 @@ def test_the_documentation_lists_every_span_and_attribute() -> None:
     job.fails(10.0, 1, "a")
     job.record(10.0, formed(2, "a"))
     recover(job, 11.0, 2, "a")
+    job.record(12.0, StateRestored(2, 0, "memory", 6, 0.5), node="a")
     job.record(13.0, FirstStep(2, 0, 7, 2.0), node="a")
     job.record(20.0, JobClosed("succeeded", "all workers exited 0", 2, 1))
     job.end()

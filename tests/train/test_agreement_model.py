@@ -96,13 +96,13 @@ class Model:
         order = tuple(agreement.newest_last(rank.order, slot))
         return replace(
             rank,
-            slots=_put(rank.slots, slot, self.when_started(world, rank)),
+            slots=_put(rank.slots, slot, self.when_started(world, rank, dict(rank.slots).get(slot))),
             order=order,
             committed=rank.committed + 1,
             copying=slot,
         )
 
-    def when_started(self, world: World, rank: Rank) -> Written | None:
+    def when_started(self, world: World, rank: Rank, old: Written | None) -> Written | None:
         return None  # the stamp is cleared first
 
     def finished(self, world: World, rank: Rank) -> Rank:
@@ -117,6 +117,8 @@ class Model:
 
     def killed(self, world: World) -> World:
         """All ranks die now, and the next round restores."""
+        if any(written and not written.whole for rank in world.ranks for _, written in rank.slots):
+            raise Lost(f"a buffer claims to have a commit that is not whole: {world}")
         found = decide([_offers(rank, number) for number, rank in enumerate(world.ranks)])
         if found != world.safe:
             raise Lost(f"all ranks had {world.safe}, and they agree on {found}: {world}")
@@ -128,6 +130,17 @@ class Model:
             order = tuple(agreement.newest_last(sorted(slot for slot, _ in rank.slots), slot))
             ranks.append(Rank(rank.slots, order, found.number if found else 0))
         return World(tuple(ranks), world.round + 1, found)
+
+
+class Freeing(Model):
+    """Buffers of ranks that have left a node are freed only if all ranks have a newer commit."""
+
+    def successors(self, world: World) -> Iterator[World]:
+        if any(agreement.may_free_others(rank.committed) for rank in world.ranks):
+            for rank in world.ranks:
+                if not any(written and written.commit.round == world.round for _, written in rank.slots):
+                    raise Lost(f"{rank} has no commit of this round, and another rank frees older ones: {world}")
+        return super().successors(world)
 
 
 class NodeLost(Model):
@@ -199,6 +212,22 @@ def test_the_loss_of_a_node_costs_no_commit_of_replicated_state_and_is_noticed_f
     assert NodeLost(2, buffers, overlapped=overlapped).explore() > 1000
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_buffers_of_ranks_that_left_are_freed_when_all_ranks_have_a_commit_of_the_new_round(
+    size: int, overlapped: bool
+) -> None:
+    assert Freeing(size, OVERLAPPED_BUFFERS if overlapped else BLOCKING_BUFFERS, overlapped=overlapped).explore() > 1000
+
+
+@pytest.mark.parametrize("early", [1, 2])
+def test_buffers_of_ranks_that_left_are_not_freed_earlier(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not agreement.may_free_others(early)
+    monkeypatch.setattr(agreement, "may_free_others", lambda commits: commits >= early)
+    with pytest.raises(Lost):
+        Freeing(2, OVERLAPPED_BUFFERS, overlapped=True).explore()
+
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -221,8 +250,12 @@ def a_commit_is_complete_before_its_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Model,
         "when_started",
-        lambda model, world, rank: Written(Commit(world.round, rank.number + 1, model.size), whole=False),
+        lambda model, world, rank, old: Written(Commit(world.round, rank.number + 1, model.size), whole=False),
     )
+
+
+def the_old_stamp_stays_while_its_commit_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Model, "when_started", lambda model, world, rank, old: old and replace(old, whole=False))
 
 
 def mutant_agree(choose: Callable[[list[set[Commit]]], Commit | None]) -> Patch:
@@ -254,6 +287,7 @@ MUTANTS: list[Patch] = [
     the_newest_is_overwritten,
     a_restored_commit_is_overwritten_first,
     a_commit_is_complete_before_its_copy,
+    the_old_stamp_stays_while_its_commit_is_overwritten,
     numbers_alone_identify_a_commit,
     some_ranks_are_enough,
     the_oldest_common_commit_is_chosen,

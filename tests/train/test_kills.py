@@ -25,7 +25,7 @@ def test_no_kill_leaves_a_torn_commit_or_loses_a_finished_one(agent: Agent, kill
     assert int(done.stdout) >= kills // 5  # so many were in the middle of a commit
 
 
-@pytest.mark.parametrize(("mutant", "found"), [("stamp first", "torn"), ("same buffer", "lost")])
+@pytest.mark.parametrize(("mutant", "found"), [("stamp first", "torn"), ("old stamp", "torn"), ("same buffer", "lost")])
 def test_a_broken_rule_is_found(agent: Agent, mutant: str, found: str) -> None:
     done = run(100, MUTANT=mutant)
     assert (done.returncode, done.stdout) == (1, found + "\n"), done.stderr

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.workers.reports import MAX_BURST, CheckpointReport, Reports, WorkerHeartbeat, WorkerReport, read
+from ripstop.workers.reports import (
+    MAX_BURST,
+    CheckpointReport,
+    CommitReport,
+    Reports,
+    RestoreReport,
+    WorkerHeartbeat,
+    WorkerReport,
+    read,
+)
 
 DEADLINE = 20.0
 
@@ -217,3 +226,64 @@ def test_a_path_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:
     long.mkdir()
     found = received(long, 1, lambda path: worker("from ripstop import train; train.heartbeat()", path) and None)
     assert [report for _, report in found] == [WorkerHeartbeat(None, 1)]
+
+
+def test_a_thousand_commits_are_a_few_datagrams_and_the_last_totals_are_sent(tmp_path: Path) -> None:
+    code = (
+        "from ripstop.train import reports\n"
+        "reports.state_restored('memory', 4, 0.5)\n"
+        "for n in range(5, 1005): reports.state_committed('a', 10, 0.25); reports.commit_called(n)\n"
+        "reports.state_committed('b', 7, 0.0); reports.commit_called(1005)"
+    )
+    found = [report for _, report in received(tmp_path, 3, lambda path: worker(code, path) and None)]
+    assert found[0] == RestoreReport("memory", 4, 0.5)
+    first, *_, last = found[1:]
+    assert isinstance(first, CommitReport) and isinstance(last, CommitReport)
+    assert (first.step, first.commits, first.size, first.stall) == (5, 1, 10, 0.25)
+    assert (last.step, last.commits, last.size, last.stall) == (1005, 1001, 17, 250.0)
+    assert len(found) < 20
+
+
+def test_a_restore_is_reported_when_the_queue_has_space_again(tmp_path: Path) -> None:
+    code = (
+        "from ripstop.train import reports\n"
+        "for n in range(1000): reports.checkpoint_saved(n)\n"
+        "reports.state_restored('disk', 1, 1.0)\n"
+        "for n in range(1000): reports.commit_called(n)\n"
+        "print(flush=True); input()"
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slow:
+        slow.bind(str(tmp_path / "slow"))
+        env = {**os.environ, "RIPSTOP_SOCKET": str(tmp_path / "slow")}
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe) as process:
+            assert process.stdin and process.stdout
+            process.stdout.readline()  # it did not wait
+            slow.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    slow.recv(4096)
+            process.stdin.write(b"\n")
+            process.stdin.close()
+            assert process.wait(DEADLINE) == 0
+        found = [read(slow.recv(4096)) for _ in range(3)]
+    assert found[:2] == [CheckpointReport(999, ""), RestoreReport("disk", 1, 1.0)]
+    assert isinstance(found[2], CommitReport) and found[2].step == 999
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"restored": "the moon", "step": 1, "seconds": 1.0},
+        {"restored": "memory", "step": -1, "seconds": 1.0},
+        {"restored": "memory", "step": 1, "seconds": float("nan")},
+        {"restored": "memory", "step": 1, "seconds": -1.0},
+        {"commits": 1, "step": 1, "bytes": -1, "stall": 0.0, "age": 0.0},
+        {"commits": True, "step": 1, "bytes": 1, "stall": 0.0, "age": 0.0},
+        {"commits": 1, "step": 2**62, "bytes": 1, "stall": 0.0, "age": 0.0},
+        {"commits": 1, "step": 1, "bytes": 1, "stall": float("inf"), "age": 0.0},
+        {"commits": 1, "step": 1, "bytes": 1, "stall": 0.0},
+    ],
+)
+def test_an_invalid_report_of_state_is_ignored(bad: dict[str, object]) -> None:
+    assert read(json.dumps(bad).encode()) is None

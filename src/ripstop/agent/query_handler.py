@@ -183,9 +183,10 @@ async def _step(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, 
 
     workers, rank = handler.running_workers(), int(details["rank"])
     progress = workers.progress.get(workers.local_rank(rank))
-    if progress is None or progress.step is None:
+    if progress is None or progress.step is None or progress.step_age is None:
         raise QueryFailed(f"rank {rank} reports no steps now")
-    return _fields(StepSample(workers.place.round, progress.step, time.time() - progress.age))
+    at = time.time() - progress.step_age
+    return _fields(StepSample(workers.place.round, progress.step, at, progress.commit_age))
 
 
 async def _log(handler: QueryHandler, details: Mapping[str, Any]) -> dict[str, Any]:

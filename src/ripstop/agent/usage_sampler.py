@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ripstop.agent.query_handler import Workers
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StandbySample
@@ -62,9 +63,12 @@ def _rank_samples(workers: Workers) -> Iterator[RankSample]:
     for local_rank, pid in enumerate(workers.pids):
         if used := used_by.get(pid):
             rank, written = workers.place.first_rank + local_rank, log_bytes(workers.logs.files(local_rank))
-            usage = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
-            told = workers.progress.get(local_rank)
-            yield RankSample(*usage, told.step, told.rate, told.age, told.beats) if told else RankSample(*usage)
+            usage: tuple[Any, ...] = (rank, round(used.cpu, 3), used.memory, used.threads, used.processes, written)
+            if told := workers.progress.get(local_rank):
+                usage += (told.step, told.rate, told.age, told.beats, told.step_age)
+                if told.commits is not None:
+                    usage += (told.commits.count, told.commit_age, told.commits.size, told.commits.stall)
+            yield RankSample(*usage)
 
 
 def log_bytes(files: Iterable[Path]) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 from aiohttp import web
 from msgspec import Struct, to_builtins
-from msgspec.structs import replace
 
 from ripstop.api import routes
 from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
@@ -150,9 +149,7 @@ class Api:
 
     async def status(self, call: ApiCall) -> JobStatus:
         """The state of the job."""
-        job = self.job
-        goodput = await job.goodput()
-        return replace(job.status(), goodput=goodput)
+        return await self.job.full_status()
 
     async def members(self, call: ApiCall) -> Members:
         """The nodes of the job, as in status."""

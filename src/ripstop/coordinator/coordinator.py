@@ -175,9 +175,12 @@ class Coordinator:
         """The metrics page, in Prometheus' text format."""
         return await self._collector.page()
 
-    async def goodput(self) -> float | None:
-        """The share of the job's time spent in steps that were kept; None before the first reported step."""
-        return await self._collector.goodput() if self.totals.goodput.has_steps else None
+    async def full_status(self) -> JobStatus:
+        """The status, with what a node must be queried for."""
+        goodput, commit_age = await self._collector.progress() if self.totals.goodput.has_steps else (None, None)
+        status = self.status()
+        restored_from = tuple(sorted(self.totals.restored_from.get(status.round, ())))
+        return replace(status, goodput=goodput, commit_age=commit_age, restored_from=restored_from)
 
     async def usage(self) -> Usage:
         """What the workers and the GPUs do and use now."""

@@ -67,16 +67,18 @@ class MetricsCollector:
         ratio = goodput.spent(collection.at).ratio if goodput.has_steps else None
         self._coordinator.history.add(measure(collection.samples.values(), ratio, collection.at))
 
-    async def goodput(self) -> float:
-        """The goodput now, or of the last known step if the node does not reply."""
+    async def progress(self) -> tuple[float, float | None]:
+        """The goodput, of the last known step if the node does not reply, and the age of the last commit if known."""
         goodput = self._coordinator.totals.goodput
+        commit_age = None
         if goodput.reporter is not None:
             node, rank = goodput.reporter
             with suppress(QueryFailed, ProtocolError):
                 reply = self._coordinator.ask(node, "step", json.dumps({"rank": rank}), STEP_TIMEOUT_S)
                 sample = decode_record(await reply, StepSample)
                 goodput.on_step(sample.round, node, rank, sample.step, sample.at)
-        return goodput.spent(time.time()).ratio
+                commit_age = sample.commit_age
+        return goodput.spent(time.time()).ratio, commit_age
 
     async def _current(self) -> Collection:
         now = asyncio.get_running_loop().time()
@@ -91,8 +93,8 @@ class MetricsCollector:
             totals = self._coordinator.totals
             for name, node in samples.items():
                 for rank in node.ranks:
-                    if rank.step is not None and rank.age is not None:
-                        totals.goodput.on_step(node.round, name, rank.rank, rank.step, node.at - rank.age)
+                    if rank.step is not None and rank.step_age is not None:
+                        totals.goodput.on_step(node.round, name, rank.rank, rank.step, node.at - rank.step_age)
             return Collection(status, samples, time.time())
         finally:
             self._collected_at = asyncio.get_running_loop().time()

@@ -34,6 +34,7 @@ from ripstop.diagnostics.progress import (
     NO_HEARTBEAT,
     SAMPLES_PER_TIMEOUT,
     ActivitySample,
+    Commits,
     HungWorker,
     ProgressTracker,
     WorkerProgress,
@@ -41,14 +42,14 @@ from ripstop.diagnostics.progress import (
 from ripstop.diagnostics.stack_dump import ProcessStack, dump_stacks, file_size, native_stacks
 from ripstop.diagnostics.stack_parser import code_location
 from ripstop.logs.directory import RoundLogs
-from ripstop.model.events import CheckpointSaved, Event, FirstStep, StepsDone, WorkerHangs
+from ripstop.model.events import CheckpointSaved, Event, FirstStep, StateRestored, StepsDone, WorkerHangs
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import clean, truncate_middle
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread
 from ripstop.system.safe_files import make_own_directory
-from ripstop.workers.reports import CheckpointReport, WorkerHeartbeat, WorkerReport
+from ripstop.workers.reports import CheckpointReport, CommitReport, RestoreReport, WorkerHeartbeat, WorkerReport
 
 if TYPE_CHECKING:
     from ripstop.diagnostics.flight_recorder_query import FlightDump
@@ -105,6 +106,7 @@ class HangMonitor:
         self._record = record
         self._on_hang = on_hang
         self._first_step_recorded = False
+        self._restore_sources: set[str] = set()  # that are recorded
         self._unrecorded_checkpoints: dict[int, CheckpointReport] = {}  # the latest, by local rank
         self._checkpoint_timers: dict[int, asyncio.TimerHandle] = {}
         self._check_due_at = 0.0
@@ -115,8 +117,9 @@ class HangMonitor:
         self._schedule_check()
 
     def on_report(self, local_rank: int, report: WorkerReport) -> None:
-        """A worker, or a process that belongs to it, sent a heartbeat or reported a checkpoint."""
+        """A worker, or a process that belongs to it, sent a report."""
         place, now = self._workers.place, self._loop.time()
+        rank = place.first_rank + local_rank
         match report:
             case CheckpointReport():
                 self._unrecorded_checkpoints[local_rank] = report
@@ -124,10 +127,19 @@ class HangMonitor:
                     self._record_checkpoint(local_rank)
             case WorkerHeartbeat(step, count):
                 self._progress.on_heartbeat(local_rank, step, count, now)
-                if step is not None and not self._first_step_recorded:
-                    self._first_step_recorded = True
-                    first = FirstStep(place.round, place.first_rank + local_rank, step, now - self._started_at)
-                    self._record(first, logging.INFO)
+                if step is not None:
+                    self._record_first_step(rank, step, now)
+            case CommitReport(step, count, size, stall, age):
+                self._progress.on_commit(local_rank, step, Commits(count, stall, size, now - age), now)
+                self._record_first_step(rank, step, now)
+            case RestoreReport(source, step, seconds) if source not in self._restore_sources:
+                self._restore_sources.add(source)
+                self._record(StateRestored(place.round, rank, source, step, seconds), logging.INFO)
+
+    def _record_first_step(self, rank: int, step: int, now: float) -> None:
+        if not self._first_step_recorded:
+            self._first_step_recorded = True
+            self._record(FirstStep(self._workers.place.round, rank, step, now - self._started_at), logging.INFO)
 
     def _record_checkpoint(self, local_rank: int) -> None:
         """Record the latest checkpoint, at most one in `CHECKPOINT_INTERVAL_S`."""

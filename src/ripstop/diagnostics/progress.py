@@ -14,6 +14,8 @@ activity samples (bytes written, CPU time, stack) of workers that send no heartb
 6. If a worker cannot be sampled, its timeout starts again.
 7. If nothing could be observed, because the machine was paused or heartbeats could not be received, all timeouts start
    again.
+8. A call of `State.commit` is no heartbeat, because scripts may commit rarely.  Its step counts if the worker's
+   heartbeats have none.
 """
 
 from collections.abc import Mapping
@@ -27,13 +29,28 @@ NO_ACTIVITY = "no output, no CPU time, the same stack"  # rule 5
 RATE_WEIGHT = 0.3  # of the latest rate in the moving average
 
 
+class Commits(Struct, frozen=True):
+    """The commits of a worker's State in this round: their number and the time they took; size and time of the last."""
+
+    count: int
+    stall: float
+    size: int
+    at: float
+
+
 class WorkerProgress(Struct, frozen=True):
-    """What a worker reports: its step, steps per second, seconds since its last heartbeat, number of heartbeats."""
+    """What a worker reports: its step, steps per second, seconds since its last heartbeat, number of heartbeats.
+
+    Then the seconds since it reported a step, and its commits with the age of the last one.
+    """
 
     step: int | None
     rate: float
-    age: float
-    beats: int
+    age: float | None
+    beats: int | None
+    step_age: float | None = None
+    commits: Commits | None = None
+    commit_age: float | None = None
 
 
 class ActivitySample(Struct, frozen=True):
@@ -74,6 +91,9 @@ class _Worker(Struct):
     step_at: float = 0.0
     first_step: tuple[int, float] | None = None
     rate: float = 0.0
+    step_reported_at: float = 0.0
+    has_heartbeat_steps: bool = False  # rule 8
+    commits: Commits | None = None
 
 
 class ProgressTracker:
@@ -93,8 +113,18 @@ class ProgressTracker:
         if worker is None:
             return
         worker.heartbeats, worker.heartbeat_at = max(worker.heartbeats + 1, count), now
-        if step is None:
-            return
+        if step is not None:
+            worker.has_heartbeat_steps = True
+            self._on_step(rank, worker, step, now)
+
+    def on_commit(self, rank: int, step: int, commits: Commits, now: float) -> None:
+        if worker := self._workers.get(rank):
+            worker.commits = commits if commits.count else None
+            if not worker.has_heartbeat_steps:
+                self._on_step(rank, worker, step, now)
+
+    def _on_step(self, rank: int, worker: _Worker, step: int, now: float) -> None:
+        worker.step_reported_at = now
         if worker.first_step is None or step < worker.first_step[0]:
             worker.first_step = (step, now)
         if worker.step is not None and step > worker.step and now > worker.step_at:
@@ -185,11 +215,19 @@ class ProgressTracker:
         return now - (worker.heartbeat_at if worker.heartbeats else worker.active_at)
 
     def worker_progress(self, now: float) -> Mapping[int, WorkerProgress]:
-        """The progress of workers that send heartbeats."""
+        """The progress of workers that report any."""
         return {
-            rank: WorkerProgress(worker.step, worker.rate, now - worker.heartbeat_at, worker.heartbeats)
+            rank: WorkerProgress(
+                worker.step,
+                worker.rate,
+                now - worker.heartbeat_at if worker.heartbeats else None,
+                worker.heartbeats or None,
+                None if worker.step is None else now - worker.step_reported_at,
+                worker.commits,
+                now - worker.commits.at if worker.commits else None,
+            )
             for rank, worker in self._workers.items()
-            if worker.heartbeats
+            if worker.heartbeats or worker.step is not None
         }
 
     def step_ranges(self) -> Mapping[int, StepRange]:

@@ -346,6 +346,19 @@ class CheckpointSaved(_Event, frozen=True):
     path: str
 
 
+RESTORE_SOURCES = ("memory", "peer", "disk")
+
+
+class StateRestored(_Event, frozen=True):
+    """A worker restored a commit of `train.State`.  A node records the first one of each source."""
+
+    round: Int64
+    rank: Int64
+    source: str
+    step: Int64
+    seconds: float
+
+
 class WorkerFailed(_Event, frozen=True):
     """A worker failed, or could not be started; the failure report has the evidence."""
 
@@ -447,8 +460,8 @@ Event = (
     | BudgetCharged | HangDiagnosed | BudgetRefunded | ScaleRequested | JobClosing | JobClosed | OperatorAction
     | StateReplicated
     | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
-    | CheckpointSaved | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded | WorkersStopping
-    | WorkersStopped
+    | CheckpointSaved | StateRestored | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded
+    | WorkersStopping | WorkersStopped
     | AgentMessage | AgentEnded
 )  # fmt: skip
 
@@ -503,6 +516,7 @@ LOG_LINES: dict[type[Event], str] = {
     StateReplicated: "round={0.round} state={0.state} commit={0.commit} has copies on other nodes",
     OperatorAction: "{0.action} by {0.by}: {0.result}",
     CheckpointSaved: "round={0.round} rank={0.rank} checkpoint step={0.step} path={0.path}",
+    StateRestored: "round={0.round} rank={0.rank} restored step={0.step} from={0.source} seconds={0.seconds:.2f}",
     WorkerFailed: "round={0.round} rank={0.rank} pid={0.pid} failed: {0.why}",
     TimersMissed: "round={0.round} rank={0.rank} pid={0.pid} {0.why}",
     WorkersStopping: "round={0.round} stopping: {0.why}",

@@ -70,7 +70,8 @@ class JobStatus(Struct, frozen=True):
 
     `restarts` counts all restarts after failures and hangs; `charged` counts the failures in the budget's window, of
     which `max_restarts` are allowed.  `goodput` is the fraction of the job's time spent in steps that were kept; None
-    if no worker has reported a step, or no agent was queried.
+    if no worker has reported a step, or no agent was queried.  `commit_age` is the time since the last commit of
+    `train.State`, `restored_from` where this round's ranks found theirs: "memory", "peer" or "disk".
     """
 
     run_id: str
@@ -89,3 +90,5 @@ class JobStatus(Struct, frozen=True):
     charged: int = 0
     goodput: float | None = None
     replication: tuple[ReplicationStatus, ...] = ()
+    commit_age: float | None = None
+    restored_from: tuple[str, ...] = ()

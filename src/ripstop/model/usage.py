@@ -9,7 +9,11 @@ from ripstop.model.field_types import Int64, Items
 
 
 class RankSample(Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker with all processes of its session; `age` is the time since it last reported progress."""
+    """One worker with all processes of its session.
+
+    `age` is the time since its last heartbeat, `step_age` since it reported its step, `commit_age` since the last
+    commit of its State, of `commit_bytes`.  Its `commits` in this round took `commit_stall` of its training loop.
+    """
 
     rank: Int64
     cpu: float
@@ -21,14 +25,20 @@ class RankSample(Struct, frozen=True, forbid_unknown_fields=True):
     steps_per_second: float | None = None
     age: float | None = None
     beats: Int64 | None = None
+    step_age: float | None = None
+    commits: Int64 | None = None
+    commit_age: float | None = None
+    commit_bytes: Int64 | None = None
+    commit_stall: float | None = None
 
 
 class StepSample(Struct, frozen=True, forbid_unknown_fields=True):
-    """The latest step that a worker of this round reported, and when, by its node's clock."""
+    """The latest step that a worker of this round reported, and when, by its node's clock; the age of its commit."""
 
     round: Int64
     step: Int64
     at: float
+    commit_age: float | None = None
 
 
 class GpuSample(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from ripstop.model import events
 from ripstop.model.config import MAX_NODES
-from ripstop.model.events import EventRecord, RoundEndCause, kind
+from ripstop.model.events import RESTORE_SOURCES, EventRecord, RoundEndCause, kind
 from ripstop.telemetry.goodput import Goodput
 
 STAGES = ("detect", "decide", "stop", "start", "first_step")
@@ -47,6 +47,8 @@ class Totals(Struct):
     recovery: dict[str, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in STAGES})
     checkpoints: int = 0
     checkpoint: tuple[int, float] | None = None  # the latest: step and time
+    state_restores: dict[str, Histogram] = field(default_factory=dict)  # by source
+    restored_from: dict[int, set[str]] = field(default_factory=dict)  # the sources of the latest round that restored
     goodput: Goodput = field(default_factory=Goodput)
     _recovered: dict[str, int] = field(default_factory=dict)  # the round in which each node last recovered
 
@@ -91,6 +93,10 @@ class Totals(Struct):
             case events.FirstStep(round=round, seconds=seconds):
                 if self._recovered.get(record.node) == round:  # a first step after the first start is no recovery
                     self.recovery["first_step"].observe(seconds)
+            case events.StateRestored(round=round, source=source, seconds=seconds) if source in RESTORE_SOURCES:
+                self.state_restores.setdefault(source, Histogram()).observe(max(0.0, seconds))
+                if round >= max(self.restored_from, default=0):
+                    self.restored_from = {round: {source, *self.restored_from.get(round, ())}}
             case events.CheckpointSaved(step=step):
                 if self.checkpoint is None or self.checkpoint[0] != step:  # every rank may report it
                     self.checkpoints += 1

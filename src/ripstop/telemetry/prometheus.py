@@ -90,6 +90,7 @@ HISTORY_METRICS = (  # of the Totals
     Metric(
         "ripstop_checkpoint_timestamp_seconds", "gauge", "When the latest checkpoint was saved, in seconds since 1970"
     ),
+    Metric("ripstop_state_restore_seconds", "histogram", "How long a restore of train.State took", ("source",)),
 )
 GOODPUT_METRICS = (  # of the time Spent
     Metric(
@@ -135,6 +136,16 @@ RANK_METRICS = (  # of a RankSample
     Metric("ripstop_worker_steps_per_second", "gauge", "Steps per second of a worker", _RANK, "steps_per_second"),
     Metric("ripstop_worker_heartbeats_total", "counter", "Heartbeats of a worker in this round", _RANK, "beats"),
     Metric("ripstop_worker_heartbeat_age_seconds", "gauge", "Time since the last heartbeat of a worker", _RANK, "age"),
+    Metric("ripstop_state_commits_total", "counter", "Commits of a worker's State in this round", _RANK, "commits"),
+    Metric(
+        "ripstop_state_commit_stall_seconds_total",
+        "counter",
+        "Time that the commits took in a worker's loop",
+        _RANK,
+        "commit_stall",
+    ),
+    Metric("ripstop_state_commit_age_seconds", "gauge", "Time since a worker's last commit", _RANK, "commit_age"),
+    Metric("ripstop_state_bytes", "gauge", "Size of a worker's last commit", _RANK, "commit_bytes"),
 )
 STANDBY_METRICS = (  # of a StandbySample
     Metric("ripstop_standby_memory_bytes", "gauge", "Memory that only this standby uses", _STANDBY, "memory"),
@@ -196,6 +207,8 @@ def _put_history(metrics: "_Page", totals: Totals, now: float) -> None:
         metrics.put("ripstop_restarts_total", count, cause)
     for phase, histogram in totals.recovery.items():
         metrics.put_histogram("ripstop_recovery_seconds", histogram, phase)
+    for source, histogram in totals.state_restores.items():
+        metrics.put_histogram("ripstop_state_restore_seconds", histogram, source)
     if totals.checkpoint is not None:
         step, at = totals.checkpoint
         metrics.put("ripstop_checkpoint_step", step)

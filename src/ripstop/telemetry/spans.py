@@ -5,15 +5,15 @@ second would be too small to see.
 
     recovery                 from the fault until the workers of all nodes run, or make steps, again
       node                   one for each node, with the phases of `Recovered`
-        detect · decide · stop · decide · start · first_step
+        detect · decide · stop · decide · start · first_step · restore
 
 `decide` appears twice if the node still waited for a decision after its old workers had stopped.  The job is a trace,
 too: `job`, with its `round`s.  A recovery has a link to its job, and a round has a link to the next recovery.  With a
 parent span, all spans belong to the parent's trace: the job below the parent, rounds and recoveries below the job.
 Rules:
 
-1. Each span is returned once, when it ends.  Only `first_step` may be returned after the spans that contain it: in a
-   job in which no worker reported a step before.
+1. Each span is returned once, when it ends.  Only `first_step` and `restore` may be returned after the spans that
+   contain them: in a job in which no worker reported a step before.
 2. Only what this coordinator saw from the beginning has a span.  Records that nodes send again to a new coordinator
    have none.
 3. Times come from the node that recorded the event.  Times of different nodes are as accurate as their clocks.
@@ -213,6 +213,12 @@ class Spans:
                     ran = recovery.started[record.node][0]
                     phases = list(_phases(ran, recovered, recovery.stopped.get(record.node)))
                     yield from self._on_workers_run(record.node, recovery, phases)
+            case events.StateRestored(number, rank, source, step, seconds) if (
+                number == recovery.next and record.node in recovery.recovered
+            ):
+                about: Attributes = {"ripstop.rank": rank, "ripstop.source": source, "ripstop.step": step}
+                phase = ("restore", record.at - max(0.0, seconds), record.at)
+                yield self._phase(recovery, record.node, phase, f"restore {source}", about)
             case events.FirstStep(number) as first if number == recovery.next and record.node in recovery.recovered:
                 yield from self._on_first_step(record, recovery, first)
 

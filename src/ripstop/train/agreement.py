@@ -189,6 +189,15 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 
+def may_free_others(commits: int) -> bool:
+    """Whether all ranks have a commit of this round, after so many of this rank since its restore.
+
+    This rank has begun its commit n after a collective that its peers entered when commit n-2 was complete.  No rank
+    then needs what this node holds of ranks that have left it.
+    """
+    return commits >= OVERLAPPED_BUFFERS
+
+
 def next_slot(slots: Sequence[int], buffers: int, held: Collection[int] = ()) -> int:
     """The slot of the next commit: the one whose commit is oldest, or a new one.  `slots` are oldest first.
 

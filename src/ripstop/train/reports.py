@@ -1,8 +1,8 @@
 """Sends progress reports to this node's agent over its socket (`workers/reports.py` is the other end).
 
 Rules: (1) training never waits or fails because of a report: a datagram that cannot be sent now is dropped, except the
-latest checkpoint's, which is sent later; (2) a call is cheap: it reads a clock, and sends a few times a second at most;
-(3) a forked child opens its own socket.
+latest checkpoint's and restore's, which are sent later; (2) a call is cheap: it reads a clock, and sends a few times a
+second at most; (3) a forked child opens its own socket.
 """
 
 import atexit
@@ -20,7 +20,13 @@ _pid = 0
 _next_send = 0.0
 _heartbeats = 0
 _unsent_step: int | None = None  # the latest step, if it was not sent
-_unsent_checkpoint: dict[str, object] | None = None  # the latest one, if it was not sent
+_unsent: dict[str, dict[str, object]] = {}  # the latest checkpoint and the latest restore, if they were not sent
+_commits = 0
+_stall = 0.0  # seconds in which commits held up training
+_sizes: dict[str, int] = {}  # of the last commit of each State
+_committed_at = 0.0
+_next_commit_send = 0.0
+_unsent_commit_step: int | None = None  # of the latest call of commit, if it was not sent
 
 
 def heartbeat(step: int | None = None) -> None:
@@ -36,7 +42,7 @@ def heartbeat(step: int | None = None) -> None:
         return
     _unsent_step = None
     if os.getpid() == _pid:
-        _send_checkpoint()
+        _send_later()
     if _send({"beat": _heartbeats, "step": None if step is None else int(step)}):
         _next_send = now + SEND_INTERVAL_S
 
@@ -45,22 +51,56 @@ def heartbeat(step: int | None = None) -> None:
 def _send_last_step() -> None:
     if os.getpid() != _pid:
         return
-    _send_checkpoint()
+    _send_later()
+    _send_commit()
     if _unsent_step is not None:
         _send({"beat": _heartbeats, "step": int(_unsent_step)})
 
 
 def checkpoint_saved(step: int, path: str = "") -> None:
     """Report that the state up to this step is saved, at this path."""
-    global _unsent_checkpoint
-    _unsent_checkpoint = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
-    _send_checkpoint()
+    _unsent["checkpoint"] = {"saved": int(step), "path": str(path)[:MAX_CHECKPOINT_PATH_CHARS]}
+    _send_later()
 
 
-def _send_checkpoint() -> None:
-    global _unsent_checkpoint
-    if _unsent_checkpoint is not None and _send(_unsent_checkpoint):
-        _unsent_checkpoint = None
+def state_restored(source: str, step: int, seconds: float) -> None:
+    """Report that `State.restore` has loaded a commit from there, and how long it took."""
+    _unsent["restore"] = {"restored": source, "step": step, "seconds": seconds}
+    _send_later()
+
+
+def state_committed(name: str, size: int, stall: float) -> None:
+    """Count a commit of this State."""
+    global _commits, _stall, _committed_at
+    _commits += 1
+    _stall += stall
+    _sizes[name] = size
+    _committed_at = time.monotonic()
+
+
+def commit_called(step: int) -> None:
+    """Report a call of `State.commit` at this step, and this process's totals.  Called as often as `heartbeat`."""
+    global _next_commit_send, _unsent_commit_step
+    _unsent_commit_step = step
+    now = time.monotonic()
+    if (now >= _next_commit_send or os.getpid() != _pid) and _send_commit():
+        _next_commit_send = now + SEND_INTERVAL_S
+
+
+def _send_later() -> None:
+    for topic in [topic for topic, message in _unsent.items() if _send(message)]:
+        del _unsent[topic]
+
+
+def _send_commit() -> bool:
+    global _unsent_commit_step
+    if _unsent_commit_step is not None:
+        totals = {"commits": _commits, "bytes": sum(_sizes.values()), "stall": _stall}
+        age = time.monotonic() - _committed_at if _commits else 0.0
+        if not _send({"step": _unsent_commit_step, "age": age, **totals}):
+            return False
+    _unsent_commit_step = None
+    return True
 
 
 def _send(message: dict[str, object]) -> bool:

@@ -22,9 +22,9 @@ from zlib import crc32
 import torch
 
 from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header, NotEnoughMemory, available_memory
-from ripstop.train import content, gpu_copy, intervals
+from ripstop.train import content, gpu_copy, intervals, reports
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
-from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
+from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
@@ -108,6 +108,7 @@ class State:
 
         Every rank calls it, before the first `commit`.
         """
+        began = time.perf_counter()
         self._restores += 1
         self._restored_from = None
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
@@ -133,6 +134,7 @@ class State:
         restoring.loaded()
         self._number = found.commit.number
         self._restored_from = restoring.source
+        reports.state_restored(restoring.source, self._step(), time.perf_counter() - began)
         return True
 
     def _connect(self) -> bool:
@@ -189,6 +191,20 @@ class State:
         """
         if not self._restores:
             raise RuntimeError("commit() comes after restore(): call state.restore() once, before the training loop")
+        began = time.perf_counter()
+        is_kept = self._commit(every, blocking)
+        if self._store is not None:
+            if is_kept and self._newest is not None:
+                reports.state_committed(self._name, self._newest[1].end, time.perf_counter() - began)
+            reports.commit_called(self._step())
+        return is_kept
+
+    def _step(self) -> int:
+        """For reports: the value `step`, or the number of commits."""
+        step = self._values.get("step")
+        return step if type(step) is int and step >= 0 else self._number
+
+    def _commit(self, every: int | str | None, blocking: bool) -> bool:
         self._calls += 1
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
@@ -218,7 +234,8 @@ class State:
         self._newest = into, header
         self._number += 1
         self._commits += 1
-        if self._commits == OVERLAPPED_BUFFERS and self._has_others:  # all ranks have one that is newer than these
+        if self._has_others and may_free_others(self._commits):
+            self._has_others = False
             self._drop_others()
         return True
 

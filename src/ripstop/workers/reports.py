@@ -27,6 +27,7 @@ from zlib import crc32
 from msgspec import Struct
 
 from ripstop.model.errors import UsageError
+from ripstop.model.events import RESTORE_SOURCES
 from ripstop.system.socket_directory import HeldDirectory
 
 log = logging.getLogger("ripstop.workers")
@@ -37,6 +38,7 @@ MAX_BURST = 64  # datagrams read in a row
 BURST_PAUSE_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_STEP = 2**62
+MAX_SECONDS = 1e9
 
 
 class WorkerHeartbeat(Struct, frozen=True):
@@ -53,7 +55,28 @@ class CheckpointReport(Struct, frozen=True):
     path: str
 
 
-WorkerReport = WorkerHeartbeat | CheckpointReport
+class CommitReport(Struct, frozen=True):
+    """A worker has called `State.commit` at this step: its totals in this round, and size and age of the last commit.
+
+    `stall` is the time that commits took in the training loop.
+    """
+
+    step: int
+    commits: int
+    size: int
+    stall: float
+    age: float
+
+
+class RestoreReport(Struct, frozen=True):
+    """A worker has restored a commit of this step."""
+
+    source: str
+    step: int
+    seconds: float
+
+
+WorkerReport = WorkerHeartbeat | CheckpointReport | CommitReport | RestoreReport
 
 
 class Reports:
@@ -224,8 +247,18 @@ def read(data: bytes) -> WorkerReport | None:
             return WorkerHeartbeat(step, count)
         case {"saved": int(step), "path": str(path)} if _is_valid(step):
             return CheckpointReport(step, path)
+        case {"commits": int(n), "step": int(step), "bytes": int(size), "stall": float(stall), "age": float(age)}:
+            if all(map(_is_valid, (n, step, size))) and all(map(_is_duration, (stall, age))):
+                return CommitReport(step, n, size, stall, age)
+        case {"restored": str(source), "step": int(step), "seconds": float(seconds)}:
+            if source in RESTORE_SOURCES and _is_valid(step) and _is_duration(seconds):
+                return RestoreReport(source, step, seconds)
     return None
 
 
 def _is_valid(number: int) -> bool:
     return not isinstance(number, bool) and 0 <= number < MAX_STEP
+
+
+def _is_duration(seconds: float) -> bool:
+    return 0 <= seconds < MAX_SECONDS

@@ -10,10 +10,13 @@ import signal
 import struct
 import sys
 import time
+from zlib import crc32
 
 import torch
 
 from ripstop.train import state as state_module
+from ripstop.train.commit_buffer import CommitBuffer, Corrupted
+from ripstop.train.content import Stored
 from ripstop.train.state import State
 
 TENSORS = 8
@@ -32,7 +35,7 @@ def worker(finished: int, report: int) -> None:
     state = State(model=model, step=0)
     state.restore()
     torn = sum(buffer.header(state._run) is None for buffer in state._buffers.values())
-    if any(bool((tensor != state.step).any()) for tensor in model):
+    if any(bool((tensor != state.step).any()) for tensor in model) or not all(map(is_whole, state._buffers.values())):
         os._exit(TORN)
     if state.step < finished or state.commits != state.step:
         os._exit(LOST)
@@ -46,6 +49,19 @@ def worker(finished: int, report: int) -> None:
         began = time.monotonic()
         state.commit()
         os.write(report, REPORT.pack(2 * state.step + 1, time.monotonic() - began))
+
+
+def is_whole(buffer: CommitBuffer) -> bool:
+    """A buffer that says it has a commit has all of it, also if it is not the one that is restored here."""
+    header = buffer.header(crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode()))
+    if header is None:
+        return True
+    try:
+        entries = Stored(buffer, buffer.read_pickle(header))._entries
+    except Corrupted:
+        return False
+    tensors = [buffer.tensor(e.offset, e.dtype, e.shape) for e in entries if e.shape == (ELEMENTS,)]
+    return len(tensors) == TENSORS and all(bool((tensor == header.id.number).all()) for tensor in tensors)
 
 
 def read(fd: int) -> tuple[int, float] | None:
@@ -64,6 +80,8 @@ def break_rule(mutant: str) -> None:
 
     if mutant == "stamp first":
         state_module._copy_now = stamp_first
+    elif mutant == "old stamp":
+        CommitBuffer.clear = lambda buffer: None
     elif mutant == "same buffer":
         state_module.next_slot = lambda slots, buffers: 0
 

@@ -13,7 +13,8 @@ NODE_COLUMNS: tuple[str, ...] = ("NODE", "HOST", "STATE", "RANKS", "ROLE")
 STATUS_HELP = f"""\
 usage: ripstop status [FLAGS]
 
-Shows a job's phase, round, nodes and ranks, and its goodput if workers report their steps.
+Shows a job's phase, round, nodes and ranks, and its goodput and the age of its last commit if workers
+report them.
 
   --markdown                  print it for a chat, a ticket or a notebook
 {JOB_HELP.lstrip(chr(10))}"""
@@ -75,6 +76,8 @@ def _facts(status: dict[str, Any]) -> tuple[str, ...]:
         f"nodes {nodes}",
         *map(_replication, status.get("replication", ())),
         *([] if status["goodput"] is None else [f"goodput {status['goodput']:.0%}"]),
+        *([] if status["commit_age"] is None else [f"last commit {_duration(status['commit_age'])} ago"]),
+        *([f"state restored from {' and '.join(status['restored_from'])}"] if status["restored_from"] else []),
     )
 
 
