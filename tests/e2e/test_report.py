@@ -134,13 +134,13 @@ def test_a_killed_coordinator_is_the_cause_when_agents_outlive_it(job: Job) -> N
 
 
 def test_a_crash_that_the_job_survives_and_a_success_are_in_the_report(job: Job) -> None:
-    env = {"FAULTS": "raise:1:30", "STEPS": "60", "STEP_S": "0.01"}
+    env = {"FAULTS": "raise:1:39", "STEPS": "60", "STEP_S": "0.05"}  # 19 steps after a checkpoint
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", TORCH)
     agent = job.run(*flags, str(REPORTED), "--api-key=hunter2", env=env)
     assert agent.wait() == 0, job.describe()
     report, page = written(job)
     assert report["summary"]["result"] == "succeeded" and report["summary"]["restarts"] == 1
-    assert report["time"]["repeated_steps"] > 0 and report["summary"]["last_step"] >= 58
+    assert report["time"]["repeated_steps"] > 0 and report["summary"]["last_step"] > 39
     assert {loss["cause"] for loss in report["time"]["losses"]} == {"application", "start-up"}
     assert "--api-key=***" in page
     for file in run_directory(job).glob("*"):
