@@ -316,6 +316,7 @@ def main() -> None:
         serve(f"{folder}/c")  # for the commit and restore workers
         os.symlink("c-state", f"{folder}/r-state")
         found = result(child("commit", args, folder))
+        print(json.dumps(found, indent=2), flush=True)  # in case that a later part fails
         found |= result(child("restore", args, folder))
         found["restore again / copy rate"] = found["restore again GB/s"] / found["copy GB/s"]
         serve(f"{folder}/k")
