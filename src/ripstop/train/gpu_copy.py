@@ -15,6 +15,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ripstop.commit_memory import HEADER_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, stamp
 from ripstop.train.commit_buffer import CommitBuffer
@@ -56,7 +57,7 @@ class OverlappedCopy:
     def __init__(self, buffer: CommitBuffer, taken: Snapshot, header: Header, stable: set[int]) -> None:
         global _hook
         if _hook is None:
-            _hook = torch.optim.optimizer.register_optimizer_step_pre_hook(_before_step)
+            _hook = register_optimizer_step_pre_hook(_before_step)
         on_gpu = [number for number, tensor in enumerate(taken.tensors) if tensor.is_cuda]
         self._buffer = buffer
         self._device = taken.tensors[on_gpu[0]].device
