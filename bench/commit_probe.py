@@ -318,6 +318,7 @@ def main() -> None:
         found = result(child("commit", args, folder))
         print(json.dumps(found, indent=2), flush=True)  # in case that a later part fails
         found |= result(child("restore", args, folder))
+        found["restore / copy to new memory rate"] = found["restore GB/s"] / found["copy to new memory GB/s"]
         found["restore again / copy rate"] = found["restore again GB/s"] / found["copy GB/s"]
         serve(f"{folder}/k")
         small = argparse.Namespace(**{**vars(args), "gb": min(args.gb, 1.0)})

@@ -150,3 +150,18 @@ def test_the_totals_of_old_rounds_are_final() -> None:
         measured.on(EventRecord(2 * number, float(first), "a", StepsDone(number, 0, first, first + 9, 9.0)))
     measured.on(EventRecord(1, 1.0, "a", StepsDone(1, 0, 10, 19, 1e9)))  # repeated, much too late
     assert measured.spent(1e6).kept == 9.0 * (goodput.MAX_OPEN_ROUNDS + 100)
+
+
+def test_steps_after_the_restored_commit_are_lost_and_committed_ones_are_not() -> None:
+    for restored, lost in ((20, 5), (25, 0)):  # commits every ten steps, and after every step
+        job = Goodput()
+        for seq, (at, event) in enumerate(
+            [
+                (100.0, FirstStep(1, 0, 1, 1.0)),
+                (124.0, StepsDone(1, 0, 1, 25, 24.0)),
+                (130.0, FirstStep(2, 0, restored + 1, 1.0)),
+            ]
+        ):
+            job.on(EventRecord(seq, at, "a", event))
+        spent = job.spent(130.0)
+        assert (spent.steps_lost, spent.kept, spent.lost) == (lost, approx(24.0 - lost), approx(float(lost)))

@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import random
+import resource
+import socket
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,9 +17,11 @@ import torch
 from torch import nn
 
 from ripstop import commit_memory, train
-from ripstop.train import content
+from ripstop.train import content, reports
 from ripstop.train import state as state_module
 from ripstop.train.commit_buffer import CommitBuffer
+from ripstop.workers.reports import CommitReport, RestoreReport
+from ripstop.workers.reports import read as read_report
 from tests.train.conftest import Agent
 
 
@@ -248,6 +252,34 @@ def test_a_commit_every_few_seconds(agent: Agent, monkeypatch: pytest.MonkeyPatc
     assert [b - a for a, b in pairwise(committed[4:])] == [20] * (len(committed) - 5)
 
 
+@pytest.mark.parametrize(("values", "steps"), [({"step": 40}, (41, 42, 41)), ({"other": "x"}, (1, 1, 1))])
+def test_commits_and_restores_are_reported_with_the_states_step_or_the_number_of_commits(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], steps: tuple[int, int, int]
+) -> None:
+    for name, fresh in {"_commits": 0, "_stall": 0.0, "_sizes": {}, "SEND_INTERVAL_S": 0.0}.items():
+        monkeypatch.setattr(reports, name, fresh)
+    monkeypatch.setattr(reports, "_next_commit_send", 0.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(os.environ["RIPSTOP_SOCKET"])
+        listening.settimeout(20)
+        state = train.State(**values)
+        assert not state.restore()  # not reported
+        for every, is_kept in ((None, True), (3, False)):
+            if "step" in values:
+                state.step += 1
+            assert state.commit(every=every) is is_kept
+        del state
+        gc.collect()
+        assert train.State(**values).restore()
+        found = [read_report(listening.recv(4096)) for _ in range(3)]
+    first, second, restored = found
+    assert isinstance(first, CommitReport) and isinstance(second, CommitReport) and isinstance(restored, RestoreReport)
+    assert (first.step, first.commits) == (steps[0], 1)
+    assert first.size > 4096 and first.stall > 0
+    assert (second.step, second.commits, second.stall) == (steps[1], 1, first.stall)
+    assert (restored.source, restored.step) == ("memory", steps[2])
+
+
 # bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +359,33 @@ def test_another_model_is_an_error_that_names_the_difference(agent: Agent) -> No
         train.State(model=nn.Linear(4, 5), step=0).restore()
 
 
+def test_another_dtype_is_an_error_that_names_it(agent: Agent) -> None:
+    commit_once(model=nn.Linear(4, 4), step=1)
+    state = train.State(model=nn.Linear(4, 4).bfloat16(), step=0)
+    with pytest.raises(RuntimeError, match=r"does not fit model.*weight is torch.bfloat16, and torch.float32 in the"):
+        state.restore()
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("kinds", [("sgd", "adamw"), ("adamw", "sgd"), ("adagrad", "rmsprop")], ids="-".join)
+def test_another_optimizer_is_an_error_that_names_the_difference(agent: Agent, kinds: tuple[str, str]) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[kinds[0]](model.parameters())
+    step(model, optimizer)
+    commit_once(model=model, optimizer=optimizer)
+    state = train.State(model=model, optimizer=OPTIMIZERS[kinds[1]](model.parameters()))
+    with pytest.raises(RuntimeError, match=r"does not fit optimizer.*has .*, and the commit's optimizer has not"):
+        state.restore()
+
+
+def test_a_schedule_that_is_made_after_the_restore_is_no_other_optimizer(agent: Agent) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # adds to the optimizer's groups
+    commit_once(optimizer=optimizer)
+    assert train.State(optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).restore()
+
+
 def test_other_values_are_an_error_that_names_them(agent: Agent) -> None:
     commit_once(model=nn.Linear(4, 4), step=1)
     with pytest.raises(ValueError, match="has model, epoch, its commit has model, step"):
@@ -342,6 +401,19 @@ def test_too_little_memory_is_named_once_and_training_goes_on(
     assert [state.commit() for _ in range(3)] == [False] * 3
     assert len(caplog.messages) == 1
     assert "needs 2 buffers of 0.00402 GB" in caplog.text
+
+
+def test_a_limit_of_the_kernel_is_named_and_training_goes_on(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    state = train.State(value=torch.zeros(1_000_000))
+    state.restore()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert [state.commit() for _ in range(3)] == [False] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(caplog.messages) == 1
+    assert "GB: File too large; it needs 2 buffers of 0.00402 GB" in caplog.text
 
 
 def corrupt(agent: Agent, slot: int, offset: int) -> None:

@@ -218,12 +218,15 @@ class Stored:
                 if number not in self._made:
                     self._made[number] = tensor.copy_(self._in_buffer(number))
         stored = _Unpickler(data, self._outside).load()
+        if isinstance(live, torch.optim.Optimizer):
+            _check_optimizer(live, stored)
         if is_stateful(live):
             live.load_state_dict(stored)
             return live
         return stored
 
     def _load_module(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
+        _check_dtypes(module.state_dict(), stored)
         for key in stored:
             if key.endswith("_extra_state"):  # which the module may keep as it is
                 stored[key] = copy.deepcopy(stored[key])
@@ -342,6 +345,21 @@ def _wholes(
         path: torch.empty(part.shape if part else piece.shape, dtype=piece.dtype, device="meta")
         for path, (part, piece) in pieces.items()
     }
+
+
+def _check_dtypes(live: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """load_state_dict would convert, and the model would not continue with the same numbers."""
+    for key, value in stored.items():
+        own = live.get(key)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.dtype != value.dtype:
+            raise TypeError(f"{key} is {own.dtype}, and {value.dtype} in the commit")
+
+
+def _check_optimizer(live: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
+    """load_state_dict would accept the state of an optimizer of another kind."""
+    known = {key for group in stored["param_groups"] for key in group}
+    if missing := sorted({key for group in live.param_groups for key in group} - known):
+        raise TypeError(f"{type(live).__name__} has {', '.join(missing)}, and the commit's optimizer has not")
 
 
 class _Number(int):
