@@ -33,10 +33,7 @@ def warm_up(function: str, local_rank: int, *, with_gpu: bool = True) -> int:
 
 
 def cpu_warm_up(torch: Any) -> None:
-    """One tiny training step: it halves the processor time before a worker's first step, by some 8 ms.
-
-    A gloo group would save less than 1 ms more, and would look up host names.
-    """
+    """One tiny training step: it saves a worker a few milliseconds.  A gloo group would look up host names."""
     model = torch.nn.Linear(64, 64)
     model(torch.ones(32, 64)).relu().sum().backward()
     if "torch._dynamo" in sys.modules:  # optimizers import it
