@@ -62,7 +62,9 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.GATHERING: "a failure, a node joins, leaves, is lost or reports a newer round, or an operator restarts",
         Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops, or a node reports the job's end",
     },
-    Phase.CLOSING: {Phase.CLOSED: "all workers exited 0, all nodes reported their failures, or the timeout expired"},
+    Phase.CLOSING: {
+        Phase.CLOSED: "all workers exited 0, all nodes reported their failures, or the time for reports is over"
+    },
     Phase.CLOSED: {},
 }
 
