@@ -53,3 +53,14 @@ def test_a_step_without_a_commit_on_every_rank_is_repeated_with_the_same_result(
         assert starts(found[rank])[:3] == ["# started at 0", "# restored at 3", "# restored at 5"]
         assert starts(found[rank])[3] in ("# restored at 8", "# restored at 9")
         assert set(steps(found[rank])) == set(steps(right[rank]))
+
+
+def test_ranks_commit_after_the_same_steps_if_the_interval_is_a_time(job: Job) -> None:
+    steps_env = {"STEPS": "60"}
+    right = train(job, "right", **steps_env)
+    found = train(job, "found", kills="1:20:before,0:45:before", EVERY="10ms", **steps_env)
+    assert starts(found[0]) == starts(found[1])
+    assert len(starts(found[0])) == 3
+    for rank in range(RANKS):
+        assert starts(found[rank])[1].startswith("# restored at ")
+        assert set(steps(found[rank])) == set(steps(right[rank]))

@@ -279,10 +279,15 @@ def test_commit_before_restore_is_an_error(agent: Agent) -> None:
         train.State(step=0).commit()
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), lambda: 0, (n for n in ()), torch.eye(2).to_sparse()])
+@pytest.mark.parametrize("value", [threading.Lock(), lambda: 0, (n for n in ())])
 def test_a_value_that_cannot_be_stored_is_named_when_the_state_is_made(value: Any) -> None:
     with pytest.raises(TypeError, match=r"State\(loader=…\) needs an object with state_dict\(\)"):
         train.State(loader=value)
+
+
+def test_a_sparse_tensor_is_named_when_the_state_is_made() -> None:
+    with pytest.raises(TypeError, match=r"State\(value=…\): a State keeps dense torch.Tensors.*sparse_coo"):
+        train.State(value=torch.eye(2).to_sparse())
 
 
 @pytest.mark.parametrize("name", ["commit", "restore", "commits", "_private"])

@@ -114,7 +114,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return None
         if type(value) not in _SUPPORTED or value.layout != torch.strided or value.is_quantized:
-            raise Unsupported(f"tensors of type {type(value).__name__} ({value.layout}) are not supported")
+            kind = type(value).__name__ if type(value) not in _SUPPORTED else value.layout
+            raise Unsupported(f"a State keeps dense torch.Tensors, and this has one of type {kind}; leave it out")
         number = self._tensors.number(value)
         self.numbers[number] = None
         return number
@@ -147,7 +148,9 @@ def _component(name: str, value: Any, tensors: _Tensors) -> Component:
     pickler = _Pickler(file, tensors)
     try:
         pickler.dump(value.state_dict() if is_stateful(value) else value)
-    except (Unsupported, pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+    except Unsupported as error:
+        raise Unsupported(f"State({name}=…): {error}") from None
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise Unsupported(
             f"State({name}=…) needs an object with state_dict() and load_state_dict(), or a value that pickle takes; "
             f"{type(value).__name__}: {error}"

@@ -235,7 +235,6 @@ class State:
         slot = next_slot(self._slots, wanted)
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
-            self._buffers.pop(slot, None)
             try:
                 buffer = CommitBuffer.create(taken.room)
                 self._memory.keep(self._name, slot, buffer.fd)
@@ -246,7 +245,7 @@ class State:
                 )  # fmt: skip
                 self._memory = None
                 return None
-            self._buffers[slot] = buffer
+            self._buffers[slot] = buffer  # last: the old one is freed here, and not in the agent
         assert self._comparison is not None
         self._comparison.release(self._buffers[slot])
         self._slots = newest_last(self._slots, slot)
@@ -288,7 +287,7 @@ def _random_states() -> dict[str, Any]:
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 

@@ -1,6 +1,7 @@
 """Data-parallel training with `train.State`.  Appends "step loss" with exact losses to $LOSSES.RANK.
 
 $KILLS="rank:step:when,…" asks for SIGKILL, each once: before the step's commit, during it, or after it.
+$EVERY is the interval of commits.
 """
 
 import os
@@ -58,7 +59,7 @@ def main() -> None:
             losses.flush()
             kill(state.step, "before")
             kill(state.step, "during")
-            state.commit()
+            state.commit(every=os.environ.get("EVERY"))
             kill(state.step, "after")
     dist.barrier()
     del model, state

@@ -20,10 +20,14 @@ TENSORS = 8
 ELEMENTS = 1 << 20  # a commit takes long enough to be hit
 COMMITS = 4  # before the one that is interrupted, at most
 TORN, LOST = 3, 4
+REPORT = struct.Struct("<qd")
 
 
-def worker(finished: int, report: int, before: int) -> None:
-    """Check the restored state, then commit until killed.  Reports 2 n before commit n, and 2 n + 1 after it."""
+def worker(finished: int, report: int) -> None:
+    """Check the restored state, then commit until killed.
+
+    Reports 2 n before commit n, and 2 n + 1 with its duration after it.
+    """
     model = torch.nn.ParameterList([torch.zeros(ELEMENTS) for _ in range(TENSORS)])
     state = State(model=model, step=0)
     state.restore()
@@ -32,21 +36,21 @@ def worker(finished: int, report: int, before: int) -> None:
         os._exit(TORN)
     if state.step < finished or state.commits != state.step:
         os._exit(LOST)
-    os.write(report, struct.pack("<q", -torn - 1))
+    os.write(report, REPORT.pack(-torn - 1, 0.0))
     while True:
         state.step += 1
         with torch.no_grad():
             for tensor in model:
                 tensor.fill_(state.step)
-        os.write(report, struct.pack("<q", 2 * state.step))
+        os.write(report, REPORT.pack(2 * state.step, 0.0))
+        began = time.monotonic()
         state.commit()
-        os.write(report, struct.pack("<q", 2 * state.step + 1))
-        before -= 1
+        os.write(report, REPORT.pack(2 * state.step + 1, time.monotonic() - began))
 
 
-def read(fd: int) -> int | None:
-    data = os.read(fd, 8)
-    return struct.unpack("<q", data)[0] if data else None
+def read(fd: int) -> tuple[int, float] | None:
+    data = os.read(fd, REPORT.size)
+    return REPORT.unpack(data) if data else None
 
 
 def break_rule(mutant: str) -> None:
@@ -76,27 +80,22 @@ def main() -> int:
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            worker(finished, writer, before)
+            worker(finished, writer)
         os.close(writer)
-        started = 0.0
-        while (number := read(reader)) is not None:
+        is_alive = True
+        while (report := read(reader)) is not None:
+            number, seconds = report
             if number < 0:
                 interrupted += -number - 1
             elif number % 2:
-                finished = number // 2
-                commit_s = min(commit_s, time.monotonic() - started)
+                finished, commit_s = number // 2, (3 * commit_s + min(seconds, 0.05)) / 4
                 before -= 1
-            else:
-                started = time.monotonic()
-                if before <= 0:
-                    break
-        end = time.monotonic() + random.random() * commit_s
-        while time.monotonic() < end:
-            pass
-        os.kill(pid, signal.SIGKILL)
-        while number is not None and (number := read(reader)) is not None:
-            if number % 2:
-                finished = number // 2
+            elif before <= 0 and is_alive:
+                end = time.monotonic() + random.random() * commit_s
+                while time.monotonic() < end:
+                    pass
+                os.kill(pid, signal.SIGKILL)
+                is_alive = False
         os.close(reader)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code != -signal.SIGKILL:
