@@ -43,6 +43,7 @@ from ripstop.model.round import Place
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
+from ripstop.workers.saver import Saver
 from ripstop.workers.spawner import ProcessSpec, Starter
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
@@ -103,7 +104,10 @@ class RoundRunner:
 
             self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
         self._reports = Reports(environ, self._on_worker_report)
-        self._state_memory = StateMemory(self._reports.path, self._identify_worker)
+        self._saver = None
+        if config.checkpoints is not None:
+            self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
+        self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
         self._port_retry: asyncio.TimerHandle | None = None
@@ -129,6 +133,8 @@ class RoundRunner:
                 await self._round.group.stop(0.0)
         if self._round is not None and self._round.monitor is not None:
             self._round.monitor.close()
+        if self._saver is not None:
+            await self._saver.close(self._config.timing.shutdown)
         self._state_memory.close()
         self._reports.close()
         if self._port_retry is not None:

@@ -186,9 +186,13 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 
-def next_slot(slots: Sequence[int], buffers: int) -> int:
-    """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first."""
-    return min(set(range(len(slots) + 1)) - set(slots)) if len(slots) < buffers else slots[0]
+def next_slot(slots: Sequence[int], buffers: int, in_use: Collection[int] = ()) -> int:
+    """The slot of the next commit: a new one, or the one whose commit is oldest.  `slots` are oldest first.
+
+    Those `in_use` are being saved to disk, and count for nothing.
+    """
+    free = [slot for slot in slots if slot not in in_use]
+    return min(set(range(len(slots) + 1)) - set(slots)) if len(free) < buffers else free[0]
 
 
 def newest_last(slots: Sequence[int], newest: int | None) -> list[int]:

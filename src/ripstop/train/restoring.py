@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from ripstop.train import content
+from ripstop.train import checkpoint_files, content, disk
 from ripstop.train.agent_memory import AgentError, AgentMemory
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import (
@@ -53,12 +53,15 @@ class Shard(NamedTuple):
 class Restoring:
     """The restore number `count` of a State in this round."""
 
-    def __init__(self, name: str, run: int, rank: int, count: int, memory: AgentMemory, store: RankStore) -> None:
+    def __init__(self, name: str, run: int, rank: int, count: int, memory: AgentMemory, store: RankStore,
+                 checkpoints: tuple[str, float]) -> None:  # fmt: skip
         self._name = name
         self._run = run
         self._rank = rank
         self._memory = memory
         self._store = store
+        self._checkpoints = checkpoints  # directory and interval
+        self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
         if count > 1:
             store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
@@ -90,6 +93,9 @@ class Restoring:
     def find(self) -> Shard | None:
         """The shard that this rank is to load, in this node's memory from now on; None if there is nothing."""
         decision, token = self._agree()
+        if (shard := self._from_disk(decision)) is not None:
+            self.source = "disk"
+            return shard
         if isinstance(decision, Start):
             self._warn(decision.problem)
             return None
@@ -110,6 +116,39 @@ class Restoring:
     def _warn(self, problem: str) -> None:
         if problem and not self._rank:
             log.warning("state %r starts from the beginning: %s", self._name, problem)
+
+    # disk -------------------------------------------------------------------------------------------------------------
+
+    def _from_disk(self, decision: Restore | Start) -> Shard | None:
+        """The newest usable checkpoint, if it is newer than the commit in memory."""
+        directory, interval = self._checkpoints
+        self.disk = disk.plan(
+            self._store, f"{self._topic} disk", directory, interval, self._name,
+            max((shard.header.id.round for shard in self._shards), default=0),
+            decision.commit if isinstance(decision, Restore) else None,
+        )  # fmt: skip
+        for number, candidate in enumerate(self.disk.candidates):
+            path = checkpoint_files.folder(directory, self._name) / candidate
+            problem = ""
+            try:
+                buffer, header = disk.load(path, self._run, self._rank, self._store.world_size)
+            except checkpoint_files.Unusable as error:
+                problem = str(error)
+            problem = str(self._store.decide(f"{self._topic} disk {number}", problem, _first))
+            if not problem:
+                return self._keep_from_disk(buffer, header)
+            if not self._rank:
+                log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, problem)
+        return None
+
+    def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
+        slot = 0  # its commit is older
+        self.own[slot] = buffer
+        try:
+            self._memory.keep(self._name, slot, buffer.fd)
+        except AgentError as error:
+            log.warning("state %r: the agent does not keep the restored commit: %s", self._name, error)
+        return Shard(self._rank, slot, buffer, header)
 
     # agreement --------------------------------------------------------------------------------------------------------
 

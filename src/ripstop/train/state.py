@@ -22,10 +22,11 @@ import torch
 from ripstop.train import content, gpu_copy, intervals
 from ripstop.train.agent_memory import AgentError, AgentMemory, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
-from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory
+from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory, available_memory
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
 from ripstop.train.restoring import Restoring
+from ripstop.train.saves import Saves
 
 log = logging.getLogger("ripstop.train")
 
@@ -64,6 +65,8 @@ class State:
         self._slots: list[int] = []  # the next one to overwrite first
         self._newest: tuple[CommitBuffer, Header] | None = None
         self._comparison: Comparison | None = None
+        self._checkpoints = ("", 0.0)  # directory and interval
+        self._saves: Saves | None = None
         self._commits = 0  # since the restore
         self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
@@ -94,7 +97,7 @@ class State:
 
     @property
     def restored_from(self) -> str | None:
-        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", or None: there was none."""
+        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", "disk", or None: none."""
         return self._restored_from
 
     # restore ----------------------------------------------------------------------------------------------------------
@@ -112,11 +115,15 @@ class State:
             return False
         self._finish_copy()
         assert self._store is not None and self._memory is not None
-        restoring = Restoring(self._name, self._run, self._rank, self._restores, self._memory, self._store)
+        restoring = Restoring(self._name, self._run, self._rank, self._restores, self._memory, self._store,
+                               self._checkpoints)  # fmt: skip
         shard = restoring.find()
         self._buffers, self._has_others = restoring.own, restoring.has_others
         is_own = shard is not None and shard.kept_for == self._rank
         self._slots = newest_last(sorted(self._buffers), shard.slot if shard is not None and is_own else None)
+        self._round = max(self._round, restoring.disk.newest_round + 1)  # an earlier job may have had more
+        self._saves = Saves(self._name, f"saves {self._restores}", self._rank, self._memory, self._store,
+                            restoring.disk.interval)  # fmt: skip
         self._comparison = Comparison(self._store, f"compare {self._restores}", self._world_size)
         if shard is None:
             return False
@@ -141,6 +148,7 @@ class State:
             self._memory = None
             return False
         self._round, self._rank, self._world_size = worker.round, worker.rank, worker.world_size
+        self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
         self._store = RankStore(self._name, self._rank, self._world_size)
         return True
 
@@ -180,7 +188,8 @@ class State:
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
         self._finish_copy()
-        assert self._comparison is not None
+        assert self._comparison is not None and self._saves is not None
+        self._saves.send()
         if self._newest is not None and self._newest[0].header(self._run) == self._newest[1]:
             self._comparison.begin(*self._newest)
         taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
@@ -201,6 +210,9 @@ class State:
         else:
             _copy_now(buffer, taken, header)
         self._newest = buffer, header
+        self._saves.on_commit(self._slots[-1], header)
+        if self._copy is None:
+            self._saves.send()
         self._number += 1
         self._commits += 1
         if self._commits == OVERLAPPED_BUFFERS and self._has_others:  # all ranks have one that is newer than these
@@ -232,7 +244,10 @@ class State:
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
-        slot = next_slot(self._slots, wanted)
+        assert self._saves is not None
+        slot = next_slot(self._slots, wanted, self._saves.slots_in_use())
+        if slot not in self._buffers and available_memory() < taken.room:
+            slot = next_slot(self._slots, wanted)  # rather this commit than the one that is being saved
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
             try:

@@ -35,6 +35,7 @@ _ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zy
 _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
+MAX_SAVED_BUFFERS = 250  # the kernel passes at most 253 descriptors at once
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -55,11 +56,18 @@ class ServeStore(Struct, frozen=True):
     port: int
 
 
+class SaveState(Struct, frozen=True):
+    """Instead of an entrypoint: save the commit in these buffers; the first descriptor takes the reply."""
+
+    fds: tuple[int, ...]
+    settings: str  # JSON
+
+
 class ProcessSpec(Struct, frozen=True):
     """One process to start."""
 
     env: Mapping[str, str]  # complete
-    entry: Entrypoint | ServeStore
+    entry: Entrypoint | ServeStore | SaveState
     stdout: Path | None = None  # None: the agent's
     stderr: Path | None = None
     binding: Binding | None = None
@@ -234,7 +242,7 @@ class Spawner:
         """One exchange with the zygote; None if it is dead, and these processes with it."""
         import asyncio
 
-        fds = [spec.entry.fd for spec in specs if isinstance(spec.entry, ServeStore)]
+        fds = [fd for spec in specs for fd in _descriptors(spec.entry)]
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
@@ -273,6 +281,8 @@ class Spawner:
         match spec.entry:
             case ServeStore(host=host, port=port):
                 return request | {"what": "store", "host": host, "port": port}
+            case SaveState(settings=settings):
+                return request | {"what": "save", "settings": settings}
             case entry if self._start is StartMethod.ZYGOTE and _entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
@@ -344,6 +354,16 @@ def _entry_key(entry: Entrypoint) -> tuple[str, str]:
             return "module", name
         case Executable():
             return "command", ""
+
+
+def _descriptors(entry: Entrypoint | ServeStore | SaveState) -> tuple[int, ...]:
+    """What the process receives; only one process of a request may have any."""
+    match entry:
+        case ServeStore(fd=fd):
+            return (fd,)
+        case SaveState(fds=fds):
+            return fds
+    return ()
 
 
 def _args(entry: Entrypoint) -> list[str]:

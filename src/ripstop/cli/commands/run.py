@@ -14,7 +14,7 @@ from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_loca
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
-from ripstop.cli.options.output import event_handler, logs
+from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, start_method
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
@@ -82,6 +82,10 @@ node health
                               There is no shell; write sh -c '…' for one
   --health-interval TIME      interval of the health checks, and timeout of the command (30)
 
+checkpoints of ripstop.train.State
+  --checkpoint-dir DIR        save commits to this directory, which all nodes share
+  --checkpoint-interval TIME  how often (10m)
+
 output
   --log-dir DIR               directory for logs (a new temporary one); /dev/null keeps none
   -r, --redirects WHICH       write to files: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2 (0)
@@ -146,6 +150,8 @@ FLAGS = (
     Flag("--dry-run", ours=True),
     Flag("--health-check", "COMMAND", ours=True),
     Flag("--health-interval", "TIME", ours=True),
+    Flag("--checkpoint-dir", "DIR", ours=True),
+    Flag("--checkpoint-interval", "TIME", ours=True),
     Flag("--hang-timeout", "TIME", ours=True),
     Flag("--shutdown-timeout", "TIME"),
     Flag("--signals-to-handle", "NAME,…"),
@@ -248,6 +254,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         timing=timeouts,
         health=health(args, conf_name, conf, alone=alone),
         quarantine=parsers.quarantine(conf_name, conf),
+        checkpoints=checkpoints(args, notes),
         hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),

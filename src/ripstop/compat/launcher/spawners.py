@@ -29,7 +29,7 @@ from ripstop.model.errors import StartError
 from ripstop.system import linux
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
-from ripstop.workers.spawner import PreloadResult, ProcessSpec, ServeStore, Spawner, uninterrupted
+from ripstop.workers.spawner import PreloadResult, ProcessSpec, SaveState, ServeStore, Spawner, uninterrupted
 from ripstop.workers.zygote.store_process import serve
 
 METHODS = ("spawn", "fork", "forkserver")
@@ -49,7 +49,7 @@ class CommandSpawner(Spawner):
         pids = await super().spawn(
             [replace(spec, entry=_for_rank(spec.entry, rank)) for rank, spec in enumerate(specs)]
         )
-        if not isinstance(specs[0].entry, ServeStore):
+        if not isinstance(specs[0].entry, ServeStore | SaveState):
             self._ranks = tuple(int(spec.env["RANK"]) for spec in specs)
             self.has_started = True
         return pids
@@ -59,7 +59,7 @@ class CommandSpawner(Spawner):
         return dict.fromkeys(self._ranks)
 
 
-def _for_rank(entry: Entrypoint | ServeStore, local_rank: int) -> Entrypoint | ServeStore:
+def _for_rank(entry: Entrypoint | ServeStore | SaveState, local_rank: int) -> Entrypoint | ServeStore | SaveState:
     match entry:
         case Executable(argv):
             return Executable(tuple(macros.substitute(argv, str(local_rank))))

@@ -137,7 +137,7 @@ class Zygote:
 
     def _import_preload(self, loaded: list[str]) -> str:
         """Import the preload list with the script's sys.path; return an error text."""
-        first = self._first_path()
+        first = self.first_path()
         if first is not None:
             sys.path.insert(0, first)
         try:
@@ -159,7 +159,7 @@ class Zygote:
                 sys.path_importer_cache.pop(first, None)  # the worker scans the directory again
         return ""
 
-    def _first_path(self) -> str | None:
+    def first_path(self) -> str | None:
         """The script's sys.path[0]."""
         if sys.flags.safe_path:
             return None
