@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ripstop.train import checkpoint_files, content
 from ripstop.train.agreement import Commit

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import IS_REPLICATED, IS_SHARDED, CommitBuffer, CommitId, Corrupted, Header

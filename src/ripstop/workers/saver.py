@@ -52,6 +52,7 @@ class Save:
     world_size: int
     buffers: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank → slot, descriptor
     is_started: bool = False
+    is_late: bool = False  # the next commit was due before it was saved
     pid: int = 0
     began: float = 0.0
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,8 +90,9 @@ class Saver:
         save = self._saves.get(name)
         if save is not None and save.commit != commit:
             if save.is_started:
-                if self._skipped.get(name) != commit:
-                    self._skipped[name] = commit
+                self._skipped[name] = commit
+                if not save.is_late:
+                    save.is_late = True
                     log.warning(
                         "state %r: commit %d is not saved: the last checkpoint has been written for %.0f s; "
                         "raise --checkpoint-interval", name, commit[1], time.monotonic() - save.began,
