@@ -272,7 +272,7 @@ def _canonical(data: bytes) -> bytes:
     pickler.fast = True
     try:
         pickler.dump(_Unpickler(data, _Number).load())  # type: ignore[arg-type]
-    except (ValueError, RecursionError):  # values that contain themselves
+    except Exception:  # values that contain themselves; in the saver, of classes that only the script has
         return data
     return file.getvalue()
 
