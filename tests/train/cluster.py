@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from ripstop.workers.state_memory import WorkerIdentity
 from tests.train.conftest import Agent
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 60.0
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed.tensor", "ripstop.train.state"])
 
@@ -70,7 +70,7 @@ class Cluster:
             env = {
                 "RIPSTOP_SOCKET": node.path, "TORCHELASTIC_RUN_ID": "test", "RANK": str(rank),
                 "WORLD_SIZE": str(len(nodes)), "GROUP_RANK": str(groups.index(name)), "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
             }  # fmt: skip
             ours, theirs = _processes.Pipe()
             process = _processes.Process(target=_work, args=(theirs, env, function, args))
@@ -96,7 +96,7 @@ class Round:
     def results(self) -> list[Any]:
         found = []
         for rank, (process, pipe) in enumerate(self.workers):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not end"
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not end; ranks before it: {found}"
             try:
                 result, error = pipe.recv()
             except EOFError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ripstop import train
+from ripstop.train import replication
 from ripstop.train.rank_store import RankStore
 from tests.train.cluster import Cluster
 
@@ -36,8 +37,9 @@ class Messages(logging.Handler):
         self.found.append(record.getMessage())
 
 
-def replicated(steps: int, own: bool = False) -> dict[str, Any]:
+def replicated(steps: int, own: bool = False, portion: int = 2_000_000) -> dict[str, Any]:
     """Steps whose tensors are equal on all ranks; with `own`, one value is not."""
+    replication.PORTION_BYTES = portion
     messages = Messages()
     random.seed(rank())
     weights = torch.full((300_000,), -1.0)
@@ -110,6 +112,20 @@ def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(clus
     found = cluster.run(replicated, "aaa", 4, True)
     assert column(found, "restored") == [0, 0, 0]
     assert "different values of best" in column(found, "messages")[0][0]
+
+
+@pytest.mark.parametrize(("steps", "restored"), [(4, 0), (6, 6)])
+def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps: int, restored: int) -> None:
+    cluster.run(replicated, "ab", steps, False, 400_000)  # 1.2 MB: portions of commits 1 to 3
+    cluster.lose("b")
+    assert column(cluster.run(replicated, "ab", 1), "restored") == [restored, restored]
+
+
+def test_what_was_equal_before_a_restore_stays_known_after_it(cluster: Cluster) -> None:
+    cluster.run(replicated, "ab", 4)
+    cluster.run(replicated, "ab", 1)
+    cluster.lose("a")
+    assert column(cluster.run(replicated, "ab", 1), "restored") == [5, 5]
 
 
 def test_shards_of_other_nodes_are_freed_after_newer_commits(cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ of its peers.
 | the commit | its shards in the job | every rank gets |
 | --- | --- | --- |
 | of as many ranks as the round has | all | its own shard |
-| of another number of ranks, sharded | all | its part of all shards |
+| of another number of ranks or another mesh, sharded | all; what is not sharded is equal | its part of all shards |
 | of another number of ranks | all, and they are equal | any shard |
 | any number of ranks | some; they are equal, and were so at an earlier commit of all ranks | its own or any shard |
 
@@ -23,7 +23,7 @@ How many buffers a rank needs (`tests/train/test_agreement_model.py`): a collect
 """
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCKING_BUFFERS = 2
 OVERLAPPED_BUFFERS = 3
@@ -68,12 +68,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Rank r loads `shards[r]`, after the transfers.  If resharded, it reads its part of all shards from `holders`."""
+    """Rank r loads `shards[r]`, after the transfers; or, if `shards` is empty, its part of all shards."""
 
     commit: Commit
     shards: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    holders: tuple[tuple[int, ...], ...] = ()  # the ranks that can give each shard
+    holders: tuple[tuple[int, ...], ...] = ()  # of each shard of sharded state: the ranks whose node has it
     skipped: str = ""  # why a newer commit is not restored
 
 
@@ -107,20 +107,18 @@ def agree(holdings: Sequence[Holding]) -> Generator[Compare, Digests, Restore | 
     problem = ""
     for commit in _in_order(held, world_size):
         missing = sorted(set(range(commit.world_size)) - set(held[commit]))
-        if not missing and commit.world_size == world_size:
-            return _plan(commit, held[commit], holdings, problem)
         is_sharded = any(sharded for _, sharded in traits[commit])
-        if not missing and is_sharded:
-            ranks = _ranks_by_node(holdings)
-            nodes = [sorted(held[commit][shard]) for shard in range(commit.world_size)]
-            holders = [tuple(rank for node in them for rank in ranks[node]) for them in nodes]
-            return Restore(commit, holders=tuple(holders), skipped=problem)
+        if not missing and commit.world_size == world_size:
+            plan = _plan(commit, held[commit], holdings, problem)
+            return replace(plan, holders=_holders(held[commit], holdings)) if is_sharded else plan
         lacks = f"commit {commit.number} lacks the shards of ranks {_listed(missing)}" if missing else ""
-        if is_sharded or (missing and not all(replicated for replicated, _ in traits[commit])):
+        if missing and (is_sharded or not all(replicated for replicated, _ in traits[commit])):
             problem = problem or f"{lacks}, and the state is not known to be equal on all ranks"
             continue
-        digests = yield Compare(commit, _shared_out(held[commit], holdings))
-        if not (differing := _differing(digests)):
+        differing = _differing((yield Compare(commit, _shared_out(held[commit], holdings))))
+        if not differing and is_sharded:
+            return Restore(commit, holders=_holders(held[commit], holdings), skipped=problem)
+        if not differing:
             return _plan(commit, held[commit], holdings, problem)
         lacks = lacks or f"commit {commit.number} is of {commit.world_size} ranks and this round has {world_size}"
         problem = problem or f"{lacks}, and between ranks there are different values of {_listed(differing)}"
@@ -163,6 +161,11 @@ def _plan(commit: Commit, held: Mapping[int, set[int]], holdings: Sequence[Holdi
             transfers.append(Transfer(giver, rank, shard))
             there[shard].add(holding.node)
     return Restore(commit, tuple(shards), tuple(transfers), skipped=skipped)
+
+
+def _holders(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:
+    ranks = _ranks_by_node(holdings)
+    return tuple(tuple(rank for node in sorted(held[shard]) for rank in ranks[node]) for shard in sorted(held))
 
 
 def _shared_out(held: Mapping[int, set[int]], holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:

@@ -8,13 +8,15 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ripstop.train import sharding
 from ripstop.train.commit_buffer import CONTENT_OFFSET, CommitBuffer
 from ripstop.train.digest import digest
+from ripstop.train.sharding import Leaf, Part, Piece, Source, is_dtensor, leaves, local, part_of
 
 RANDOM = "random states"  # a component of every commit, and each rank's own; not a valid name of a user's
 ALIGNMENT_BYTES = 64
@@ -41,10 +43,14 @@ class Entry(NamedTuple):
 
 
 class Component(NamedTuple):
-    """One value of a State: its pickle, and the numbers of its tensors in the order in which the pickle has them."""
+    """One value of a State: its pickle, and the numbers of its tensors in the order in which the pickle has them.
+
+    `parts` says which tensors are parts of larger ones.
+    """
 
     pickle: bytes
     numbers: list[int]
+    parts: dict[int, Part]
 
 
 class Snapshot(NamedTuple):
@@ -64,6 +70,10 @@ class Snapshot(NamedTuple):
     def room(self) -> int:
         """The size of a new buffer for it."""
         return self.pickle_offset + PICKLE_ROOM * len(self.pickle)
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(component.parts for component in self.components.values())
 
     def fits(self, buffer: CommitBuffer) -> bool:
         return self.pickle_offset + len(self.pickle) <= buffer.size
@@ -109,24 +119,29 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._tensors = tensors
         self.numbers: dict[int, None] = {}  # an ordered set
+        self.parts: dict[int, Part] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
             return None
+        part = part_of(value) if is_dtensor(value) else None
+        value = local(value)
         if type(value) not in _SUPPORTED or value.layout != torch.strided or value.is_quantized:
             kind = type(value).__name__ if type(value) not in _SUPPORTED else value.layout
             raise Unsupported(f"a State keeps dense torch.Tensors, and this has one of type {kind}; leave it out")
         number = self._tensors.number(value)
         self.numbers[number] = None
+        if part is not None:
+            self.parts[number] = part
         return number
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensor: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, data: bytes, tensor: Callable[[int], Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._tensor = tensor
 
-    def persistent_load(self, number: int) -> torch.Tensor:
+    def persistent_load(self, number: int) -> Any:
         return self._tensor(number)
 
 
@@ -155,14 +170,15 @@ def _component(name: str, value: Any, tensors: _Tensors) -> Component:
             f"State({name}=…) needs an object with state_dict() and load_state_dict(), or a value that pickle takes; "
             f"{type(value).__name__}: {error}"
         ) from error
-    return Component(file.getvalue(), list(pickler.numbers))
+    return Component(file.getvalue(), list(pickler.numbers), pickler.parts)
 
 
 class Stored:
     """The content of a buffer."""
 
-    def __init__(self, buffer: CommitBuffer, data: bytes) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: CommitBuffer | None, data: bytes) -> None:
+        """Without a buffer, only what the pickle says."""
+        self._mapped = buffer
         self._entries: list[Entry]
         self._components: dict[str, Component]
         self._unequal: set[int]
@@ -174,6 +190,11 @@ class Stored:
         return list(self._components)
 
     @property
+    def _buffer(self) -> CommitBuffer:
+        assert self._mapped is not None
+        return self._mapped
+
+    @property
     def has_gpu_tensors(self) -> bool:
         return any(entry.device.startswith("cuda") for entry in self._entries)
 
@@ -183,7 +204,9 @@ class Stored:
         No live object keeps a tensor in the buffer, which later commits overwrite.  A module copies into its own
         tensors.  Others, such as optimizers, keep the tensors that they are given: these are their own, or new ones.
         """
-        data, numbers = self._components[name]
+        data, numbers, parts = self._components[name]
+        if parts:
+            return self._load_sharded(name, live)
         if isinstance(live, torch.nn.Module):
             self._load_module(live, _Unpickler(data, self._in_buffer).load())
             return live
@@ -205,7 +228,7 @@ class Stored:
                 stored[key] = copy.deepcopy(stored[key])
         module.load_state_dict(stored)
         for tensor in (*module.parameters(), *module.buffers()):  # a module may override load_state_dict and assign
-            if self._buffer.contains(tensor):
+            if self._buffer.contains(local(tensor)):
                 tensor.data = tensor.data.clone()
 
     @property
@@ -238,14 +261,77 @@ class Stored:
         return {name: self._digest(name) for name in self._components if name != RANDOM}
 
     def _digest(self, name: str) -> str:
-        data, numbers = self._components[name]
+        found = self._without_tensors(name)
+        for entry in self._comparable(name):
+            found.update(digest(self._buffer.bytes[entry.offset : entry.offset + entry.size]).to_bytes(8))
+        return found.hexdigest()
+
+    def _without_tensors(self, name: str) -> "hashlib._Hash":
+        data, numbers, parts = self._components[name]
         found = hashlib.sha256(_canonical(data))
         for number in numbers:
-            offset, dtype, shape, _, _ = entry = self._entries[number]
-            found.update(f"{dtype} {shape}".encode())
-            if number not in self._unequal:
-                found.update(digest(self._buffer.bytes[offset : offset + entry.size]).to_bytes(8))
-        return found.hexdigest()
+            entry, part = self._entries[number], parts.get(number)
+            what = f"{part.shape} {part.layout}" if part else f"{entry.shape}"
+            found.update(f"{entry.dtype} {what}".encode())
+        return found
+
+    def _comparable(self, name: str) -> list[Entry]:
+        """The tensors that are equal on all ranks if the state is replicated."""
+        _, numbers, parts = self._components[name]
+        return [self._entries[n] for n in numbers if n not in parts and n not in self._unequal]
+
+    def hash_portion(self, found: "hashlib._Hash", start: int, size: int) -> bool:
+        """Add bytes of all tensors from `start` on, and at the start all else.  Return whether this was the last."""
+        position = 0
+        for name in self._components:
+            if name == RANDOM:
+                continue
+            if not start:
+                found.update(self._without_tensors(name).digest())
+            for entry in self._comparable(name):
+                first, last = max(start - position, 0), min(start + size - position, entry.size)
+                if first < last:
+                    found.update(digest(self._buffer.bytes[entry.offset + first : entry.offset + last]).to_bytes(8))
+                position += entry.size
+        return start + size >= position
+
+    # parts of larger tensors
+
+    def structure(self, name: str) -> Any:
+        """The value, with leaves instead of tensors."""
+        data, numbers, parts = self._components[name]
+        found = _Unpickler(data, lambda number: Leaf(number, parts.get(number))).load()
+        if {leaf.number for _, leaf in leaves(found, Leaf)} != set(numbers):
+            raise ValueError("a sharded tensor must be in dicts, lists and tuples only")
+        return found
+
+    def pieces(self, name: str, shard: int) -> dict[tuple[str, ...], tuple[Part | None, Piece]]:
+        """Where its tensors are, if this is the shard of this rank."""
+        found = {}
+        for path, (number, part) in leaves(self.structure(name), Leaf):
+            entry = self._entries[number]
+            found[path] = part, Piece(shard, entry.offset, entry.dtype, entry.shape)
+        return found
+
+    def has_sharding_of(self, values: Mapping[str, Any]) -> bool:
+        """Whether the tensors of these live values are sharded as those of the commit."""
+        for name, live in values.items():
+            if name in self._components and self._components[name].parts:
+                own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+                for path, leaf in leaves(self.structure(name), Leaf):
+                    if path in own and leaf.part != (part_of(own[path]) if is_dtensor(own[path]) else None):
+                        return False
+        return True
+
+    def _load_sharded(self, name: str, live: Any) -> Any:
+        structure = self.structure(name)
+        found = dict(leaves(structure, Leaf))
+
+        def fill(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
+            for path, target in targets.items():
+                sharding.copy_same(found[path], self._in_buffer(found[path].number), target)
+
+        return sharding.load(live, structure, _wholes(self.pieces(name, 0)), fill)
 
     def _in_buffer(self, number: int) -> torch.Tensor:
         entry = self._entries[number]
@@ -261,6 +347,27 @@ class Stored:
         return self._made[number]
 
 
+def load_resharded(name: str, live: Any, shards: Sequence[Stored], sources: Sequence[Source]) -> Any:
+    """Give a live value its content from all shards of a commit, whose sharding is another one."""
+    places = [stored.pieces(name, shard) for shard, stored in enumerate(shards)]
+    pieces = {".".join(path): [found[path] for found in places] for path in places[0]}
+
+    def fill(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
+        sharding.copy_resharded(pieces, sources, {".".join(path): target for path, target in targets.items()})
+
+    return sharding.load(live, shards[0].structure(name), _wholes(places[0]), fill)
+
+
+def _wholes(
+    pieces: Mapping[tuple[str, ...], tuple[Part | None, Piece]],
+) -> dict[tuple[str, ...], torch.Tensor]:
+    """Tensors without memory that have the shapes and types of the whole ones."""
+    return {
+        path: torch.empty(part.shape if part else piece.shape, dtype=piece.dtype, device="meta")
+        for path, (part, piece) in pieces.items()
+    }
+
+
 class _Number(int):
     """A tensor in a pickle that is only compared."""
 
@@ -271,7 +378,7 @@ def _canonical(data: bytes) -> bytes:
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.fast = True
     try:
-        pickler.dump(_Unpickler(data, _Number).load())  # type: ignore[arg-type]
+        pickler.dump(_Unpickler(data, _Number).load())
     except Exception:  # values that contain themselves; in the saver, of classes that only the script has
         return data
     return file.getvalue()
@@ -282,7 +389,7 @@ def _buffers_of_rank_0(values: Mapping[str, Any], tensors: list[torch.Tensor]) -
     from torch.nn.parallel import DistributedDataParallel
 
     found = {
-        buffer.data_ptr()
+        local(buffer).data_ptr()
         for value in values.values()
         if isinstance(value, DistributedDataParallel) and value.broadcast_buffers
         for buffer in value.buffers()
@@ -301,7 +408,7 @@ def _can_reuse(own: list[torch.Tensor], stored: list[Entry]) -> bool:
 def stable_numbers(values: Mapping[str, Any], taken: Snapshot) -> set[int]:
     """The tensors that only an optimizer's step changes: parameters, and the state of optimizers."""
     parameters = {
-        parameter.data_ptr()
+        local(parameter).data_ptr()
         for value in values.values()
         if isinstance(value, torch.nn.Module)
         for parameter in value.parameters()

@@ -14,17 +14,17 @@ class RankStore:
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         self._name = name
         self._rank = rank
-        self.world_size = world_size
+        self._world_size = world_size
         self._store: Any = None
 
     def decide(self, topic: str, own: Any, decide: Any) -> Any:
         """Every rank gives a value; rank 0 decides from all of them, in the order of ranks; all return its decision."""
-        if self.world_size == 1:
+        if self._world_size == 1:
             return decide([own])
         if self._rank > 0:
             self._set(f"{topic}/{self._rank}", own)
             return self.get(topic)
-        others = [self.get(f"{topic}/{rank}") for rank in range(1, self.world_size)]
+        others = [self.get(f"{topic}/{rank}") for rank in range(1, self._world_size)]
         decision = decide([own, *others])
         self._set(topic, decision)
         return decision
@@ -33,7 +33,7 @@ class RankStore:
         self.decide(topic, None, lambda _: None)
 
     def publish(self, topic: str, value: Any) -> None:
-        if self.world_size > 1:
+        if self._world_size > 1:
             self._set(topic, value)
 
     def propose(self, topic: str, value: Any) -> Any:

@@ -8,12 +8,12 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from ripstop.train import checkpoint_files, content, disk
-from ripstop.train.agent_memory import AgentError, AgentMemory
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import (
     CONTENT_OFFSET,
@@ -27,7 +27,8 @@ from ripstop.train.commit_buffer import (
     read_header,
 )  # fmt: skip
 from ripstop.train.rank_store import RankStore
-from ripstop.train.transfer import TOKEN_BYTES, Giver, Receiver, TransferError
+from ripstop.train.sharding import Source
+from ripstop.train.transfer import TOKEN_BYTES, Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
 
@@ -50,26 +51,37 @@ class Shard(NamedTuple):
         return Offer(self.commit, self.header.rank, bool(flags & IS_REPLICATED), bool(flags & IS_SHARDED))
 
 
+class AllShards(NamedTuple):
+    """A commit whose sharding is not that of this round."""
+
+    commit: Commit
+    stored: list[content.Stored]
+    sources: list[Source]
+
+
 class Restoring:
     """The restore number `count` of a State in this round."""
 
-    def __init__(self, name: str, run: int, rank: int, count: int, memory: AgentMemory, store: RankStore,
-                 checkpoints: tuple[str, float]) -> None:  # fmt: skip
+    def __init__(
+        self, name: str, run: int, worker: Identity, count: int, memory: AgentMemory, store: RankStore
+    ) -> None:
         self._name = name
         self._run = run
-        self._rank = rank
+        self._rank, self._world_size = worker.rank, worker.world_size
         self._memory = memory
         self._store = store
-        self._checkpoints = checkpoints  # directory and interval
+        self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
         self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
         if count > 1:
             store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
         found = self._buffers()
-        self.own = {slot: buffer for (kept_for, slot), buffer in found.items() if kept_for == rank}  # by slot
-        self.has_others = any(kept_for != rank for kept_for, _ in found)
+        self.own = {slot: buffer for (kept_for, slot), buffer in found.items() if kept_for == self._rank}  # by slot
+        self.has_others = any(kept_for != self._rank for kept_for, _ in found)
         self._shards = [shard for place, buffer in found.items() if (shard := self._read(*place, buffer))]
         self._is_shared = False
+        self._connections = ExitStack()
+        self.is_replicated = False  # what is found was equal on all ranks
         self.source = "memory"
 
     def _buffers(self) -> dict[tuple[int, int], CommitBuffer]:
@@ -90,28 +102,42 @@ class Restoring:
             return None
         return Shard(kept_for, slot, buffer, header)
 
-    def find(self) -> Shard | None:
-        """The shard that this rank is to load, in this node's memory from now on; None if there is nothing."""
+    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | None:
+        """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
+
+        `values` are those of the State: their sharding decides whether a rank can load its own shard.
+        """
         decision, token = self._agree()
         if (shard := self._from_disk(decision)) is not None:
             self.source = "disk"
+            self.is_replicated = bool(shard.header.flags & IS_REPLICATED)
             return shard
         if isinstance(decision, Start):
             self._warn(decision.problem)
             return None
         if decision.skipped and not self._rank:
             log.warning("state %r continues from commit %d: %s", self._name, decision.commit.number, decision.skipped)
+        if not decision.shards:
+            return self._all_shards(decision, token)
         is_own = [shard == rank for rank, shard in enumerate(decision.shards)]
         self._is_shared = bool(decision.transfers) or not all(is_own)
         if decision.transfers and (problem := self._transfer(decision, token)):
             self._warn(problem)
             return None
-        return self._held(decision.commit, decision.shards[self._rank])
+        shard = self._held(decision.commit, decision.shards[self._rank])
+        assert shard is not None
+        self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
+        if shard.header.flags & IS_SHARDED:
+            stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
+            if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):
+                return self._all_shards(decision, token)
+        return shard
 
     def loaded(self) -> None:
         """This rank has its content.  Return when its buffers may change."""
         if self._is_shared:
             self._store.wait_for_all(f"{self._topic} loaded")
+        self._connections.close()
 
     def _warn(self, problem: str) -> None:
         if problem and not self._rank:
@@ -131,7 +157,7 @@ class Restoring:
             path = checkpoint_files.folder(directory, self._name) / candidate
             problem = ""
             try:
-                buffer, header = disk.load(path, self._run, self._rank, self._store.world_size)
+                buffer, header = disk.load(path, self._run, self._rank, self._world_size)
             except checkpoint_files.Unusable as error:
                 problem = str(error)
             problem = str(self._store.decide(f"{self._topic} disk {number}", problem, _first))
@@ -164,7 +190,8 @@ class Restoring:
         if "problem" in found:
             return Start(found["problem"]), b""
         transfers = tuple(Transfer(*each) for each in found["transfers"])
-        decision = Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, skipped=found["skipped"])
+        holders = tuple(map(tuple, found["holders"]))
+        decision = Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
         return decision, bytes.fromhex(found["token"])
 
     def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
@@ -204,14 +231,52 @@ class Restoring:
             self._adopt_received(decision.commit)
         return problem
 
-    def _receive(self, commit: Commit, shard: int, receiver: Receiver) -> None:
-        head = bytearray(HEAD_BYTES)
-        receiver.read(shard, 0, memoryview(head))
-        header = read_header(bytes(head), self._run)
+    def _all_shards(self, decision: Restore, token: bytes) -> AllShards:
+        """Connect to the holders of shards that this node does not have, and let others connect."""
+        self._is_shared = True
+        givers = {
+            (rank, shard): ranks[rank % len(ranks)]
+            for rank in range(self._world_size)
+            for shard, ranks in enumerate(decision.holders)
+            if rank not in ranks
+        }
+        topic = f"{self._topic} all shards"
+        held = {shard: self._held(decision.commit, shard) for shard in range(decision.commit.world_size)}
+        given = {shard: found.buffer for (_, shard), giver in givers.items()
+                 if giver == self._rank and (found := held[shard])}  # fmt: skip
+        if given:
+            giver = self._connections.enter_context(Giver(token, given))
+            self._store.publish(f"{topic} giver {self._rank}", [giver.host, giver.port])
+        receivers: dict[int, Receiver] = {}
+        sources: list[Source] = []
+        pickles = []
+        for shard, found in held.items():
+            if found is not None:
+                sources.append(LocalSource(found.buffer))
+                pickles.append(found.buffer.read_pickle(found.header))
+                continue
+            peer = givers[self._rank, shard]
+            if peer not in receivers:
+                host, port = self._store.get(f"{topic} giver {peer}")
+                receivers[peer] = self._connections.enter_context(Receiver(host, port, token))
+            source = PeerSource(receivers[peer], shard)
+            header = self._checked(read_header(bytes(source.read(0, HEAD_BYTES)), self._run), decision.commit, shard)
+            sources.append(source)
+            pickles.append(bytes(source.read(header.pickle_offset, header.pickle_size)))
+            self.source = "peer"
+        return AllShards(decision.commit, [content.Stored(None, data) for data in pickles], sources)
+
+    def _checked(self, header: Header | None, commit: Commit, shard: int) -> Header:
         if header is None or (header.id.round, header.id.number, header.world_size, header.rank) != (
             *dataclasses.astuple(commit), shard,
         ):  # fmt: skip
             raise TransferError("it is not the commit that the ranks have agreed on")
+        return header
+
+    def _receive(self, commit: Commit, shard: int, receiver: Receiver) -> None:
+        head = bytearray(HEAD_BYTES)
+        receiver.read(shard, 0, memoryview(head))
+        header = self._checked(read_header(bytes(head), self._run), commit, shard)
         buffer = CommitBuffer.create(header.end + header.pickle_size)
         receiver.read(shard, CONTENT_OFFSET, buffer.memory(CONTENT_OFFSET, header.end))
         buffer.complete(header)

@@ -14,18 +14,27 @@ import random
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
 import torch
 
 from ripstop.train import content, gpu_copy, intervals
-from ripstop.train.agent_memory import AgentError, AgentMemory, connect
+from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, newest_last, next_slot
-from ripstop.train.commit_buffer import IS_REPLICATED, CommitBuffer, CommitId, Header, NotEnoughMemory, available_memory
+from ripstop.train.commit_buffer import (
+    IS_REPLICATED,
+    IS_SHARDED,
+    CommitBuffer,
+    CommitId,
+    Header,
+    NotEnoughMemory,
+    available_memory,
+)  # fmt: skip
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
-from ripstop.train.restoring import Restoring
+from ripstop.train.restoring import Restoring, Shard
 from ripstop.train.saves import Saves
 
 log = logging.getLogger("ripstop.train")
@@ -57,6 +66,7 @@ class State:
         self._restored_from: str | None = None
         self._memory: AgentMemory | None = None
         self._store: RankStore | None = None
+        self._worker: Identity
         self._round = self._rank = 0
         self._world_size = 1
         self._run = crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode())
@@ -65,7 +75,6 @@ class State:
         self._slots: list[int] = []  # the next one to overwrite first
         self._newest: tuple[CommitBuffer, Header] | None = None
         self._comparison: Comparison | None = None
-        self._checkpoints = ("", 0.0)  # directory and interval
         self._saves: Saves | None = None
         self._commits = 0  # since the restore
         self._has_others = False  # this node holds shards of other ranks
@@ -115,21 +124,25 @@ class State:
             return False
         self._finish_copy()
         assert self._store is not None and self._memory is not None
-        restoring = Restoring(self._name, self._run, self._rank, self._restores, self._memory, self._store,
-                               self._checkpoints)  # fmt: skip
-        shard = restoring.find()
+        restoring = Restoring(self._name, self._run, self._worker, self._restores, self._memory, self._store)
+        found = restoring.find(self._values)
         self._buffers, self._has_others = restoring.own, restoring.has_others
-        is_own = shard is not None and shard.kept_for == self._rank
-        self._slots = newest_last(sorted(self._buffers), shard.slot if shard is not None and is_own else None)
+        self._slots = sorted(self._buffers)
         self._round = max(self._round, restoring.disk.newest_round + 1)  # an earlier job may have had more
-        self._saves = Saves(self._name, f"saves {self._restores}", self._rank, self._memory, self._store,
-                            restoring.disk.interval)  # fmt: skip
-        self._comparison = Comparison(self._store, f"compare {self._restores}", self._world_size)
-        if shard is None:
+        topic = f"saves {self._restores}"
+        self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
+        topic = f"compare {self._restores}"
+        self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
+        if found is None:
             return False
-        self._load(shard.buffer, shard.header)
+        if isinstance(found, Shard):
+            if found.kept_for == self._rank:
+                self._slots = newest_last(self._slots, found.slot)
+            self._load_shard(found)
+        else:
+            self._load(found.stored[0].names, lambda name, live: content.load_resharded(name, live, *found[1:]))
         restoring.loaded()
-        self._number = shard.header.id.number
+        self._number = found.commit.number
         self._restored_from = restoring.source
         return True
 
@@ -142,22 +155,28 @@ class State:
             if self._memory is None:
                 log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
                 return False
-            worker = self._memory.identity()
+            self._worker = self._memory.identity()
         except AgentError as error:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
             return False
-        self._round, self._rank, self._world_size = worker.round, worker.rank, worker.world_size
-        self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
+        self._round, self._rank = self._worker.round, self._worker.rank
+        self._world_size = self._worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size)
         return True
 
-    def _load(self, buffer: CommitBuffer, header: Header) -> None:
-        stored = content.Stored(buffer, buffer.read_pickle(header))
+    def _load_shard(self, shard: Shard) -> None:
+        stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
         if stored.has_gpu_tensors and torch.cuda.is_available():
-            gpu_copy.register(buffer)
-        if set(stored.names) != {*self._values, content.RANDOM}:
-            there = ", ".join(name for name in stored.names if name != content.RANDOM)
+            gpu_copy.register(shard.buffer)
+        self._load(stored.names, stored.load)
+        if shard.header.rank == self._rank:
+            _set_random_states(stored.load(content.RANDOM, {}))
+
+    def _load(self, names: list[str], load: Callable[[str, Any], Any]) -> None:
+        """`load` gives a live value the content of this name, and returns the value to use."""
+        if set(names) != {*self._values, content.RANDOM}:
+            there = ", ".join(name for name in names if name != content.RANDOM)
             raise ValueError(
                 f"state {self._name!r} has {', '.join(self._values)}, its commit has {there}; "
                 "start a new job, or make the State with the same values"
@@ -165,14 +184,12 @@ class State:
         with torch.no_grad():
             for name, live in self._values.items():
                 try:
-                    self._values[name] = stored.load(name, live)
+                    self._values[name] = load(name, live)
                 except Exception as error:
                     raise RuntimeError(
                         f"state {self._name!r}: the commit does not fit {name}, which may have changed; "
                         f"start a new job: {' '.join(str(error).split())}"
                     ) from error
-        if header.rank == self._rank:
-            _set_random_states(stored.load(content.RANDOM, {}))
 
     # commit -----------------------------------------------------------------------------------------------------------
 
@@ -190,26 +207,28 @@ class State:
         self._finish_copy()
         assert self._comparison is not None and self._saves is not None
         self._saves.send()
-        if self._newest is not None and self._newest[0].header(self._run) == self._newest[1]:
-            self._comparison.begin(*self._newest)
         taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
+        if self._newest is not None and not taken.is_sharded:
+            buffer, header = self._newest
+            if buffer.header(self._run) == header:
+                self._comparison.add(buffer, header)
         on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
-        buffer = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
-        if buffer is None:
+        into = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
+        if into is None:
             return False
         header = self._next_header(taken)
         if (
             on_gpu
-            and gpu_copy.register(buffer)
+            and gpu_copy.register(into)
             and not blocking
             and self._has_optimizer()
             and gpu_copy.can_overlap(taken)
         ):
             stable = content.stable_numbers(self._values, taken)
-            self._copy = gpu_copy.OverlappedCopy(buffer, taken, header, stable)
+            self._copy = gpu_copy.OverlappedCopy(into, taken, header, stable)
         else:
-            _copy_now(buffer, taken, header)
-        self._newest = buffer, header
+            _copy_now(into, taken, header)
+        self._newest = into, header
         self._saves.on_commit(self._slots[-1], header)
         if self._copy is None:
             self._saves.send()
@@ -239,7 +258,7 @@ class State:
         id = CommitId(self._round, self._number + 1)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
         assert self._comparison is not None
-        flags = IS_REPLICATED if self._comparison.is_equal() else 0
+        flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_replicated() else 0
         return Header(self._run, id, self._rank, self._world_size, *place, flags)
 
     def _next_buffer(self, taken: content.Snapshot, wanted: int) -> CommitBuffer | None:

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Self
 
@@ -82,12 +83,13 @@ class Giver:
 
 def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: int) -> None:
     digest = Digest()
-    for start in range(offset, offset + size, CHUNK_BYTES):
-        end = min(start + CHUNK_BYTES, offset + size)
-        digest.update(buffer.bytes[start:end])
-        sent = start
-        while sent < end:
-            sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
+    with ThreadPoolExecutor(1) as beside:  # the digest costs no time if there is a core for it
+        for start in range(offset, offset + size, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, offset + size)
+            beside.submit(digest.update, buffer.bytes[start:end])
+            sent = start
+            while sent < end:
+                sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
     connection.sendall(_DIGEST.pack(digest.value))
 
 
@@ -114,10 +116,11 @@ class Receiver:
         digest = Digest()
         try:
             self._socket.sendall(_REQUEST.pack(self._token, shard, offset, len(into)))
-            for start in range(0, len(into), CHUNK_BYTES):
-                chunk = into[start : start + CHUNK_BYTES]
-                self._fill(chunk)
-                digest.update(torch.frombuffer(chunk, dtype=torch.uint8))
+            with ThreadPoolExecutor(1) as beside:
+                for start in range(0, len(into), CHUNK_BYTES):
+                    chunk = into[start : start + CHUNK_BYTES]
+                    self._fill(chunk)
+                    beside.submit(digest.update, torch.frombuffer(chunk, dtype=torch.uint8))
             expected = bytearray(_DIGEST.size)
             self._fill(memoryview(expected))
         except OSError as error:
@@ -131,6 +134,29 @@ class Receiver:
             if not count:
                 raise ConnectionError("the peer has closed the connection")
             view = view[count:]
+
+
+class LocalSource:
+    """A shard in this node's memory."""
+
+    def __init__(self, buffer: CommitBuffer) -> None:
+        self._buffer = buffer
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        return self._buffer.bytes[offset : offset + size]
+
+
+class PeerSource:
+    """A shard on another node."""
+
+    def __init__(self, receiver: Receiver, shard: int) -> None:
+        self._receiver = receiver
+        self._shard = shard
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        data = bytearray(size)
+        self._receiver.read(self._shard, offset, memoryview(data))
+        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def _set_timeout(opened: socket.socket) -> None:

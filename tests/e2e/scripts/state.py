@@ -1,12 +1,14 @@
 """Data-parallel training with `train.State`.  Appends "step loss" with exact losses to $LOSSES.RANK.
 
 $KILLS="rank:step:when,…" asks for SIGKILL, each once: before the step's commit, during it, or after it.
+$HOLDS="step:ranks,…": after this step, a round of so many ranks waits for its end.
 $EVERY is the interval of commits.
 """
 
 import os
 import signal
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,13 @@ def kill(step: int, when: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hold(step: int) -> None:
+    if f"{step}:{dist.get_world_size()}" in os.environ.get("HOLDS", "").split(","):
+        dist.barrier()  # every rank has this commit
+        Path(f"{os.environ['LOSSES']}.held{RANK}-{step}").touch()
+        signal.pause()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(RANK)
@@ -48,6 +57,7 @@ def main() -> None:
     restored = state.restore()
     with open(f"{os.environ['LOSSES']}.{RANK}", "a") as losses:
         losses.write(f"# {'restored' if restored else 'started'} at {state.step}\n")
+        losses.flush()
         while state.step < STEPS:
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()
@@ -61,6 +71,7 @@ def main() -> None:
             kill(state.step, "during")
             state.commit(every=os.environ.get("EVERY"))
             kill(state.step, "after")
+            hold(state.step)
     dist.barrier()
     del model, state
     dist.destroy_process_group()

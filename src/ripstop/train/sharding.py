@@ -1,0 +1,154 @@
+"""Tensors that are parts of larger ones (DTensor: FSDP2, tensor parallelism), and their way into another sharding.
+
+A commit has the local part of each DTensor, and its place in the whole.  With the same sharding, a restore copies part
+to part.  With another number of ranks or another mesh, `torch.distributed.checkpoint` plans which pieces of which
+shards each rank reads; `BufferReader` reads them from this node's memory or from a peer.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Path = tuple[str, ...]
+Tensors = dict[Path, torch.Tensor]
+
+
+class Part(NamedTuple):
+    """Where a local tensor is in its whole."""
+
+    shape: tuple[int, ...]  # of the whole
+    offsets: tuple[int, ...]
+    layout: str  # mesh and placements
+
+
+class Leaf(NamedTuple):
+    """A tensor in an unpickled structure: its number in the layout."""
+
+    number: int
+    part: Part | None
+
+
+class Piece(NamedTuple):
+    """A stored tensor, in the buffer of a shard."""
+
+    shard: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Pieces = Mapping[str, Sequence[tuple[Part | None, Piece]]]  # by name, then by shard
+
+
+class Source(Protocol):
+    """The buffer of one shard."""
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        """Bytes of it."""
+
+
+def is_dtensor(value: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # where it is not imported there are none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def part_of(tensor: Any) -> Part:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError("a DTensor with partial sums cannot be kept; reduce it first")
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    layout = f"{tuple(mesh.shape)} {mesh.mesh_dim_names} {placements}"
+    return Part(tuple(tensor.shape), tuple(offsets), layout)
+
+
+# structures: nested dicts, lists and tuples with tensors or leaves ----------------------------------------------------
+
+
+def leaves(structure: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(structure, kind):
+        yield path, structure
+    elif isinstance(structure, Mapping):
+        for key, value in structure.items():
+            yield from leaves(value, kind, (*path, str(key)))
+    elif isinstance(structure, (list, tuple)):
+        for number, value in enumerate(structure):
+            yield from leaves(value, kind, (*path, str(number)))
+
+
+def _replaced(structure: Any, tensors: Tensors, path: Path = ()) -> Any:
+    """The structure, with tensors instead of leaves; dicts and lists are changed in place."""
+    if isinstance(structure, Leaf):
+        return tensors[path]
+    if isinstance(structure, dict):
+        for key, value in structure.items():
+            structure[key] = _replaced(value, tensors, (*path, str(key)))
+    elif isinstance(structure, list):
+        for number, value in enumerate(structure):
+            structure[number] = _replaced(value, tensors, (*path, str(number)))
+    elif type(structure) is tuple:
+        return tuple(_replaced(value, tensors, (*path, str(number))) for number, value in enumerate(structure))
+    return structure
+
+
+# restore --------------------------------------------------------------------------------------------------------------
+
+
+def load(live: Any, structure: Any, wholes: Tensors, fill: Callable[[Tensors], None]) -> Any:
+    """Give a live value a stored structure.  `wholes` have shapes and types, but no memory; `fill` fills tensors."""
+    is_stateful = callable(getattr(live, "load_state_dict", None))
+    targets = _targets(live, live.state_dict() if is_stateful else live, wholes)
+    with torch.no_grad():
+        fill(targets)
+    found = _replaced(structure, targets)
+    if not is_stateful:
+        return found
+    live.load_state_dict(found)
+    return live
+
+
+def _targets(live: Any, own: Any, wholes: Tensors) -> Tensors:
+    """A tensor for each path: a module's own; else one with the sharding of the live value, or of its parameter."""
+    there = dict(leaves(own, torch.Tensor))
+    parameters: list[torch.Tensor] = []
+    if isinstance(live, torch.optim.Optimizer):
+        parameters = [parameter for group in live.param_groups for parameter in group["params"]]
+    targets = {}
+    for path, stored in wholes.items():
+        like = there.get(path)
+        if like is None and parameters and path[0] == "state":  # such as state.0.exp_avg, by the number of a parameter
+            like = parameters[int(path[1])]
+        if like is None or like.shape != stored.shape:
+            targets[path] = torch.empty(stored.shape, dtype=stored.dtype)
+        elif isinstance(live, torch.nn.Module):
+            targets[path] = like
+        else:
+            targets[path] = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
+    return targets
+
+
+def copy_same(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
+    """From a buffer with the same sharding."""
+    if leaf.part != (part_of(target) if is_dtensor(target) else None):
+        raise ValueError(f"its sharding is not that of the commit: {leaf.part}")
+    local(target).copy_(stored)
+
+
+def copy_resharded(pieces: Pieces, sources: Sequence[Source], targets: dict[str, torch.Tensor]) -> None:
+    """Fill tensors of any sharding from the pieces of all shards, by name."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from ripstop.train.buffer_reader import BufferReader
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch.distributed is not used: each rank plans for itself
+        load(targets, storage_reader=BufferReader(pieces, sources), no_dist=True)

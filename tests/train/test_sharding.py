@@ -1,0 +1,111 @@
+"""Sharded state (FSDP2, tensor parallelism) and its restore onto another number of ranks or another mesh."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ripstop import train
+from tests.train.cluster import Cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path) as cluster:
+        yield cluster
+
+
+def full(value: Any) -> Any:
+    """Whole tensors, as lists."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: full(part) for key, part in value.items()}
+    return [full(part) for part in value] if isinstance(value, list) else value
+
+
+def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
+    """FSDP2 over all ranks; with a mesh, FSDP2 and tensor parallelism.  Returns the whole state, as restored and at the
+    end."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 14), nn.ReLU(), nn.Linear(14, 5, bias=False))  # some ranks have no rows of these
+    size = dist.get_world_size()
+    if mesh:
+        names = init_device_mesh("cpu", mesh, mesh_dim_names=("data", "model"))
+        parallelize_module(model, names["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=names["data"])
+    elif size > 1:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = train.State(model=model, optimizer=optimizer, step=0)
+    found = {"is restored": state.restore(), "restored at": state.step, "from": state.restored_from}
+    found["restored"] = [full(model.state_dict()), full(optimizer.state_dict())]
+    losses = []
+    for _ in range(steps):
+        torch.manual_seed(state.step)
+        loss = model(torch.randn(3, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+        losses.append(loss.item())
+    found["end"] = [full(model.state_dict()), full(optimizer.state_dict())]
+    dist.barrier()
+    dist.destroy_process_group()
+    return {**found, "losses": losses}
+
+
+def check(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_the_same_sharding_is_copied(cluster: Cluster) -> None:
+    right = check(cluster.run(sharded, "cc", 6))
+    before = check(cluster.run(sharded, "aa", 3))
+    after = check(cluster.run(sharded, "aa", 3))
+    for rank in range(2):
+        assert after[rank]["restored at"] == 3
+        assert after[rank]["restored"] == before[rank]["end"]
+        assert before[rank]["losses"] + after[rank]["losses"] == right[rank]["losses"]
+
+
+def test_four_ranks_then_three_then_four_continue_with_the_same_state(cluster: Cluster) -> None:
+    four = check(cluster.run(sharded, "aabb", 3))
+    three = check(cluster.run(sharded, "abb", 3))
+    again = check(cluster.run(sharded, "aabb", 3))
+    for found, before, at in ((three, four, 3), (again, three, 6)):
+        for each in found:
+            assert each["restored at"] == at
+            assert each["restored"] == before[0]["end"]
+    assert {each["from"] for each in three} == {"peer"}
+
+
+def test_another_mesh_of_as_many_ranks_and_no_sharding_continue_with_the_same_state(cluster: Cluster) -> None:
+    before = check(cluster.run(sharded, "aaaa", 3))
+    for nodes, mesh in (("aaaa", (2, 2)), ("aa", (1, 2)), ("a", None)):
+        found = check(cluster.run(sharded, nodes, 1, mesh))
+        for each in found:
+            assert each["restored"] == before[0]["end"]
+        before = found
+
+
+def test_a_lost_shard_is_a_problem(cluster: Cluster) -> None:
+    check(cluster.run(sharded, "ab", 3))
+    cluster.lose("b")
+    assert [each["is restored"] for each in check(cluster.run(sharded, "ab", 1))] == [False, False]
