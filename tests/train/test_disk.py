@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -403,13 +404,14 @@ def test_a_read_only_disk_is_a_named_problem(agent: Agent, small_disk: Path) -> 
 
 # kills ----------------------------------------------------------------------------------------------------------------
 
-SAVER_PROGRAM = """
-import sys
-from ripstop.train import saver
-print("ready", flush=True)
-sys.stdin.readline()
-saver.run(sys.argv[1], 1, [int(fd) for fd in sys.argv[2:]])
-"""
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["ripstop.train.saver"])
+
+
+def _save(settings: dict[str, Any], buffer: str, pipe: Any) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(saver.save(settings, [os.open(buffer, os.O_RDWR)]))
 
 
 def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
@@ -422,48 +424,44 @@ def test_a_saver_killed_at_any_moment_leaves_the_last_checkpoint_whole(
     state = train.State(**values)
     state.restore()
     state.commit()
-    header = state._newest
-    assert header is not None
-    settings = json.dumps({
+    assert state._newest is not None
+    buffer, header = state._newest
+    settings = {
         "directory": str(directory), "keep": 2, "run_id": RUN_ID, "name": "state", "ranks": [0], "world_size": 1,
-        "round": header[1].id.round, "number": header[1].id.number,
-    })  # fmt: skip
-    fd = header[0].fd
-    os.set_inheritable(fd, True)
+        "round": header.id.round, "number": header.id.number,
+    }  # fmt: skip
 
-    def start() -> subprocess.Popen[str]:
-        argv = [sys.executable, "-c", SAVER_PROGRAM, settings, str(fd)]
-        process = subprocess.Popen(argv, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        return process
+    def start() -> tuple[Any, Any]:
+        ours, theirs = _processes.Pipe()
+        process = _processes.Process(target=_save, args=(settings, f"/proc/{os.getpid()}/fd/{buffer.fd}", theirs))
+        process.start()
+        theirs.close()
+        assert ours.recv() == "ready"
+        ours.send("go")
+        return process, ours
 
-    def go(process: subprocess.Popen[str]) -> float:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return time.monotonic()
-
-    process = start()
-    began = go(process)
-    assert process.stdout is not None and "path" in process.stdout.read()
-    process.wait()
+    began = time.monotonic()
+    process, pipe = start()
+    assert "path" in pipe.recv()
     took = time.monotonic() - began
+    process.join()
     newest = saved(directory)[0]
     kills = 0
-    for number in range(8):
+    for number in range(20):
         checkpoint_files.remove(newest)
-        process = start()
-        began = go(process)
-        time.sleep(took * number / 7)  # any moment is right
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+        process, _ = start()
+        time.sleep(took * number / 20)  # any moment is right
+        process.kill()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
         for path in saved(directory):
             checkpoint_files.verify(path, checkpoint_files.description(path)["files"])
         assert saved(directory)[-1] == good
     assert kills
-    process = start()
-    go(process)
-    process.wait()
+    checkpoint_files.remove(newest)
+    process, pipe = start()
+    assert "path" in pipe.recv()
+    process.join()
     assert saved(directory) == [newest, good]
     assert {path.name for path in good.parent.iterdir()} == {newest.name, good.name}
 
