@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from ripstop.workers.state_memory import WorkerIdentity
 from tests.train.conftest import Agent
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed.tensor", "ripstop.train.state"])
 

@@ -127,7 +127,7 @@ class Restoring:
         shard = self._held(decision.commit, decision.shards[self._rank])
         assert shard is not None
         self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
-        if shard.header.flags & IS_SHARDED:
+        if decision.holders:  # some rank has sharded state: do all have the sharding of the commit?
             stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
             if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):
                 return self._all_shards(decision, token)

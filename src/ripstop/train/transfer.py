@@ -83,13 +83,12 @@ class Giver:
 
 def _send(connection: socket.socket, buffer: CommitBuffer, offset: int, size: int) -> None:
     digest = Digest()
-    with ThreadPoolExecutor(1) as beside:  # the digest costs no time if there is a core for it
-        for start in range(offset, offset + size, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, offset + size)
-            beside.submit(digest.update, buffer.bytes[start:end])
-            sent = start
-            while sent < end:
-                sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
+    for start in range(offset, offset + size, CHUNK_BYTES):
+        end = min(start + CHUNK_BYTES, offset + size)
+        digest.update(buffer.bytes[start:end])  # while the receiver empties the socket's buffer
+        sent = start
+        while sent < end:
+            sent += os.sendfile(connection.fileno(), buffer.fd, sent, end - sent)
     connection.sendall(_DIGEST.pack(digest.value))
 
 
@@ -116,7 +115,7 @@ class Receiver:
         digest = Digest()
         try:
             self._socket.sendall(_REQUEST.pack(self._token, shard, offset, len(into)))
-            with ThreadPoolExecutor(1) as beside:
+            with ThreadPoolExecutor(1) as beside:  # the digest takes no time if there is a core for it
                 for start in range(0, len(into), CHUNK_BYTES):
                     chunk = into[start : start + CHUNK_BYTES]
                     self._fill(chunk)

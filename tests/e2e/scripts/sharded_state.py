@@ -1,4 +1,4 @@
-"""FSDP2 training with `train.State`.  Appends ranks, step and a digest of the whole state to $LOSSES.RANK when it starts,
+"""FSDP2 training with `train.State`.  Appends ranks, step and a digest of the whole state to $LOSSES.RANK at the start
 and at $HOLDS="step:ranks,…", where a round of so many ranks waits for its end.
 """
 
