@@ -28,6 +28,7 @@ from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import IS_REPLICATED, IS_SHARDED, CommitBuffer, CommitId, Corrupted, Header
 
 NICENESS = 10
+MAX_NAMED = 8  # values in a reply
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls
 _IOPRIO_LOWEST = 2 << 13 | 7  # best effort, last
 
@@ -78,7 +79,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         checkpoint_files.prune(folder, settings["keep"])
     except (OSError, RuntimeError, CheckpointException) as error:
         raise NotSaved(_why(error, folder, needed)) from error
-    return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque}
+    return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque[:MAX_NAMED]}
 
 
 def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
@@ -125,7 +126,7 @@ def _as_plain_dcp(stored: content.Stored) -> tuple[dict[str, Any], list[str], li
             value = stored.unpickle(name, tensors.__getitem__)
             flat, _ = flatten_state_dict({name: value})
         except Exception as error:  # of a class in the script, or with keys that DCP cannot tell apart
-            opaque.append(f"{name} ({type(error).__name__}: {error})")
+            opaque.append(f"{name} ({type(error).__name__}: {error})"[:200])
             continue
         state[name] = value
         for key, leaf in flat.items():

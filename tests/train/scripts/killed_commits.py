@@ -65,7 +65,7 @@ def break_rule(mutant: str) -> None:
     if mutant == "stamp first":
         state_module._copy_now = stamp_first
     elif mutant == "same buffer":
-        state_module.next_slot = lambda slots, buffers: 0
+        state_module.next_slot = lambda slots, buffers, *_: 0
 
 
 def main() -> int:
