@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop import train
-from ripstop.commit_memory import STAMP_OFFSET
+from ripstop.commit_memory import ROUNDS_OF_A_JOB, STAMP_OFFSET, CommitId, commit_round
 from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
@@ -31,6 +31,7 @@ from tests.train.conftest import Agent
 from tests.train.test_state import equal, network, step
 
 RUN_ID = "test"
+NEXT_JOB = 9 * ROUNDS_OF_A_JOB + 9  # a round of a later job
 
 
 class SaverInAThread(Saver):
@@ -187,11 +188,11 @@ def test_the_newer_of_memory_and_disk_is_restored(agent: Agent, saving: SaverInA
     assert (state.restored_from, state.step) == ("memory", 50)
     del state
     gc.collect()
-    newer = on_disk.with_name(checkpoint_files.saved_name(99, 3))
+    newer = on_disk.with_name(checkpoint_files.saved_name(NEXT_JOB, 3))
     shutil.copytree(on_disk, newer)
     text = json.loads((newer / "ripstop.json").read_text().split("\n")[0])
     (newer / "ripstop.json").unlink()
-    checkpoint_files.describe(newer, {**text, "round": 99, "number": 3})
+    checkpoint_files.describe(newer, {**text, "round": NEXT_JOB, "number": 3})
     state = train.State(step=0)
     assert state.restore()
     assert (state.restored_from, state.commits) == ("disk", 3)
@@ -477,3 +478,11 @@ def test_a_save_comes_about_once_in_an_interval(interval: float, step: float) ->
             break
     assert is_saved
     assert interval - step * 1.01 <= now + step and now <= max(interval, step) + step * 1.01
+
+
+@given(st.integers(1, 99), st.integers(0, 10 * ROUNDS_OF_A_JOB))
+def test_commits_of_a_job_have_its_round_and_are_newer_than_all_before(job_round: int, newest: int) -> None:
+    found = commit_round(job_round, newest)
+    assert found > newest
+    assert CommitId(found, 1).in_job() == CommitId(job_round, 1)
+    assert found - ROUNDS_OF_A_JOB <= newest, "the next such round"

@@ -186,11 +186,13 @@ class Sender(threading.Thread):
             with self._changed:
                 buffers = list(self._buffers.get((rank, name), {}).values())
             headers = ((buffer, read_header(buffer, self._setup.run)) for buffer in buffers)
-            own = {
-                header.id.number: (buffer, header)
+            of_round = [
+                (buffer, header)
                 for buffer, header in headers
                 if header is not None and header.id.in_job().round == round.number and header.rank == rank
-            }
+            ]
+            of_round.sort(key=lambda each: each[1].id)
+            own = {header.id.number: (buffer, header) for buffer, header in of_round}
             if not own:
                 return None
             found.append(own)
