@@ -25,14 +25,27 @@ _STAMP = struct.Struct("<Q")
 HEADER_BYTES: Final = _HEADER.size
 STAMP_BYTES: Final = _STAMP.size
 HEAD_BYTES: Final = STAMP_OFFSET + STAMP_BYTES
+ROUNDS_OF_A_JOB: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CommitId:
     """Numbers repeat in a later round if ranks fell back to an older commit; a pair never does."""
 
-    round: int
+    round: int  # `commit_round` of the job's round
     number: int
+
+    def in_job(self) -> "CommitId":
+        """The same commit with the job's round, as agents and the coordinator have it."""
+        return CommitId(self.round % ROUNDS_OF_A_JOB, self.number)
+
+
+def commit_round(job_round: int, newest: int) -> int:
+    """The round in the ids of commits: above `newest`, which an earlier job may have left on disk.
+
+    It is the job's round, plus a multiple of ROUNDS_OF_A_JOB.
+    """
+    return job_round + max(0, (newest - job_round) // ROUNDS_OF_A_JOB + 1) * ROUNDS_OF_A_JOB
 
 
 @dataclass(frozen=True, slots=True)

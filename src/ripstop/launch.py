@@ -51,6 +51,7 @@ from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
 from ripstop.workers.processes import Children
+from ripstop.workers.saver import make_writable
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
@@ -69,6 +70,8 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
     with _log_to_stderr(config.notes, with_coordinator=config.backend is not Backend.LOCAL):
         directory = LogDirectory(config.logs, config.run_id)
+        if config.checkpoints is not None:
+            make_writable(config.checkpoints.directory)
         end = _run_with_workers(config, directory, link)
     _print_result(end, directory)
     _write_job_report(directory, "run")

@@ -96,6 +96,10 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "--replicate-bandwidth=fast: not a size; give bytes, or a number with a unit: 512M, 1G",
         ),
         (
+            "--checkpoint-dir=/c --checkpoint-interval=0 train.py",
+            "--checkpoint-interval=0: a time is above 0 and finite; give seconds, or 90s, 10m, 1h",
+        ),
+        (
             "--rdzv-conf=min_disk=lots train.py",
             "--rdzv-conf min_disk=lots: not a size; give bytes, or a number with a unit: 512M, 1G",
         ),

@@ -13,6 +13,7 @@ from ripstop.diagnostics.timer_pipe import Pipe
 from ripstop.model.config import (
     Backend,
     Budget,
+    Checkpoints,
     Etcd,
     Executable,
     HealthLimits,
@@ -107,6 +108,9 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--rdzv-conf=min_disk=1.5GiB,max_clock_skew=0", "health", HealthLimits(min_disk=3 << 29, max_skew=0.0)),
         ("--rdzv-conf=min_disk=512M", "health", HealthLimits(min_disk=512 << 20)),
         ("--rdzv-conf=min_disk=0", "health", HealthLimits(min_disk=0)),
+        ("", "checkpoints", None),
+        ("--checkpoint-dir=/shared/run", "checkpoints", Checkpoints(Path("/shared/run"), 600.0, 2)),
+        ("--checkpoint-dir=/c --checkpoint-interval=90s", "checkpoints", Checkpoints(Path("/c"), 90.0)),
         ("", "quarantine", QuarantineLimits(3, 600.0, 600.0)),
         ("--rdzv-conf=quarantine_failures=0", "quarantine", QuarantineLimits(failures=0)),
         (
@@ -262,6 +266,7 @@ def test_a_node_without_a_number_cannot_be_ranked_by_it(machine: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "note"),
     [
+        ("--checkpoint-interval=5m", "--checkpoint-interval has no effect without --checkpoint-dir"),
         ("--standalone --rdzv-endpoint=h:1", "--rdzv-endpoint has no effect with --standalone"),
         ("--standalone --rdzv-backend=c10d", "--rdzv-backend has no effect with --standalone"),
         ("--standalone --master-port=1", "--master-port has no effect with --standalone"),

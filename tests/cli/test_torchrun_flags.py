@@ -12,6 +12,7 @@ from ripstop.model.config import Module, Numa, RunConfig, Script
 torchrun = pytest.importorskip("torch.distributed.run")
 OURS_ALONE = {
     *("--api", "--preload", "--config", "--dry-run", "--node-label", "--health-check", "--health-interval"),
+    *("--checkpoint-dir", "--checkpoint-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
     *("--standby", "--standby-warmup", "--notify-url"),
     *("--replicate", "--replicate-bandwidth"),

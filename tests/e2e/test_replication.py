@@ -101,6 +101,20 @@ def test_a_lost_node_s_shard_comes_from_its_partner(job: Job) -> None:
     assert wait_for_copies(job, after=lost_at) > lost_at, "the new round has copies, too"
 
 
+def test_a_job_after_another_s_checkpoints_has_copies_too(job: Job, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    (directory / "state" / "commit-000007-000000000042").mkdir(parents=True)  # damaged, but its round counts
+    agents = start_all(job, f"--checkpoint-dir={directory}")
+    copied = wait_for_copies(job)
+    agents[1].process.kill()
+    agents[1].wait()
+    start(job, f"--checkpoint-dir={directory}")
+    starts = restart_of_all(job, 2)
+    assert len({event["step"] for event in starts}) == 1
+    assert starts[0]["step"] >= copied
+    assert [event["source"] for event in starts].count("peer") == 1
+
+
 def test_copies_outlive_a_restart_of_the_workers(job: Job) -> None:
     agents = start_all(job, PAUSE_S="0.1")
     copied = wait_for_copies(job)

@@ -47,6 +47,7 @@ from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.environment import local_environment, worker_environment
 from ripstop.workers.group import Exit, Group
 from ripstop.workers.reports import Reports, WorkerReport
+from ripstop.workers.saver import Saver
 from ripstop.workers.spawner import ProcessSpec, Spawner, Starter
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 from ripstop.workers.store import StorePort
@@ -112,7 +113,10 @@ class RoundRunner:
 
             self._logs_source = LogsPlugin(config.logs, config.role, environ, self._children)
         self._reports = Reports(environ, self._on_worker_report)
-        self._state_memory = StateMemory(self._reports.path, self._identify_worker)
+        self._saver = None
+        if config.checkpoints is not None:
+            self._saver = Saver(config.checkpoints, config.run_id, spawner, environ, self._children, run_task)
+        self._state_memory = StateMemory(self._reports.path, self._identify_worker, self._saver)
         self.replication = Supervisor(config, node, self._state_memory, self._children, send_replicated)
         self._round: Round | None = None  # the one that runs, or ran last
         self._offered_port: StorePort | None = None
@@ -162,6 +166,8 @@ class RoundRunner:
         if self._round is not None and self._round.monitor is not None:
             self._round.monitor.close()
         await self.replication.close()
+        if self._saver is not None:
+            await self._saver.close(self._config.timing.shutdown)
         self._state_memory.close()
         self._reports.close()
         if self._port_retry is not None:

@@ -133,6 +133,14 @@ class HealthLimits(Struct, frozen=True):
     max_skew: float = 60.0  # seconds between this node's clock and the coordinator's, when it joins
 
 
+class Checkpoints(Struct, frozen=True):
+    """Commits of `ripstop.train.State` on disk: one every `interval` seconds, of which the newest `keep` stay."""
+
+    directory: Path
+    interval: float = 600.0
+    keep: int = 2
+
+
 class QuarantineLimits(Struct, frozen=True):
     """A node that caused `failures` failures in `window` seconds is quarantined for `cooldown`; 0 failures: never."""
 
@@ -256,6 +264,7 @@ class RunConfig(Redacted, frozen=True):
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     replicates: bool = True  # copies of training state are kept on other nodes
     replication_bandwidth: int = 0  # bytes per second; 0: no limit
+    checkpoints: Checkpoints | None = None  # None: no commit is saved to disk
     hang_timeout: float = 0.0  # seconds without progress after which a worker hangs; 0: never
     start: StartMethod = StartMethod.ZYGOTE
     preload: tuple[str, ...] | None = None  # None: the modules that the script imports

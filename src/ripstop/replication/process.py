@@ -186,11 +186,13 @@ class Sender(threading.Thread):
             with self._changed:
                 buffers = list(self._buffers.get((rank, name), {}).values())
             headers = ((buffer, read_header(buffer, self._setup.run)) for buffer in buffers)
-            own = {
-                header.id.number: (buffer, header)
+            of_round = [
+                (buffer, header)
                 for buffer, header in headers
-                if header is not None and header.id.round == round.number and header.rank == rank
-            }
+                if header is not None and header.id.in_job().round == round.number and header.rank == rank
+            ]
+            of_round.sort(key=lambda each: each[1].id)
+            own = {header.id.number: (buffer, header) for buffer, header in of_round}
             if not own:
                 return None
             found.append(own)
@@ -264,7 +266,7 @@ class Sender(threading.Thread):
 
     def _copy(self, peer: PeerConnection, name: str, buffer: mmap.mmap, header: Header) -> None:
         id = header.id
-        place = {"rank": header.rank, "world_size": header.world_size, "round": id.round, "number": id.number}
+        place = {"rank": header.rank, "world_size": header.world_size, "number": id.number}
         peer.send({"put": name, "size": header.end, **place})
         _expect_ok(peer)
         view, checksum, began = memoryview(buffer), 0, time.monotonic()
@@ -392,7 +394,7 @@ class Receiver(threading.Thread):
                 place = CommitId(round.number, number), rank, world_size, size
                 if announced != checksum:
                     why = "the checksum differs"
-                elif header is None or (header.id, header.rank, header.world_size, header.end) != place:
+                elif header is None or (header.id.in_job(), header.rank, header.world_size, header.end) != place:
                     why = "the copy is not the commit that was announced"
                 else:
                     copy = {"rank": rank, "state": name, "round": round.number, "number": number}

@@ -31,6 +31,8 @@ class Identity:
     round: int
     rank: int
     world_size: int
+    checkpoint_dir: str = ""  # "": no checkpoints on disk
+    checkpoint_interval: float = 0.0  # seconds
 
 
 class AgentMemory:
@@ -62,6 +64,15 @@ class AgentMemory:
     def keep(self, name: str, slot: int, descriptor: int) -> None:
         """Let the agent keep this buffer instead of the slot's old one."""
         self._ask({"keep": name, "slot": slot}, [descriptor])
+
+    def save(self, name: str, slot: int, round: int, number: int) -> bool:
+        """Have the agent save this commit to disk; False if it does not.  The buffer is in use until it is saved."""
+        reply, _ = self._ask({"save": name, "slot": slot, "commit": [round, number]}, [])
+        return bool(reply["accepted"])
+
+    def slots_in_use(self, name: str) -> list[int]:
+        """This rank's buffers that are being saved to disk."""
+        return list(self._ask({"saving": name}, [])[0]["slots"])
 
     def drop_others(self, name: str) -> None:
         """Let the agent free the buffers of ranks that do not run on this node."""

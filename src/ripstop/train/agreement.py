@@ -201,7 +201,7 @@ def may_free_others(commits: int) -> bool:
 def next_slot(slots: Sequence[int], buffers: int, held: Collection[int] = ()) -> int:
     """The slot of the next commit: the one whose commit is oldest, or a new one.  `slots` are oldest first.
 
-    `held` slots are not overwritten: their commits are copied to another node, or were.
+    `held` slots are not overwritten: their commits are saved to disk, or are copied to another node, or were.
     """
     free = [slot for slot in slots[: max(0, len(slots) - buffers + 1)] if slot not in held]
     return free[0] if free else min(set(range(len(slots) + 1)) - set(slots))

@@ -235,6 +235,31 @@ class Stored:
             if self._buffer.contains(local(tensor)):
                 tensor.data = tensor.data.clone()
 
+    @property
+    def tensor_count(self) -> int:
+        return len(self._entries)
+
+    def unpickle(self, name: str, tensor: Callable[[int], torch.Tensor]) -> Any:
+        """A value, with these tensors by number."""
+        return _Unpickler(self._components[name].pickle, tensor).load()
+
+    def separate_tensor(self, number: int) -> torch.Tensor:
+        """A tensor in the buffer whose storage is its own part of it: torch.save writes whole storages."""
+        offset, dtype, shape, _, _ = entry = self._entries[number]
+        if not entry.size:
+            return torch.empty(shape, dtype=dtype)
+        own = torch.frombuffer(self._buffer.memory(offset, offset + entry.size), dtype=torch.uint8)
+        return own.view(dtype).view(shape)
+
+    def is_same(self, number: int, other: "Stored") -> bool:
+        """Whether a tensor has the same type, shape and bits in another buffer."""
+        mine, its = self._entries[number], other._entries[number]
+        if (mine.dtype, mine.shape) != (its.dtype, its.shape):
+            return False
+        parts = [stored._buffer.bytes[entry.offset : entry.offset + entry.size]
+                 for stored, entry in ((self, mine), (other, its))]  # fmt: skip
+        return torch.equal(*parts)
+
     def digests(self) -> dict[str, str]:
         """For each value that is not a rank's own; equal if the values are."""
         return {name: self._digest(name) for name in self._components if name != RANDOM}
@@ -373,7 +398,7 @@ def _canonical(data: bytes) -> bytes:
     pickler.fast = True
     try:
         pickler.dump(_Unpickler(data, _Number).load())
-    except (ValueError, RecursionError):  # values that contain themselves
+    except Exception:  # values that contain themselves; in the saver, of classes that only the script has
         return data
     return file.getvalue()
 

@@ -23,3 +23,12 @@ def next_interval(seconds: float, steps: int, elapsed: float) -> int:
     """The steps until the next commit, if the last `steps` took `elapsed` seconds."""
     wanted = round(seconds * steps / elapsed) if elapsed > 0 else steps * MAX_GROWTH
     return max(1, min(wanted, steps * MAX_GROWTH))
+
+
+def next_save(remaining_s: float, commits: int, elapsed: float) -> tuple[int, bool]:
+    """The commits until the next look at the clock, and whether that commit is to be saved to disk.
+
+    The last `commits` took `elapsed` seconds.  If the save is due much later, the rate is measured again before.
+    """
+    wanted = max(1, round(remaining_s * commits / elapsed)) if elapsed > 0 else commits * MAX_GROWTH + 1
+    return (wanted, True) if wanted <= commits * MAX_GROWTH else (commits * MAX_GROWTH, False)

@@ -21,7 +21,7 @@ from ripstop.commit_memory import (
     NotEnoughMemory,
     read_header,
 )  # fmt: skip
-from ripstop.train import content
+from ripstop.train import checkpoint_files, content, disk
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
@@ -69,6 +69,8 @@ class Restoring:
         self._rank, self._world_size = worker.rank, worker.world_size
         self._memory = memory
         self._store = store
+        self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
+        self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
         if count > 1:
             store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
@@ -105,6 +107,10 @@ class Restoring:
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
         """
         decision, token = self._agree()
+        if (shard := self._from_disk(decision)) is not None:
+            self.source = "disk"
+            self.is_replicated = bool(shard.header.flags & IS_REPLICATED)
+            return shard
         if isinstance(decision, Start):
             self._warn(decision.problem)
             return None
@@ -135,6 +141,39 @@ class Restoring:
     def _warn(self, problem: str) -> None:
         if problem and not self._rank:
             log.warning("state %r starts from the beginning: %s", self._name, problem)
+
+    # disk -------------------------------------------------------------------------------------------------------------
+
+    def _from_disk(self, decision: Restore | Start) -> Shard | None:
+        """The newest usable checkpoint, if it is newer than the commit in memory."""
+        directory, interval = self._checkpoints
+        self.disk = disk.plan(
+            self._store, f"{self._topic} disk", directory, interval, self._name,
+            max((shard.header.id.round for shard in self._shards), default=0),
+            decision.commit if isinstance(decision, Restore) else None,
+        )  # fmt: skip
+        for number, candidate in enumerate(self.disk.candidates):
+            path = checkpoint_files.folder(directory, self._name) / candidate
+            problem = ""
+            try:
+                buffer, header = disk.load(path, self._run, self._rank, self._world_size)
+            except checkpoint_files.Unusable as error:
+                problem = str(error)
+            problem = str(self._store.decide(f"{self._topic} disk {number}", problem, _first))
+            if not problem:
+                return self._keep_from_disk(buffer, header)
+            if not self._rank:
+                log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, problem)
+        return None
+
+    def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
+        slot = 0  # its commit is older
+        self.own[slot] = buffer
+        try:
+            self._memory.keep(self._name, slot, buffer.fd)
+        except AgentError as error:
+            log.warning("state %r: the agent does not keep the restored commit: %s", self._name, error)
+        return Shard(self._rank, slot, buffer, header)
 
     # agreement --------------------------------------------------------------------------------------------------------
 

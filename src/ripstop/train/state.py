@@ -8,7 +8,6 @@ commit that all ranks have.  Rules
 3.  Without an agent, or without memory for buffers, training goes on and the log says once what is missing.
 """
 
-import dataclasses
 import logging
 import os
 import random
@@ -21,7 +20,15 @@ from zlib import crc32
 
 import torch
 
-from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header, NotEnoughMemory, available_memory
+from ripstop.commit_memory import (
+    IS_REPLICATED,
+    IS_SHARDED,
+    CommitId,
+    Header,
+    NotEnoughMemory,
+    available_memory,
+    commit_round,
+)  # fmt: skip
 from ripstop.train import content, gpu_copy, intervals, reports
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
@@ -29,6 +36,7 @@ from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
 from ripstop.train.replication import Comparison
 from ripstop.train.restoring import Restoring, Shard
+from ripstop.train.saves import Saves
 
 log = logging.getLogger("ripstop.train")
 
@@ -68,6 +76,7 @@ class State:
         self._slots: list[int] = []  # the next one to overwrite first
         self._newest: tuple[CommitBuffer, Header] | None = None
         self._comparison: Comparison | None = None
+        self._saves: Saves | None = None
         self._commits = 0  # since the restore
         self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
@@ -98,7 +107,7 @@ class State:
 
     @property
     def restored_from(self) -> str | None:
-        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", or None: there was none."""
+        """Where the last `restore` found this rank's shard: this node's "memory", a "peer", "disk", or None: none."""
         return self._restored_from
 
     # restore ----------------------------------------------------------------------------------------------------------
@@ -121,6 +130,10 @@ class State:
         found = restoring.find(self._values)
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
+        if self._saves is None:
+            self._round = commit_round(self._worker.round, restoring.disk.newest_round)
+        topic = f"saves {self._restores}"
+        self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
         topic = f"compare {self._restores}"
         self._comparison = Comparison(self._store, topic, self._world_size, restoring.is_replicated)
         if found is None:
@@ -151,7 +164,7 @@ class State:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
             return False
-        self._round, self._rank, self._world_size = dataclasses.astuple(self._worker)
+        self._rank, self._world_size = self._worker.rank, self._worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size)
         return True
 
@@ -209,7 +222,8 @@ class State:
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
         self._finish_copy()
-        assert self._comparison is not None
+        assert self._comparison is not None and self._saves is not None
+        self._saves.send()
         taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
         if self._newest is not None and not taken.is_sharded:
             buffer, header = self._newest
@@ -232,6 +246,9 @@ class State:
         else:
             _copy_now(into, taken, header)
         self._newest = into, header
+        self._saves.on_commit(self._slots[-1], header)
+        if self._copy is None:
+            self._saves.send()
         self._number += 1
         self._commits += 1
         if self._has_others and may_free_others(self._commits):
@@ -287,14 +304,15 @@ class State:
         return self._buffers[slot]
 
     def _held_slots(self) -> set[int]:
-        """The slots whose commits are copied to another node, or were, until it has newer ones."""
-        assert self._memory is not None
+        """The slots whose commits are being saved, or are copied to another node, or were, until it has newer ones."""
+        assert self._memory is not None and self._saves is not None
+        saved = set(self._saves.slots_in_use())
         try:
             held = self._memory.held(self._name)
         except AgentError:
-            return set()
+            return saved
         headers = {slot: buffer.header(self._run) for slot, buffer in self._buffers.items()} if held else {}
-        return {slot for slot, header in headers.items() if header is not None and header.id in held}
+        return saved | {slot for slot, header in headers.items() if header is not None and header.id.in_job() in held}
 
     def _is_due(self, every: int | str) -> bool:
         steps, seconds = intervals.parse(every)

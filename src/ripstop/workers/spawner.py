@@ -36,6 +36,7 @@ _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
 _MAX_PLANS = 5  # a script needs one or two
+MAX_SAVED_BUFFERS = 250  # the kernel passes at most 253 descriptors at once
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -69,11 +70,18 @@ class WaitAsStandby(Struct, frozen=True):
     with_gpu: bool
 
 
+class SaveState(Struct, frozen=True):
+    """Instead of an entrypoint: save the commit in these buffers; the first descriptor takes the reply."""
+
+    fds: tuple[int, ...]
+    settings: str  # JSON
+
+
 class ProcessSpec(Struct, frozen=True):
     """One process to start."""
 
     env: Mapping[str, str]  # complete
-    entry: Entrypoint | ServeStore | WaitAsStandby
+    entry: Entrypoint | ServeStore | WaitAsStandby | SaveState
     stdout: Path | None = None  # None: the agent's
     stderr: Path | None = None
     binding: Binding | None = None
@@ -278,7 +286,7 @@ class Spawner:
         """One exchange with the zygote; None if it is dead, and these processes with it."""
         import asyncio
 
-        fds = [spec.entry.fd for spec in specs if isinstance(spec.entry, ServeStore | WaitAsStandby)]
+        fds = [fd for spec in specs for fd in _descriptors(spec.entry)]
         pids: list[int] = []
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
@@ -327,6 +335,8 @@ class Spawner:
             case WaitAsStandby(_, local_rank, warm_up, with_gpu):
                 standby = {"local_rank": local_rank, "warm_up": warm_up, "with_gpu": with_gpu}
                 return request | {"what": "standby", **standby}
+            case SaveState(settings=settings):
+                return request | {"what": "save", "settings": settings}
             case entry if self._start is StartMethod.ZYGOTE and entry_key(entry) == key != ("command", ""):
                 return request | {"what": "run", "args": _args(entry), "zygote_args": len(_args(self._entry))}
             case entry:
@@ -404,6 +414,16 @@ def entry_key(entry: Entrypoint) -> tuple[str, str]:
             return "module", name
         case Executable():
             return "command", ""
+
+
+def _descriptors(entry: Entrypoint | ServeStore | WaitAsStandby | SaveState) -> tuple[int, ...]:
+    """What the process receives; only one process of a request may have any."""
+    match entry:
+        case ServeStore(fd=fd) | WaitAsStandby(fd=fd):
+            return (fd,)
+        case SaveState(fds=fds):
+            return fds
+    return ()
 
 
 def _args(entry: Entrypoint) -> list[str]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import CommitId
+from ripstop.workers.saver import Saver
 
 log = logging.getLogger("ripstop.workers")
 
@@ -57,9 +58,12 @@ class WorkerIdentity:
 class StateMemory:
     """The buffers, by rank, name and slot, until the agent ends; `identify` finds the worker with this pid."""
 
-    def __init__(self, reports_path: str, identify: Callable[[int], WorkerIdentity | None]) -> None:
+    def __init__(
+        self, reports_path: str, identify: Callable[[int], WorkerIdentity | None], saver: Saver | None = None
+    ) -> None:
         self._path = Path(reports_path + PATH_SUFFIX) if reports_path else None
         self._identify = identify
+        self._saver = saver  # None: no commit is saved to disk
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._inode = 0
@@ -143,7 +147,11 @@ class StateMemory:
             case {"get": str(name)}:
                 return {"ranks": self._ranks(name)}, []
             case {"identity": None}:
-                return {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}, []
+                return self._identity(worker), []
+            case {"saving": str(name)}:
+                return {"slots": self._saver.slots_in_use(worker.rank, name) if self._saver else []}, []
+            case {"save": str(name), "slot": int(slot), "commit": [int(round), int(number)]}:
+                return {"accepted": self._save(worker, name, slot, (round, number))}, []
             case {"drop": str(name)} if self._held.get(name):
                 self._drops[name] = worker.round, worker.local_ranks  # later: they may be part of a complete set
                 return {}, []
@@ -157,6 +165,19 @@ class StateMemory:
                 why = self._keep(worker.rank, name, slot, fds)
                 return {"error": why} if why else {}, []
         return {"error": "the request is invalid"}, []
+
+    def _identity(self, worker: WorkerIdentity) -> dict[str, Any]:
+        found = {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}
+        if self._saver is None:
+            return found
+        config = self._saver.config
+        return {**found, "checkpoint_dir": str(config.directory), "checkpoint_interval": config.interval}
+
+    def _save(self, worker: WorkerIdentity, name: str, slot: int, commit: tuple[int, int]) -> bool:
+        fd = self._buffers.get((worker.rank, name), {}).get(slot)
+        if self._saver is None or fd is None:
+            return False
+        return self._saver.request(worker.rank, worker.local_ranks, worker.world_size, name, slot, commit, fd)
 
     def _ranks(self, name: str) -> list[int]:
         """The ranks whose buffers of this State are held."""

@@ -83,7 +83,7 @@ def break_rule(mutant: str) -> None:
     elif mutant == "old stamp":
         CommitBuffer.clear = lambda buffer: None
     elif mutant == "same buffer":
-        state_module.next_slot = lambda slots, buffers: 0
+        state_module.next_slot = lambda slots, buffers, *_: 0
 
 
 def main() -> int:

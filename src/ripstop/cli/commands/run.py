@@ -14,7 +14,7 @@ from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_loca
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
 from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
-from ripstop.cli.options.output import event_handler, logs
+from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
 from ripstop.cli.options.rendezvous import (
     BACKENDS,
@@ -87,6 +87,8 @@ failures
 training state (ripstop.train.State)
   --replicate WHEN            auto: each node keeps copies of another node's commits; off: it does not (auto)
   --replicate-bandwidth SIZE  limit of each node's copies per second, such as 2GB/s; 0: none (0)
+  --checkpoint-dir DIR        save commits to this directory, which all nodes share; a new job continues from there
+  --checkpoint-interval TIME  time between two checkpoints (10m)
 
 node health
   --health-check COMMAND      command that checks this node before it joins and while it trains; any exit code but 0, or
@@ -159,6 +161,8 @@ FLAGS = (
     Flag("--dry-run", ours=True),
     Flag("--health-check", "COMMAND", ours=True),
     Flag("--health-interval", "TIME", ours=True),
+    Flag("--checkpoint-dir", "DIR", ours=True),
+    Flag("--checkpoint-interval", "TIME", ours=True),
     Flag("--hang-timeout", "TIME", ours=True),
     Flag("--replicate", "WHEN", choices=("auto", "off"), ours=True),
     Flag("--replicate-bandwidth", "SIZE", ours=True),
@@ -268,6 +272,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         quarantine=parsers.quarantine(conf_name, conf),
         replicates=replicates,
         replication_bandwidth=replication_bandwidth,
+        checkpoints=checkpoints(args, notes),
         hang_timeout=hang_timeout(args, notes),
         start=start,
         preload=preload(args, start, notes),

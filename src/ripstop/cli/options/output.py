@@ -1,13 +1,13 @@
-"""The flags about workers' output and events."""
+"""The flags about workers' output, checkpoints and events."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from ripstop.cli.options.flags import ParsedArguments
-from ripstop.model.config import Logs, OutputStreams, StreamMap
+from ripstop.model.config import Checkpoints, Logs, OutputStreams, StreamMap
 from ripstop.model.errors import UsageError
-from ripstop.model.parsers import comma_separated, local_ranks, streams
+from ripstop.model.parsers import comma_separated, duration, local_ranks, streams
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 LOGS_GROUP = "torchrun.logs_specs"
@@ -69,6 +69,17 @@ def _filters(
     if not any(stream in tee.of(rank) for rank in range(slots)):
         notes.append(f"{name} has no effect without --tee={stream.value}: only lines of --tee are filtered")
     return comma_separated(name, args.text(flag))
+
+
+def checkpoints(args: ParsedArguments, notes: list[str]) -> Checkpoints | None:
+    default = Checkpoints(Path())
+    interval = duration(*args.labelled("--checkpoint-interval", str(default.interval)), positive=True)
+    if not args.text("--checkpoint-dir"):
+        if "--checkpoint-interval" in args:
+            label = args.label("--checkpoint-interval")
+            notes.append(f"{label} has no effect without --checkpoint-dir: no commit is saved to disk")
+        return None
+    return Checkpoints(Path(args.text("--checkpoint-dir")).absolute(), interval)
 
 
 def event_handler(args: ParsedArguments) -> str:

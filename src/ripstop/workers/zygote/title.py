@@ -15,6 +15,7 @@ PENDING = b"ripstop-pending"  # a worker that the agent has not claimed yet
 ZYGOTE = b"ripstop-zygote"
 STORE = b"ripstop-store"
 STANDBY = b"ripstop-standby"
+SAVER = b"ripstop-saver"
 PR_SET_NAME = 15
 # fields of /proc/PID/stat, counted from the third
 START_TIME, ARG_START, ARG_END, ENV_START, ENV_END = 19, 45, 46, 47, 48

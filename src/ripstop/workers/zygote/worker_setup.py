@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 
-from ripstop.workers.zygote import standby, worker_hooks
+from ripstop.workers.zygote import standby, title, worker_hooks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ PR_SET_PDEATHSIG = 1
 MPOL_PREFERRED = 1
 GO = b"g"
 NOT_FOUND, NOT_EXECUTABLE, BROKEN = 127, 126, 70  # exit codes: the shell's two, and EX_SOFTWARE
+
+SAVER_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ripstop.train.saver import run
+sys.path[0] = sys.argv[2]
+run(sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])
+"""
 
 
 class Worker:
@@ -74,6 +82,8 @@ class Worker:
                 self._exec(self.request["argv"])
             case "store":
                 self._serve_store(self.request["host"], self.request["port"])
+            case "save":
+                self._save(self.request["settings"])
 
     def _set_environment(self) -> None:
         env = self.request["env"]
@@ -156,3 +166,17 @@ class Worker:
 
         del sys.path[0]
         serve(host, port, self.fds[0])
+
+    def _save(self, settings: str) -> NoReturn:
+        """Save a commit to disk here, or in a new interpreter if the zygote has not imported torch."""
+        if "torch" not in sys.modules:
+            paths = self.zygote.import_root, self.zygote.preload.first_path() or ""
+            self._exec([sys.executable, "-u", "-c", SAVER_PROGRAM, *paths, settings, *map(str, self.fds)])
+        title.rename_process(title.SAVER)
+        sys.path.insert(0, self.zygote.import_root)
+        from ripstop.train.saver import run
+
+        del sys.path[0]
+        if (first := self.zygote.preload.first_path()) is not None:
+            sys.path.insert(0, first)  # values may be of classes that the script imports
+        run(settings, self.fds[0], self.fds[1:])

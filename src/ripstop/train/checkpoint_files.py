@@ -1,0 +1,143 @@
+"""Checkpoints on disk: `DIR/STATE/commit-ROUND-NUMBER/`, in the format of `torch.distributed.checkpoint`.
+
+Beside torch's files there are `ripstop.json`, which describes the commit and has the size and digest of every file, and
+one pickle for each rank, with everything but tensors.  Plain DCP ignores both.  Rules
+1.  A checkpoint is written below `.saving-ROUND-NUMBER`, synced, and renamed.  So a directory `commit-…` is whole,
+    unless its files were changed later; sizes and digests tell.
+2.  Only directories with these names, and only with files that a saver writes, are ever removed.
+"""
+
+import json
+import mmap
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from zlib import crc32
+
+import torch
+
+from ripstop.train.digest import digest
+
+FORMAT = 1
+DESCRIPTION = "ripstop.json"
+_SAVED = re.compile(r"commit-(\d+)-(\d+)")
+_UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)")
+_OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|rank-\d+\.pickle|ripstop\.json")
+
+
+class Unusable(Exception):
+    """A checkpoint that cannot be restored."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Checkpoint:
+    """Ordered by age, as commits are."""
+
+    round: int
+    number: int
+    path: Path
+
+
+def folder(directory: str, state: str) -> Path:
+    """Where the checkpoints of one State are."""
+    return Path(directory, quote(state, safe=" ").replace(".", "%2E"))
+
+
+def saved_name(round: int, number: int) -> str:
+    return f"commit-{round:06d}-{number:012d}"
+
+
+def unfinished_name(round: int, number: int) -> str:
+    return f".saving-{round:06d}-{number:012d}"
+
+
+def pickle_name(rank: int) -> str:
+    return f"rank-{rank}.pickle"
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in a folder, the newest first; other files are ignored."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
+        return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
+    return []
+
+
+def describe(path: Path, content: dict[str, Any]) -> None:
+    """Write the description, with the sizes and digests of all files that are there."""
+    files = {file.name: [file.stat().st_size, file_digest(file)] for file in sorted(path.iterdir())}
+    text = json.dumps({**content, "format": FORMAT, "files": files})
+    (path / DESCRIPTION).write_text(f"{text}\n{crc32(text.encode())}\n")
+
+
+def description(path: Path) -> dict[str, Any]:
+    """What a checkpoint has; Unusable if this cannot be told."""
+    try:
+        text, checksum, *_ = (path / DESCRIPTION).read_text().split("\n")
+        if int(checksum) != crc32(text.encode()):
+            raise ValueError("its checksum does not match")
+        found: dict[str, Any] = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path / DESCRIPTION} cannot be read: {error}") from error
+    if found["format"] != FORMAT:
+        raise Unusable(f"{path / DESCRIPTION} has format {found['format']}, and this version reads {FORMAT}")
+    return found
+
+
+def verify(path: Path, files: dict[str, list[int]]) -> None:
+    """Unusable names the first file that is not as it was written."""
+    for name, (size, expected) in files.items():
+        file = path / name
+        try:
+            found = file.stat().st_size
+            if found != size:
+                raise Unusable(f"{file} has {found} bytes instead of {size}")
+            if file_digest(file) != expected:
+                raise Unusable(f"{file} is corrupted: its digest does not match")
+        except OSError as error:
+            raise Unusable(f"{file} cannot be read: {error.strerror}") from error
+
+
+def file_digest(path: Path) -> int:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            content = torch.frombuffer(mapped, dtype=torch.uint8)
+            found = digest(content)
+            del content
+    return found
+
+
+def sync(*paths: Path) -> None:
+    """Have these files, or the names in these directories, on disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints, and what killed savers left."""
+    for old in checkpoints(folder)[keep:]:
+        remove(old.path)
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory that has only our files; the description first, so that no half checkpoint is ever used."""
+    if path.is_symlink() or not path.is_dir():
+        return
+    files = list(path.iterdir())
+    if all(_OURS.fullmatch(file.name) and file.is_file() for file in files):
+        for file in sorted(files, key=lambda file: file.name != DESCRIPTION):
+            file.unlink()
+        path.rmdir()

@@ -1,0 +1,80 @@
+"""Which commits are saved to disk, and which buffers the saver reads meanwhile.
+
+All ranks save the same commit.  Rank 0 announces it while it makes an earlier one, since the other ranks cannot ask
+without waiting (`intervals.next_save`).
+"""
+
+import logging
+import time
+
+from ripstop.commit_memory import Header
+from ripstop.train import intervals
+from ripstop.train.agent_memory import AgentError, AgentMemory
+from ripstop.train.rank_store import RankStore
+
+log = logging.getLogger("ripstop.train")
+
+
+class Saves:
+    """The saves of one State since its restore, every `interval` seconds; 0: none."""
+
+    def __init__(
+        self, name: str, topic: str, rank: int, memory: AgentMemory, store: RankStore, interval: float
+    ) -> None:
+        self._name = name
+        self._topic = topic
+        self._rank = rank
+        self._memory = memory
+        self._store = store
+        self._interval = interval
+        self._commits = 0
+        self._next: tuple[int, bool] | None = (1, False)  # a commit, and whether it is saved; None: ask rank 0
+        self._last_look = (0, time.monotonic())  # commit and time
+        self._due_at = time.monotonic() + interval
+        self._unsent: tuple[int, Header] | None = None
+        self._may_be_in_use = bool(interval)
+
+    def on_commit(self, slot: int, header: Header) -> None:
+        """A commit begins.  It is saved after `send`, if it is due."""
+        if not self._interval:
+            return
+        self._commits += 1
+        if self._next is None:
+            commit, is_saved = self._store.get(f"{self._topic} after {self._last_look[0]}")
+            self._next = commit, is_saved
+        if self._commits < self._next[0]:
+            return
+        is_saved = self._next[1]
+        (commit, then), now = self._last_look, time.monotonic()
+        self._last_look = self._commits, now
+        if is_saved:
+            self._unsent = slot, header
+            self._due_at = now + self._interval
+        if self._rank:
+            self._next = None
+            return
+        steps, is_saved = intervals.next_save(self._due_at - now, self._commits - commit, now - then)
+        self._next = self._commits + steps, is_saved
+        self._store.publish(f"{self._topic} after {self._commits}", self._next)
+
+    def send(self) -> None:
+        """The last commit is complete: have it saved, if it is due."""
+        if self._unsent is None:
+            return
+        (slot, header), self._unsent = self._unsent, None
+        try:
+            if self._memory.save(self._name, slot, header.id.round, header.id.number):
+                self._may_be_in_use = True
+        except AgentError as error:
+            log.warning("state %r: commit %d is not saved to disk: %s", self._name, header.id.number, error)
+
+    def slots_in_use(self) -> list[int]:
+        """The buffers that must not change, because the saver reads them."""
+        if not self._may_be_in_use:
+            return []
+        try:
+            slots = self._memory.slots_in_use(self._name)
+        except AgentError:
+            slots = []
+        self._may_be_in_use = bool(slots)
+        return slots

@@ -1,0 +1,178 @@
+"""The agent's side of checkpoints on disk: it starts a saver process for a commit (`train/saver.py` is the process).
+
+Rules
+1.  A saver starts when all workers of this node have asked for the same commit.  It receives copies of the buffers'
+    descriptors, never the agent's own.
+2.  One saver at a time for each State.  A commit that is due meanwhile is skipped, with a warning.
+3.  A saver that fails or dies costs this checkpoint only; the next one is tried at the next interval.
+4.  The agent waits for savers when it ends, at most `shutdown` seconds.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ripstop.model.config import Checkpoints
+from ripstop.model.errors import StartError, UsageError
+from ripstop.workers.processes import Children, ProcessExit
+from ripstop.workers.spawner import MAX_SAVED_BUFFERS, ProcessSpec, SaveState, Starter
+
+log = logging.getLogger("ripstop.workers")
+
+MAX_REPLY_BYTES = 65536
+
+
+def make_writable(directory: Path) -> None:
+    """Before anything starts: UsageError if checkpoints cannot be written to this directory."""
+    from tempfile import TemporaryFile
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir={directory}: cannot be written to: {error.strerror}; name another directory"
+        ) from error
+
+
+@dataclass(slots=True)
+class Save:
+    """One commit of this node's ranks, from the first worker's request until its saver has ended."""
+
+    name: str
+    commit: tuple[int, int]  # round and number
+    world_size: int
+    buffers: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank → slot, descriptor
+    is_started: bool = False
+    is_late: bool = False  # the next commit was due before it was saved
+    pid: int = 0
+    began: float = 0.0
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def close(self) -> None:
+        for _, fd in self.buffers.values():
+            os.close(fd)
+        self.buffers.clear()
+
+
+class Saver:
+    def __init__(
+        self,
+        config: Checkpoints,
+        run_id: str,
+        spawner: Starter,
+        env: Mapping[str, str],
+        children: Children,
+        run_task: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self.config = config
+        self._run_id = run_id
+        self._spawner = spawner
+        self._env = env
+        self._children = children
+        self._run_task = run_task
+        self._saves: dict[str, Save] = {}  # by State
+        self._skipped: dict[str, tuple[int, int]] = {}
+        self._is_closing = False
+
+    def request(
+        self, rank: int, local_ranks: range, world_size: int, name: str, slot: int, commit: tuple[int, int], fd: int
+    ) -> bool:
+        """A worker asks for its commit to be saved; False if this one is skipped."""
+        save = self._saves.get(name)
+        if save is not None and save.commit != commit:
+            if save.is_started:
+                self._skipped[name] = commit
+                if not save.is_late:
+                    save.is_late = True
+                    log.warning(
+                        "state %r: commit %d is not saved: the last checkpoint has been written for %.0f s; "
+                        "raise --checkpoint-interval", name, commit[1], time.monotonic() - save.began,
+                    )  # fmt: skip
+                return False
+            save.close()  # a worker died before it could ask
+            save = None
+        if self._skipped.get(name) == commit or self._is_closing or len(local_ranks) > MAX_SAVED_BUFFERS:
+            return False
+        if save is None:
+            save = self._saves[name] = Save(name, commit, world_size)
+        if rank not in save.buffers:
+            save.buffers[rank] = slot, os.dup(fd)
+        if set(save.buffers) == set(local_ranks):
+            save.is_started, save.began = True, time.monotonic()
+            self._run_task(self._start(save))
+        return True
+
+    def slots_in_use(self, rank: int, name: str) -> list[int]:
+        save = self._saves.get(name)
+        return [save.buffers[rank][0]] if save is not None and rank in save.buffers else []
+
+    async def _start(self, save: Save) -> None:
+        ranks = sorted(save.buffers)
+        settings = {
+            "directory": str(self.config.directory), "keep": self.config.keep, "run_id": self._run_id,
+            "name": save.name, "round": save.commit[0], "number": save.commit[1], "world_size": save.world_size,
+            "ranks": ranks,
+        }  # fmt: skip
+        reply, reply_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            entry = SaveState((reply_end, *(save.buffers[rank][1] for rank in ranks)), json.dumps(settings))
+            (save.pid,) = await self._spawner.spawn([ProcessSpec({**self._env, "OMP_NUM_THREADS": "1"}, entry)])
+            self._children.watch(save.pid, lambda end: self._ended(save, reply, end))
+        except BaseException as error:
+            os.close(reply)
+            self._forget(save)
+            if not isinstance(error, StartError):
+                raise
+            log.warning("state %r: commit %d is not saved: %s", save.name, save.commit[1], error)
+        finally:
+            os.close(reply_end)
+
+    def _ended(self, save: Save, reply: int, end: ProcessExit) -> None:
+        with open(reply, "rb", buffering=0) as file:
+            data = file.read(MAX_REPLY_BYTES)
+        self._forget(save)
+        number = save.commit[1]
+        try:
+            found = json.loads(data or b"")
+        except ValueError:
+            how = f"signal {end.signal}" if end.signal else f"exit code {end.exitcode}"
+            found = {"problem": f"the saver pid={end.pid} died: {how}"}
+        match found:
+            case {"problem": problem}:
+                log.warning("state %r: commit %d is not saved: %s", save.name, number, problem)
+            case {"path": path, "bytes": size, "seconds": seconds, "opaque": opaque}:
+                text = "state %r: commit %d is saved path=%s bytes=%d seconds=%.2f"
+                log.info(text, save.name, number, path, size, seconds)
+                if opaque:
+                    log.info("state %r: plain DCP cannot read %s", save.name, "; ".join(opaque))
+
+    def _forget(self, save: Save) -> None:
+        save.close()
+        save.has_ended.set()
+        if self._saves.get(save.name) is save:
+            del self._saves[save.name]
+
+    async def close(self, shutdown: float) -> None:
+        """Let savers finish; then kill them."""
+        self._is_closing = True
+        for save in list(self._saves.values()):
+            if not save.is_started:
+                self._forget(save)
+                continue
+            try:
+                async with asyncio.timeout(shutdown):
+                    await save.has_ended.wait()
+            except TimeoutError:
+                if save.pid:
+                    log.warning("state %r: the saver is killed: %.0f s were not enough", save.name, shutdown)
+                    os.kill(save.pid, signal.SIGKILL)
+                    await save.has_ended.wait()
