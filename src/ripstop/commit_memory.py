@@ -26,6 +26,7 @@ HEADER_BYTES: Final = _HEADER.size
 STAMP_BYTES: Final = _STAMP.size
 HEAD_BYTES: Final = STAMP_OFFSET + STAMP_BYTES
 ROUNDS_OF_A_JOB: Final = 1_000_000
+FIRST_COPY_SLOT: Final = 8  # of commits that another node has sent; the lower slots are for this node's workers
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -87,8 +87,14 @@ class Supervisor:
         self._place = place
         self._reports.clear()
         self._requests.clear()
+        if place.partner is None:
+            self._memory.forget_sets()
         if self._channel is not None:
             self._tell_round(place)
+        elif place.partner is not None and self._restart is None:
+            ranks = range(place.first_rank, place.first_rank + place.slots)
+            if self._memory.buffers(ranks):  # made while this node had no partner
+                self._start()
 
     def send_again(self) -> None:
         """The coordinator is reachable again, or is another one."""
@@ -190,7 +196,8 @@ class Supervisor:
                 message = self._reports[report["state"]] = Replicated(**report)
                 self._send(message)
             case {"copy": {"rank": rank, "state": name, "round": round, "number": number}}:
-                self._tell({"kept": self._keep_copy(rank, name, CommitId(round, number), fds[0])})
+                is_kept = bool(fds) and self._keep_copy(rank, name, CommitId(round, number), fds[0])
+                self._tell({"kept": is_kept})  # without a descriptor: this process has too many
             case {"warning": text}:
                 log.warning("%s", text)
             case None:

@@ -14,7 +14,7 @@ from ripstop.train.reports import SOCKET_VARIABLE
 
 PATH_SUFFIX = "-state"  # of the path of the socket for reports
 REPLY_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 5.0  # a worker may run before its agent has recorded its pid
+START_TIMEOUT_S = 60.0  # a worker may run before all workers of its node have started
 RETRY_S = 0.01
 MAX_REPLY_BYTES = 4096
 MAX_SLOTS = 16

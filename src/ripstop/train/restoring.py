@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ripstop.commit_memory import (
     CONTENT_OFFSET,
+    FIRST_COPY_SLOT,
     HEAD_BYTES,
     IS_REPLICATED,
     IS_SHARDED,
@@ -75,13 +76,22 @@ class Restoring:
         if count > 1:
             store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
         found = self._buffers()
-        self.own = {slot: buffer for (kept_for, slot), buffer in found.items() if kept_for == self._rank}  # by slot
+        self.own = {  # by slot; the agent frees copies that another node has sent
+            slot: buffer
+            for (kept_for, slot), buffer in found.items()
+            if kept_for == self._rank and slot < FIRST_COPY_SLOT
+        }
         self.has_others = any(kept_for != self._rank for kept_for, _ in found)
         self._shards = [shard for place, buffer in found.items() if (shard := self._read(*place, buffer))]
         self._is_shared = False
         self._connections = ExitStack()
         self.is_replicated = False  # what is found was equal on all ranks
         self.source = "memory"
+
+    def own_slot(self, commit: Commit) -> int | None:
+        """Where this rank has its own part of this commit."""
+        own = (shard for shard in self._shards if shard.kept_for == self._rank and shard.slot in self.own)
+        return next((shard.slot for shard in own if shard.commit == commit), None)
 
     def _buffers(self) -> dict[tuple[int, int], CommitBuffer]:
         try:

@@ -139,10 +139,11 @@ class State:
         if found is None:
             return False
         if isinstance(found, Shard):
-            if found.kept_for == self._rank:
+            if found.kept_for == self._rank and found.slot in self._buffers:
                 self._slots = newest_last(self._slots, found.slot)
             self._load_shard(found)
         else:
+            self._slots = newest_last(self._slots, restoring.own_slot(found.commit))
             self._load(found.stored[0].names, lambda name, live: content.load_resharded(name, live, *found[1:]))
         restoring.loaded()
         self._number = found.commit.number

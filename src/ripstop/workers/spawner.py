@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _ZYGOTE_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote")
 _HOOK = os.path.join(_ZYGOTE_DIRECTORY, "hook")
 _PADDING_BYTES = 2048  # space for variables that only the workers have: `zygote/title.py` shows them
+MAX_CHANGES = 5  # of files while workers wait
 _FORK_TIMEOUT_S = 60.0  # for a ready zygote; only an overloaded machine takes longer
 _MAX_PLANS = 5  # a script needs one or two
 MAX_SAVED_BUFFERS = 250  # the kernel passes at most 253 descriptors at once
@@ -165,13 +166,19 @@ class Spawner:
         May be cancelled until the zygote is ready.  From then on the processes start, and a cancelled call ends them
         before it raises.
         """
-        attempts = 2
-        while attempts:
+        deaths = changes = 0
+        while deaths < 2 and changes < MAX_CHANGES:
             await self.wait_ready()
             self._has_changed = False
             if (pids := await uninterrupted(self.children, self._spawn(specs))) is not None:
                 return pids
-            attempts -= not self._has_changed
+            deaths += not self._has_changed
+            changes += self._has_changed
+        if changes == MAX_CHANGES:
+            raise StartError(
+                f"no worker can be started: files of preloaded modules have changed {changes} times in a row; "
+                "use --preload=none, or modules on a file system that keeps its files."
+            )
         raise StartError(f"no worker can be started: the zygote {self._last_death} twice; see the kernel's log.")
 
     def close(self) -> None:

@@ -166,6 +166,9 @@ class Standbys:
             return
         self._began = self._began or self._loop.time()
         try:
+            if (await self._spawner.wait_ready()).start is not StartMethod.ZYGOTE:  # a later zygote was unfit
+                self._feed(policy.Unavailable())
+                return
             process = await self._fork_standby(rank, place)
         except StartError as error:
             self._feed(policy.StandbyFailed(rank, str(error)))
@@ -273,6 +276,8 @@ class Standbys:
             why = "its zygote was replaced"
         elif place.binding != spec.binding or not place.env.items() <= spec.env.items():
             why = "the round has other variables"
+        elif self._spawner.request(spec)["what"] != "run":
+            why = "workers start with exec"
         else:
             return process
         self._discard_unfit(process, why)

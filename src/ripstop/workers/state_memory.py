@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ripstop.commit_memory import CommitId
+from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
 from ripstop.workers.saver import Saver
 
 log = logging.getLogger("ripstop.workers")
@@ -38,7 +38,6 @@ MAX_REQUEST_BYTES = 4096
 MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
 MAX_SLOTS = 16  # buffers of one State
-FIRST_COPY_SLOT = 8  # of commits that another node has sent; the lower ones are for this node's workers
 MAX_RANKS = 512  # whose buffers of one State a node can hold
 MAX_CONNECTIONS = 1024
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -184,12 +183,16 @@ class StateMemory:
         return [rank for rank, held in self._buffers if held == name]
 
     def _drop(self, name: str, local_ranks: range) -> None:
+        """Free the buffers of ranks that run elsewhere, and, if no set is kept, the copies of other nodes' commits."""
+        has_sets = bool(self._held.get(name))
         for rank in self._ranks(name):
-            if rank not in local_ranks and (rank, name) in self._from_workers:
+            is_old = rank not in local_ranks and (rank, name) in self._from_workers
+            for slot in list(self._buffers[rank, name]):
+                is_copy = (rank, name, slot) in self._copies
+                if (is_copy and not has_sets) or (is_old and not is_copy):
+                    self._free(rank, name, slot)
+            if is_old:
                 self._from_workers.discard((rank, name))
-                for slot in list(self._buffers[rank, name]):
-                    if (rank, name, slot) not in self._copies:
-                        self._free(rank, name, slot)
 
     def _free(self, rank: int, name: str, slot: int) -> None:
         self._copies.pop((rank, name, slot), None)
@@ -257,12 +260,19 @@ class StateMemory:
                 connection.send(message)
             except OSError:
                 self._close(connection)
+        newest = max(self._held[name])
+        held = set(self._held[name])
+        for key in [key for key, id in self._copies.items() if key[1] == name and id < newest and id not in held]:
+            self._free(*key)
         if complete is None:
             return
-        for key in [key for key, id in self._copies.items() if key[1] == name and id < complete]:
-            self._free(*key)
         if name in self._drops and complete.round >= self._drops[name][0]:
             self._drop(name, self._drops.pop(name)[1])
+
+    def forget_sets(self) -> None:
+        """No other node takes copies any more: commits need not be kept for a set."""
+        self._held.clear()
+        self._drops.clear()  # workers ask again in every round
 
     def held(self, name: str) -> list[CommitId]:
         return self._held.get(name, [])
