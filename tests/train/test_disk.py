@@ -317,6 +317,24 @@ def test_buffers_that_are_being_saved_are_not_overwritten(agent: Agent, saving: 
     assert buffer.header(state._run) != header
 
 
+def test_neither_a_saved_commit_nor_one_that_is_copied_is_overwritten(agent: Agent, saving: SaverInAThread) -> None:
+    state = train.State(value=torch.zeros(100), step=0)
+    state.restore()
+    saved: list[int] = []
+
+    async def hold(save: Save) -> None:
+        saved.append(save.commit[1])
+
+    saving._start = hold  # type: ignore[method-assign]
+    state.commit()
+    agent.call(agent.memory.hold, "state", [CommitId(agent.round, 1)], None)
+    for _ in range(20):
+        state.commit()
+    kept = {header.id.number for buffer in state._buffers.values() if (header := buffer.header(state._run))}
+    assert saved and saved[0] != 1
+    assert kept == {1, saved[0], 20, 21}
+
+
 class OfThisModule:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
