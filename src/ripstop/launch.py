@@ -56,6 +56,8 @@ from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
+CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
+
 # workers do not get these
 SECRET_VARIABLES = (
     *("RIPSTOP_TOKEN", "RIPSTOP_TOKEN_FILE", "RIPSTOP_ETCD_USER", "RIPSTOP_ETCD_PASSWORD"),
@@ -466,9 +468,19 @@ def _write_job_report(directory: LogDirectory, command: str) -> None:
         return
     from ripstop.report.files import write_report
 
-    page = write_report(directory.path, lambda text: print(f"ripstop {command}: warning: {text}", file=sys.stderr))
+    page = write_report(directory.path, lambda text: _print_if_read(f"ripstop {command}: warning: {text}"))
     if page is not None:
-        print(f"job report: {page}", file=sys.stderr)
+        _print_if_read(f"job report: {page}")
+
+
+def _print_if_read(line: str) -> None:
+    """Print one line, unless the console is not being read: that must not delay the exit."""
+    import select
+
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS)):
+        print(line, file=sys.stderr)
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:

@@ -94,7 +94,7 @@ def test_keys_show_logs_and_stacks_and_sort_and_filter(job: Job) -> None:
 
 
 def test_a_killed_worker_and_a_restart_become_rounds(job: Job) -> None:
-    with terminal(job, 120, 40) as screen:
+    with terminal(job, 140, 40) as screen:
         before = int(screen.shows(r"running .*  round (\d+)  4 ranks")[1])
         os.kill(int(screen.shows(r"\n +1 \S+ running .* (\d+)\n")[1]), signal.SIGKILL)
         screen.shows(rf"round {before + 1}  4 ranks")
