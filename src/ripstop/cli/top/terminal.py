@@ -69,6 +69,9 @@ class Terminal:
     # painting ---------------------------------------------------------------------------------------------------------
 
     def _paint(self) -> None:
+        columns, rows = os.get_terminal_size()
+        if (rows, columns) != self._window.getmaxyx():  # resized before curses has noticed it
+            curses.resizeterm(rows, columns)
         height, width = self._window.getmaxyx()
         if height < screen.MIN_HEIGHT or width < screen.MIN_WIDTH:
             lines: list[Line] = [[(f"at least {screen.MIN_WIDTH}x{screen.MIN_HEIGHT}", Style.PLAIN)]]
