@@ -69,3 +69,12 @@ def test_no_text_of_a_job_mentions_anybody_or_has_control_characters() -> None:
     (message,) = messages(job)
     assert message.text.endswith("&lt;!channel&gt; &lt;https://evil|click&gt; &amp; more")
     assert for_slack("<a&b>") == "&lt;a&amp;b&gt;"
+
+
+def test_a_secret_at_the_end_of_a_long_text_is_removed() -> None:
+    """Truncated first, the URL would have no `@`."""
+    job = Transcript()
+    job.round(1.0, 1)
+    job.close(2.0, "failed", f"{'x' * 470} https://me:hunter2-and-more-of-it@host/path {'y' * 100}")
+    (message,) = messages(job)
+    assert len(message.why) == 500 and "hunter" not in message.text and "https://***@host" in message.why

@@ -1,32 +1,41 @@
-"""Serves a job's page at an address of this machine, and passes its requests on to the job.
+"""Serves a job's page at an address of this machine, and passes its requests for the API on to the job.
 
-Rules: (1) other users of this machine can reach the address, so a request for the API needs a random token; the page
-gets it in the fragment of its address; (2) the browser's command line is readable by other users: it has an address
-that works once and leads to the one with the token; (3) the job's own token and certificates never reach the browser;
-(4) the job is looked for again if it cannot be reached, because its coordinator may have moved.
+Rules: (1) other users of this machine can reach the address, so every request that is passed on needs a random token;
+the page gets it in the fragment of its address; (2) the browser's command line is readable by other users: it has the
+name of a private file that leads to this address; (3) the job's own token and certificates never reach the browser;
+(4) the job is looked for again if it cannot be reached, because its coordinator may have moved; (5) only requests to
+this machine by name or address are answered, against DNS rebinding; (6) a path reaches the job as it was checked.
 """
 
 import asyncio
 import hmac
+import os
+import re
 import secrets
 import signal
+import tempfile
 import webbrowser
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from posixpath import normpath
 
 import aiohttp
 from aiohttp import web
 
-from ripstop.api.http_api import MAX_BODY, error_response
+from ripstop.api.http_api import MAX_BODY, Handler, error_response
 from ripstop.api.job_interface import RequestRefused
 from ripstop.api.local_jobs import socket_address
+from ripstop.api.page_files import PageFiles
 from ripstop.cli.job_client import RunningJob
 from ripstop.model.errors import RipstopError, UsageError
+from ripstop.system.socket_directory import HeldDirectory
 
 FORWARDED_REQUEST_HEADERS = ("Accept", "Content-Type", "If-None-Match", "Last-Event-ID")
-DROPPED_REPLY_HEADERS = ("Connection", "Content-Length", "Date", "Keep-Alive", "Server", "Transfer-Encoding")
+FORWARDED_REPLY_HEADERS = ("Allow", "Cache-Control", "Content-Encoding", "Content-Type", "ETag", "WWW-Authenticate")
 CONNECT_TIMEOUT_S = 5.0
-OPEN_PATH = "/open/{key}"
+LOCAL_HOST = r"(?i)(?:127\.0\.0\.1|localhost|\[::1\])(?::\d+)?"
+REDIRECTION = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={url}">'
 
 
 class PageProxy:
@@ -35,12 +44,11 @@ class PageProxy:
         self._job: tuple[RunningJob, aiohttp.ClientSession, AsyncExitStack] | None = None
         self._finding = asyncio.Lock()
         self.token = secrets.token_urlsafe(32)
-        self.key = secrets.token_urlsafe(16)  # of the address for the browser's command line; "" once it was used
+        self.was_used = asyncio.Event()  # a request had the token
 
     def mount(self, app: web.Application) -> None:
-        app.router.add_get(OPEN_PATH, self._open)
         app.router.add_route("*", "/api/{path:.*}", self._pass_on_api)
-        app.router.add_get("/{path:.*}", self._pass_on)
+        PageFiles().mount(app)  # of this version of ripstop: without a token, nothing is passed on
 
     async def close(self) -> None:
         if self._job is not None:
@@ -48,19 +56,17 @@ class PageProxy:
             self._job = None
             await stack.aclose()
 
-    async def _open(self, request: web.Request) -> web.Response:
-        """Rule 2."""
-        if not self.key or not hmac.compare_digest(request.match_info["key"], self.key):
-            return web.Response(status=404, text="This address was used already. Run `ripstop page` again.")
-        self.key = ""
-        return web.Response(status=303, headers={"Location": f"/#token={self.token}", "Cache-Control": "no-store"})
-
     async def _pass_on_api(self, request: web.Request) -> web.StreamResponse:
         """Rule 1."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.token.encode()):
             refused = RequestRefused(401, "the token is not this page's; run `ripstop page` again, and use its address")
             return error_response(refused, close=True)
+        self.was_used.set()
+        if normpath(request.path) != request.path:  # rule 6: the client would remove `..`
+            return error_response(
+                RequestRefused(404, f"{request.path[:80]}: no such path; use one without `.` and `//`")
+            )
         return await self._pass_on(request)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
@@ -70,7 +76,9 @@ class PageProxy:
             if job.token:
                 headers["Authorization"] = f"Bearer {job.token}"
             body = await request.read()
-            async with session.request(request.method, request.rel_url, headers=headers, data=body or None) as reply:
+            async with session.request(
+                request.method, request.rel_url, headers=headers, data=body or None, allow_redirects=False
+            ) as reply:
                 return await _copy(reply, request)
         except (RipstopError, aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()  # rule 4
@@ -98,7 +106,7 @@ class PageProxy:
 
 
 async def _copy(reply: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
-    headers = {name: value for name, value in reply.headers.items() if name.title() not in DROPPED_REPLY_HEADERS}
+    headers = {name: reply.headers[name] for name in FORWARDED_REPLY_HEADERS if name in reply.headers}
     response = web.StreamResponse(status=reply.status, headers=headers)
     await response.prepare(request)
     with suppress(ConnectionError, aiohttp.ClientError):  # one of them has disconnected: the page connects again
@@ -108,28 +116,59 @@ async def _copy(reply: aiohttp.ClientResponse, request: web.Request) -> web.Stre
     return response
 
 
+@web.middleware
+async def require_local_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Rule 5."""
+    host = request.headers.get("Host", "")
+    if not re.fullmatch(LOCAL_HOST, host):
+        refused = RequestRefused(403, f"the host must be 127.0.0.1, localhost or [::1], not {host[:80]!r}")
+        return error_response(refused, close=True)
+    return await handler(request)
+
+
+@contextmanager
+def redirecting_file(url: str) -> Iterator[Path]:
+    """Rule 2: a file that only this user can read, which leads a browser to `url`."""
+    directory = HeldDirectory(os.environ)
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=directory.path, prefix="page-", suffix=".html") as file:  # mode 600
+            file.write(REDIRECTION.format(url=url))
+            file.flush()
+            yield Path(file.name)
+    finally:
+        directory.release()
+
+
 async def serve(
     find_job: Callable[[], RunningJob], port: int, announce: Callable[[str], None], *, opens_browser: bool
 ) -> None:
     """Serve the page until SIGINT or SIGTERM; `announce` gets its address."""
     proxy = PageProxy(find_job)
-    app = web.Application(client_max_size=MAX_BODY)
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[require_local_host])
     proxy.mount(app)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
     stopped = asyncio.Event()
+
+    def stop() -> None:
+        stopped.set()
+        proxy.was_used.set()  # nothing waits for the browser any more
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(signum, stop)
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)
         try:
             await site.start()
         except OSError as error:
             raise UsageError(f"--port={port}: {error.strerror}; give another port, or none") from error
-        bound = runner.addresses[0][1]
-        announce(f"http://127.0.0.1:{bound}/#token={proxy.token}")
-        if opens_browser:
-            await asyncio.to_thread(webbrowser.open, f"http://127.0.0.1:{bound}{OPEN_PATH.format(key=proxy.key)}")
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/#token={proxy.token}"
+        with redirecting_file(url) if opens_browser else nullcontext() as file:
+            announce(url)
+            if file is not None:
+                has_browser = await asyncio.to_thread(webbrowser.open, file.as_uri())
+                if has_browser:
+                    await proxy.was_used.wait()
         await stopped.wait()
     finally:
         await runner.cleanup()

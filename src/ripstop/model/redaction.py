@@ -1,4 +1,8 @@
-"""Removes secrets from texts that operators may publish: values after names such as `token`, users of URLs.  Pure."""
+"""Removes secrets from texts that operators may publish: values after names such as `token`, users of URLs.  Pure.
+
+Rules: (1) in doubt, too much is removed; (2) the time is linear in the length of the text: a match starts at a fixed
+word, or once per option, and a value always matches.
+"""
 
 import re
 
@@ -6,9 +10,13 @@ HIDDEN = "***"
 # compiled at first use
 _KEY = r"(?:api|access|private|secret)[-_]?key"
 _WORDS = rf"(?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|auth(?:orization)?|{_KEY})"
-_NAME = rf"(?i)(?:^|[^a-z]){_WORDS}$"
-_ASSIGNMENT = rf"(?i)\b((?:[\w-]*[-_])?{_WORDS})(\s*[=:]\s*)(?:bearer\s+)?\S+"
-_URL_USER = r"(?<=://)[^/@\s]+@"
+_SCHEME = r"(?:bearer|basic|digest|negotiate|apikey|token)\s+"
+_VALUE = r"""(?:b?"(?:[^"\\\n]|\\.)*"?|b?'(?:[^'\\\n]|\\.)*'?|\S+)"""  # a quote may have no end: texts are truncated
+_NAME = rf"(?i){_WORDS}$"
+_ASSIGNMENT = rf"""(?i)({_WORDS}\\*["']?\s*[=:]+>?\s*)(?:{_SCHEME})?{_VALUE}"""
+_OPTION = rf"(?i)(?<![\w.-])(--?[\w.-]*{_WORDS}\s+)(?!--[a-z]){_VALUE}"
+_BEARER = rf"(?i)\b(bearer\s+)(?!token\b){_VALUE}"
+_URL_USER = r"(?<=://)[^/?#\s]+@"
 
 
 def is_secret_name(name: str) -> bool:
@@ -21,5 +29,8 @@ def without_url_users(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Without the values of assignments to secret names, and without the users of URLs."""
-    return without_url_users(re.sub(_ASSIGNMENT, rf"\1\2{HIDDEN}", text))
+    """Without the values of secret names (`name=value`, `"name": "value"`, `--name value`) and the users of URLs."""
+    text = without_url_users(text)
+    for pattern in (_ASSIGNMENT, _OPTION, _BEARER):
+        text = re.sub(pattern, rf"\1{HIDDEN}", text)
+    return text

@@ -94,7 +94,7 @@ class Notifications:
         return f"rank {failure.rank} on {failure.host}: {message or how(failure)}"
 
     def _message(self, record: EventRecord, kind: NotificationKind, what: str, why: str) -> Notification:
-        why = without_secrets(truncate(clean(why), MAX_WHY))
+        why = truncate(without_secrets(clean(why)), MAX_WHY)
         after = duration(record.at - self._began) if self._began is not None else "0"
         text = f"{ICONS[kind]} ripstop job {self._run_id} {what} after {after} (round {self._round}): {why}"
         return Notification(

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from ripstop.model.config import Binding, Entrypoint, Executable, Handler, Module, RunConfig, Script
-from ripstop.model.redaction import HIDDEN, is_secret_name, without_url_users
+from ripstop.model.redaction import HIDDEN, is_secret_name, without_secrets, without_url_users
 from ripstop.model.round import Address
 from ripstop.system.numa import format_ranges
 from ripstop.workers.spawner import command_line
@@ -43,7 +43,7 @@ def setting_text(value: object) -> str:
         case Script() | Module() | Executable():
             return join(command_line(value))
         case Handler(name, endpoint, conf):
-            return " ".join((name, endpoint, *(f"{key}={_shown(key, value)}" for key, value in conf)))
+            return " ".join((name, without_secrets(endpoint), *(f"{key}={_shown(key, value)}" for key, value in conf)))
         case Binding(cpus, memory):
             return f"processors {format_ranges(cpus)}" + (f", memory of node {memory}" if memory is not None else "")
         case Enum():
@@ -78,25 +78,32 @@ def program_text(entry: Entrypoint) -> str:
             words = list(argv)
         case _:
             return ""
-    return " ".join(word if HIDDEN in word else quote(word) for word in _redacted(words))
+    return " ".join(map(_quoted, _redacted(words)))
+
+
+def _quoted(word: str) -> str:
+    """For a shell, but `--token=***` needs no quotes."""
+    rest = word.replace(HIDDEN, "x")
+    return word if quote(rest) == rest else quote(word)
 
 
 def _redacted(words: Iterable[str]) -> Iterator[str]:
     is_next_secret = False
     for word in words:
         name, equals, _ = word.partition("=")
-        if is_next_secret and not word.startswith("-"):
+        if is_next_secret and not (word.startswith("--") and word[2:3].isalpha()):  # a secret may start with a dash
             yield HIDDEN
             is_next_secret = False
         elif equals and is_secret_name(name):
             yield f"{name}={HIDDEN}"
+            is_next_secret = False
         else:
             is_next_secret = word.startswith("-") and is_secret_name(word)
-            yield without_url_users(word)
+            yield without_secrets(word)
 
 
 def _shown(key: str, value: str) -> str:
-    return HIDDEN if is_secret_name(key) else value
+    return HIDDEN if is_secret_name(key) else without_secrets(value)
 
 
 def torch_version() -> str:
