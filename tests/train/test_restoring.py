@@ -14,7 +14,7 @@ import torch
 from ripstop import train
 from ripstop.train import replication
 from ripstop.train.rank_store import RankStore
-from tests.train.cluster import Cluster
+from tests.train.cluster import KEY, Cluster
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def replicated(steps: int, own: bool = False, portion: int = 2_000_000) -> dict[
     state = train.State(weights=weights, step=0, **({"best": rank()} if own else {}))
     state.restore()
     found = {"restored": state.step, "from": state.restored_from, "weight": float(state.weights[-1])}
-    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]))
+    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]), bytes.fromhex(KEY))
     draws = []
     for _ in range(steps):
         store.wait_for_all(f"collective {state.step}")
