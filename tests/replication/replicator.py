@@ -48,7 +48,7 @@ class Replicator:
         )
 
     def start_round(self, number: int = 1, partner: int | None = None) -> None:
-        ranks = {"number": number, "first_rank": self.rank, "ranks": 1, "interval": 0.0}
+        ranks = {"number": number, "first_rank": self.rank, "ranks": 1, "world_size": 2, "interval": 0.0}
         self.tell({"round": {**ranks, "partner": ["127.0.0.1", partner] if partner else None}})
 
     def receive(self, timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], list[int]]:

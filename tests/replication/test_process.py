@@ -243,7 +243,8 @@ def test_more_than_the_free_memory_is_declined(receiver: Replicator) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"size": 0}, {"size": -1}, {"size": 1 << 60}, {"rank": 2}, {"rank": -1}, {"put": ""}, {"put": "x" * 65},
-     {"put": 5}, {"size": "1"}],
+     {"put": 5}, {"size": "1"}, {"rank": 1}, {"world_size": 1}, {"world_size": 3, "rank": 2}, {"number": 0},
+     {"number": -1}, {"number": 1 << 63}],
 )  # fmt: skip
 def test_invalid_requests_end_the_connection(receiver: Replicator, wrong: dict[str, object]) -> None:
     with pytest.raises(PeerError, match="the peer closed the connection"):

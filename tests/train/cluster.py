@@ -18,6 +18,7 @@ from ripstop.workers.state_memory import WorkerIdentity
 from tests.train.conftest import Agent
 
 TIMEOUT_S = 100.0
+KEY = "5e" * 32  # of all rounds
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed.tensor", "ripstop.train.state"])
 
@@ -78,7 +79,7 @@ class Cluster:
             theirs.close()
             assert process.pid
             local_ranks = range(nodes.index(name), nodes.index(name) + nodes.count(name))
-            node.workers[process.pid] = WorkerIdentity(self._round, rank, len(nodes), local_ranks)
+            node.workers[process.pid] = WorkerIdentity(self._round, rank, len(nodes), local_ranks, KEY)
             self._processes.append(process)
             round.workers.append((process, ours))
         return round

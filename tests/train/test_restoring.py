@@ -2,19 +2,24 @@
 
 import logging
 import os
+import pickle
 import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 
 from ripstop import train
+from ripstop.commit_memory import CONTENT_OFFSET, CommitId, Header
 from ripstop.train import replication
+from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
-from tests.train.cluster import Cluster
+from ripstop.train.transfer import Giver
+from tests.train.cluster import KEY, Cluster
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def replicated(steps: int, own: bool = False, portion: int = 2_000_000) -> dict[
     state = train.State(weights=weights, step=0, **({"best": rank()} if own else {}))
     state.restore()
     found = {"restored": state.step, "from": state.restored_from, "weight": float(state.weights[-1])}
-    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]))
+    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]), bytes.fromhex(KEY))
     draws = []
     for _ in range(steps):
         store.wait_for_all(f"collective {state.step}")
@@ -143,10 +148,11 @@ def killed_giver(mode: str) -> Any:
     if mode == "kill" and rank() == 0:
         right = transfer._send
 
-        def send(connection: Any, buffer: Any, offset: int, size: int) -> None:
-            right(connection, buffer, offset, min(size, 500_000))
+        def send(connection: Any, buffer: Any, offset: int, size: int, **more: Any) -> bytes:
+            digest = right(connection, buffer, offset, min(size, 500_000), **more)
             if size > 500_000:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return digest
 
         transfer._send = send
     return replicated(4)
@@ -161,3 +167,82 @@ def test_a_giver_that_is_killed_leaves_no_partial_restore(cluster: Cluster) -> N
     assert "the shard of rank 0 does not arrive" in str(failed)
     assert not cluster.nodes["b"].memory._buffers
     assert column(cluster.run(killed_giver, "ab", ""), "restored") == [4, 4]
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def attacked(key: str, mark: str) -> str:
+    """Rank 0 plays someone who reaches the round's store; rank 1 restores what it decides.  Rank 1's error."""
+    if rank() == 1:
+        state = train.State(step=0)
+        try:
+            state.restore()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            RankStore("end", 1, 2, b"").publish("end", None)
+    data = pickle.dumps(Evil(mark))
+    buffer = CommitBuffer.create(CONTENT_OFFSET + len(data))
+    buffer.write_pickle(CONTENT_OFFSET, data)
+    buffer.complete(Header(crc32(b"test"), CommitId(1, 1), 1, 2, CONTENT_OFFSET, len(data), crc32(data)))
+    store = RankStore("state", 0, 2, bytes.fromhex(key))
+    with Giver(store.transfer_key("restore 1"), {1: buffer}, 2) as giver:
+        transfer = {"shards": [0, 1], "transfers": [[0, 1, 1]], "holders": [], "skipped": ""}
+        store.publish("restore 1 disk", [[], 0, 0.0])
+        store.publish("restore 1 giver 0", [giver.host, giver.port])
+        store.publish("restore 1 received", "")
+        store.publish("restore 1 0", {"commit": [1, 1, 2], **transfer})
+        RankStore("end", 0, 2, b"").get("end")
+    return ""
+
+
+@pytest.mark.parametrize("key", ["", "00" * 32])
+def test_who_only_reaches_the_store_cannot_make_a_worker_unpickle(cluster: Cluster, tmp_path: Path, key: str) -> None:
+    mark = tmp_path / "unpickled"
+    _, error = cluster.run(attacked, "ab", key, str(mark))
+    assert error.startswith("RuntimeError: train.State accepts only values of this round's workers: 'restore 1 0'")
+    assert not mark.exists()
+
+
+def test_the_attack_works_with_the_key(cluster: Cluster, tmp_path: Path) -> None:
+    """So the test above tests what it says."""
+    mark = tmp_path / "unpickled"
+    _, error = cluster.run(attacked, "ab", KEY, str(mark))
+    assert mark.exists(), error
+
+
+def opened(key: str) -> list[Any]:
+    """Values that others have put into the store: what a rank makes of them."""
+    own, other = RankStore("state", 0, 2, bytes.fromhex(KEY)), RankStore("state", 0, 2, bytes.fromhex(key))
+    other.publish("a", {"x": 1})
+    raw = own._connected()
+    raw.set("ripstop/state/b", raw.get("ripstop/state/a"))  # a value for another topic
+    raw.set("ripstop/state/c", b"{}")
+    RankStore("ema", 0, 2, bytes.fromhex(KEY)).publish("d", 1)
+    raw.set("ripstop/state/d", raw.get("ripstop/ema/d"))  # of another State
+    found = []
+    for topic in "abcd":
+        try:
+            found.append(own.get(topic))
+        except RuntimeError as error:
+            found.append(str(error).split(":")[0])
+    other.propose("p", 5)
+    try:
+        found.append(own.propose("p", 6))
+    except RuntimeError as error:
+        found.append(str(error).split(":")[0])
+    return found
+
+
+def test_a_value_is_accepted_with_the_mac_of_its_topic_only(cluster: Cluster) -> None:
+    no = "train.State accepts only values of this round's workers"
+    assert cluster.run(opened, "a", KEY) == [[{"x": 1}, no, no, no, 5]]
+    assert cluster.run(opened, "a", "") == [[no, no, no, no, no]]

@@ -4,6 +4,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.digest import CHUNK_BYTES, Digest, digest
 from ripstop.train.transfer import Giver, PeerSource, Receiver, TransferError
 
-TOKEN = bytes(range(16))
+KEY = bytes(range(32))
 SIZE = 2 * CHUNK_BYTES + 4096
 
 
@@ -28,57 +29,136 @@ def buffer() -> CommitBuffer:
 def giver(buffer: CommitBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giver]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with Giver(TOKEN, {3: buffer}) as giver:
+    with Giver(KEY, {3: buffer}, 2) as giver:
         yield giver
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (0, 1), (4095, 8194), (SIZE - 7, 7), (CHUNK_BYTES - 1, 0)])
 def test_every_part_of_a_buffer_arrives(giver: Giver, buffer: CommitBuffer, offset: int, size: int) -> None:
-    with Receiver(giver.host, giver.port, TOKEN) as receiver:
+    with Receiver(giver.host, giver.port, KEY) as receiver:
         source = PeerSource(receiver, 3)
         for _ in range(2):
             assert source.read(offset, size).equal(buffer.bytes[offset : offset + size])
+            assert receiver.read_bytes(3, offset, size) == buffer.memory(offset, offset + size)
 
 
-@pytest.mark.parametrize(
-    ("token", "shard", "offset", "size"),
-    [(bytes(16), 3, 0, 1), (TOKEN, 2, 0, 1), (TOKEN, 3, -1, 1), (TOKEN, 3, SIZE, 1), (TOKEN, 3, 8, -1)],
-)
-def test_a_request_without_the_token_or_for_something_else_gets_no_byte(
-    giver: Giver, token: bytes, shard: int, offset: int, size: int
-) -> None:
+@pytest.mark.parametrize(("shard", "offset", "size"), [(2, 0, 1), (3, -1, 1), (3, SIZE, 1), (3, 8, -1)])
+def test_a_request_for_something_else_gets_no_byte(giver: Giver, shard: int, offset: int, size: int) -> None:
+    with Receiver(giver.host, giver.port, KEY) as receiver:
+        receiver._socket.sendall(transfer._REQUEST.pack(shard, offset, size, False))
+        assert receiver._socket.recv(1) == b""
+
+
+def test_a_receiver_without_the_key_gets_no_byte(giver: Giver) -> None:
+    with Receiver(giver.host, giver.port, bytes(32)) as receiver, pytest.raises(TransferError):
+        receiver.read_bytes(3, 0, 1)
     with socket.create_connection((giver.host, giver.port)) as raw:
-        raw.sendall(transfer._REQUEST.pack(token, shard, offset, size))
+        nonce = raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
+        raw.sendall(nonce + bytes(transfer.MAC_BYTES))
         assert raw.recv(1) == b""
 
 
-def test_a_changed_byte_is_noticed(giver: Giver) -> None:
+def test_a_recorded_proof_is_of_no_use(giver: Giver) -> None:
+    nonce = bytes(transfer.NONCE_BYTES)
+    with socket.create_connection((giver.host, giver.port)) as raw:
+        first = raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
+        proof = nonce + transfer._mac(KEY, b"receiver", first + nonce)
+        raw.sendall(proof + transfer._REQUEST.pack(3, 0, 1, False))
+        assert len(raw.recv(1 + transfer.MAC_BYTES, socket.MSG_WAITALL)) == 1 + transfer.MAC_BYTES
+    with socket.create_connection((giver.host, giver.port)) as raw:
+        assert raw.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL) != first
+        raw.sendall(proof)
+        assert raw.recv(1) == b""
+
+
+def test_a_giver_without_the_key_is_noticed(buffer: CommitBuffer, giver: Giver) -> None:
+    """It accepts any proof, and sends bytes with a MAC of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    nonce = bytes(transfer.NONCE_BYTES)
+                    connection.sendall(nonce)
+                    own = connection.recv(transfer.NONCE_BYTES + transfer.MAC_BYTES, socket.MSG_WAITALL)
+                    false = Giver.__new__(Giver)
+                    false._key, false._buffers = bytes(32), {3: buffer}
+                    false._answer(connection, nonce + own[: transfer.NONCE_BYTES])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = listener.getsockname()[1]
+        with Receiver("127.0.0.1", port, KEY) as receiver, pytest.raises(TransferError, match="do not match their MAC"):
+            receiver.read_bytes(3, 0, 100)
+        with Receiver("127.0.0.1", port, KEY) as receiver, pytest.raises(TransferError, match="do not match their MAC"):
+            PeerSource(receiver, 3).read(0, 100)
+        thread.join()
+
+
+@pytest.mark.parametrize("is_unpickled", [False, True])
+def test_a_changed_byte_is_noticed(giver: Giver, is_unpickled: bool) -> None:
     """A relay between giver and receiver changes one byte of the content."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def relay() -> None:
             there, _ = listener.accept()
             with there, socket.create_connection((giver.host, giver.port)) as back:
-                back.sendall(there.recv(transfer._REQUEST.size, socket.MSG_WAITALL))
-                data = bytearray(back.recv(10_008, socket.MSG_WAITALL))
-                data[random.randrange(10_000)] ^= 1 << random.randrange(8)
+                there.sendall(back.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL))
+                request = transfer.NONCE_BYTES + transfer.MAC_BYTES + transfer._REQUEST.size
+                back.sendall(there.recv(request, socket.MSG_WAITALL))
+                data = bytearray(back.recv(10_000 + transfer.MAC_BYTES, socket.MSG_WAITALL))
+                data[random.randrange(len(data))] ^= 1 << random.randrange(8)
                 there.sendall(data)
 
         thread = threading.Thread(target=relay)
         thread.start()
-        wrong = pytest.raises(TransferError, match="10000 bytes of shard 3 do not match their digest")
-        with Receiver("127.0.0.1", listener.getsockname()[1], TOKEN) as receiver, wrong:
-            PeerSource(receiver, 3).read(100, 10_000)
+        wrong = pytest.raises(TransferError, match="10000 bytes of shard 3 do not match their MAC")
+        with Receiver("127.0.0.1", listener.getsockname()[1], KEY) as receiver, wrong:
+            if is_unpickled:
+                receiver.read_bytes(3, 100, 10_000)
+            else:
+                PeerSource(receiver, 3).read(100, 10_000)
         thread.join()
 
 
+def test_more_connections_than_ranks_are_closed(giver: Giver) -> None:
+    with ExitStack() as opened:
+        address = giver.host, giver.port
+        kept = [opened.enter_context(socket.create_connection(address)) for _ in range(2 + transfer.MORE_CONNECTIONS)]
+        assert all(len(each.recv(100)) == transfer.NONCE_BYTES for each in kept)
+        with socket.create_connection(address) as another:
+            assert another.recv(1) == b""
+        for each in kept:  # silent ones are closed after HANDSHAKE_TIMEOUT_S
+            assert each.recv(1) == b""
+    with Receiver(*address, KEY) as receiver:
+        receiver.read_bytes(3, 0, 1)
+
+
+def test_a_slow_proof_is_cut_off(giver: Giver) -> None:
+    with socket.create_connection((giver.host, giver.port)) as slow:
+        slow.recv(transfer.NONCE_BYTES, socket.MSG_WAITALL)
+        slow.settimeout(0.5)
+        sent = 0
+        while True:
+            try:
+                assert slow.recv(1) == b""
+                break
+            except ConnectionResetError:  # a byte came while it was closed
+                break
+            except TimeoutError:
+                slow.sendall(b"x")  # never idle for long
+                sent += 1
+                assert sent < transfer.NONCE_BYTES + transfer.MAC_BYTES
+
+
 def test_a_closed_giver_is_an_error(giver: Giver) -> None:
-    with Receiver(giver.host, giver.port, TOKEN) as receiver:
+    with Receiver(giver.host, giver.port, KEY) as receiver:
         giver.__exit__()
         with pytest.raises(TransferError):
             PeerSource(receiver, 3).read(0, 1)
     with pytest.raises(TransferError):
-        Receiver(giver.host, giver.port, TOKEN)
+        Receiver(giver.host, giver.port, KEY)
 
 
 def test_a_node_whose_name_is_its_loopback_is_reached_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

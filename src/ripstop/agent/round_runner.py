@@ -8,6 +8,7 @@ the driver.
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -43,6 +44,7 @@ from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Replicated
+from ripstop.protocol.secret import state_key
 from ripstop.replication.supervisor import Supervisor
 from ripstop.workers.environment import local_environment, worker_environment
 from ripstop.workers.group import Exit, Group
@@ -96,6 +98,7 @@ class RoundRunner:
         logs_source: LogsSource | None,
     ) -> None:
         self._config = config
+        self._secret = config.token or (secrets.token_hex(32) if config.max_nodes == 1 else "")  # for the workers' key
         self._directory = directory
         self._environ = environ
         self._recorder = recorder
@@ -325,7 +328,8 @@ class RoundRunner:
             return None
         place = round.place
         local_ranks = range(place.first_rank, place.first_rank + place.slots)
-        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks)
+        key = state_key(self._secret, self._config.run_id, place.round)
+        return WorkerIdentity(place.round, local_ranks[rank], place.world_size, local_ranks, key)
 
     def _on_exit(self, round: Round, exit: Exit) -> None:
         number, rank = round.place.round, exit.local_rank

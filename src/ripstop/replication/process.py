@@ -83,6 +83,7 @@ class Round(Struct, frozen=True):
     number: int = 0
     first_rank: int = 0
     ranks: int = 0
+    world_size: int = 0
     interval: float = 0.0  # between two sets
     partner: tuple[str, int] | None = None
 
@@ -377,8 +378,11 @@ class Receiver(threading.Thread):
                 pass
             case _:
                 raise PeerError("the request is invalid")
-        if not (HEAD_BYTES <= size <= MAX_COPY_BYTES and 0 <= rank < world_size and 0 < len(name) <= MAX_NAME_CHARS):
+        if not (HEAD_BYTES <= size <= MAX_COPY_BYTES and 0 < len(name) <= MAX_NAME_CHARS):
             raise PeerError("the request is out of range")
+        is_own = round.first_rank <= rank < round.first_rank + round.ranks
+        if world_size != round.world_size or not 0 <= rank < world_size or is_own or not 0 < number < 1 << 63:
+            raise PeerError("the request does not fit the round")
         with self._receiving:
             try:
                 fd = create_memory(size)

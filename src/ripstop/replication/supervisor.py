@@ -72,6 +72,8 @@ class Supervisor:
         if self._listening is None and not self._problem and config.replicates and config.max_nodes > 1:
             if config.backend is Backend.HANDLER:
                 self._problem = "nodes that meet through another package's rendezvous keep none"
+            elif not config.token and (config.tls is None or config.tls.ca is None):
+                self._problem = "the job has no secret; set RIPSTOP_TOKEN to the same value on all nodes"
             elif config.tls is not None and config.tls.cert is None:
                 self._problem = "this node has no certificate; give it tls_cert and tls_key"
             else:
@@ -154,6 +156,7 @@ class Supervisor:
         partner = [place.partner.host, place.partner.port] if place.partner else None
         interval = max(MIN_INTERVAL_S, INTERVAL_PER_NODE_S * place.group_size)
         ranks = {"number": place.round, "first_rank": place.first_rank, "ranks": place.slots}
+        ranks["world_size"] = place.world_size
         self._tell({"round": {**ranks, "interval": interval, "partner": partner}})
         for rank, name, slot, fd in self._memory.buffers(range(place.first_rank, place.first_rank + place.slots)):
             self._tell({"buffer": [rank, name, slot]}, fd)

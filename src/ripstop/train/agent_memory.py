@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ripstop.commit_memory import CommitId
@@ -31,6 +31,7 @@ class Identity:
     round: int
     rank: int
     world_size: int
+    key: str = field(default="", repr=False)  # that only the round's workers have; "": they have none
     checkpoint_dir: str = ""  # "": no checkpoints on disk
     checkpoint_interval: float = 0.0  # seconds
 

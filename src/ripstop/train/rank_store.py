@@ -1,20 +1,27 @@
-"""How the ranks of a round exchange small values: through the round's store, before or after `init_process_group`."""
+"""How the ranks of a round exchange small values: through the round's store, before or after `init_process_group`.
 
+Anyone who reaches torch's store can read and write it.  So each value has a MAC with the key of the round's workers,
+and a value without a valid one is an error.  Only the sums of `add` have none: they may be wrong.
+"""
+
+import hmac
 import json
 import os
 from datetime import timedelta
 from typing import Any
 
 TIMEOUT = timedelta(minutes=10)  # for the slowest rank to arrive
+MAC_BYTES = 32
 
 
 class RankStore:
     """Values of one State in one round.  A job of one rank needs no store."""
 
-    def __init__(self, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, key: bytes) -> None:
         self._name = name
         self._rank = rank
         self._world_size = world_size
+        self._secret = key  # b"": anyone can compute a MAC
         self._store: Any = None
 
     def decide(self, topic: str, own: Any, decide: Any) -> Any:
@@ -38,7 +45,7 @@ class RankStore:
 
     def propose(self, topic: str, value: Any) -> Any:
         """The value of the rank that was first."""
-        return json.loads(self._connected().compare_set(self._key(topic), "", json.dumps(value)))
+        return self._opened(topic, self._connected().compare_set(self._key(topic), "", self._sealed(topic, value)))
 
     def add(self, topic: str, amount: int) -> int:
         """The sum of all ranks' amounts so far."""
@@ -47,15 +54,36 @@ class RankStore:
     def get(self, topic: str) -> Any:
         """Wait for a value."""
         try:
-            return json.loads(self._connected().get(self._key(topic)))
+            data = self._connected().get(self._key(topic))
         except RuntimeError as error:  # torch's DistStoreError and others
             raise RuntimeError(
                 f"train.State needs every rank of the round: {topic} did not arrive at rank {self._rank} ({error}); "
                 "call restore() and commit() on all ranks, after the same steps"
             ) from error
+        return self._opened(topic, data)
+
+    def transfer_key(self, topic: str) -> bytes:
+        """A key for the connections between the ranks in this restore."""
+        return self._mac("transfer", topic, b"")
 
     def _set(self, topic: str, value: Any) -> None:
-        self._connected().set(self._key(topic), json.dumps(value))
+        self._connected().set(self._key(topic), self._sealed(topic, value))
+
+    def _sealed(self, topic: str, value: Any) -> bytes:
+        text = json.dumps(value).encode()
+        return self._mac("value", topic, text) + text
+
+    def _opened(self, topic: str, data: bytes) -> Any:
+        mac, text = data[:MAC_BYTES], data[MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac("value", topic, text)):
+            raise RuntimeError(
+                f"train.State accepts only values of this round's workers: {topic!r} in its store has another MAC; "
+                "give all nodes the same RIPSTOP_TOKEN, and keep others away from MASTER_PORT"
+            )
+        return json.loads(text)
+
+    def _mac(self, use: str, topic: str, text: bytes) -> bytes:
+        return hmac.digest(self._secret, json.dumps([use, self._name, topic]).encode() + text, "sha256")
 
     def _key(self, topic: str) -> str:
         return f"ripstop/{self._name}/{topic}"

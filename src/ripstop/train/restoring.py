@@ -7,7 +7,6 @@ give and receive shards; load; wait until all have loaded, if a rank uses buffer
 import dataclasses
 import logging
 import os
-import secrets
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Re
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.rank_store import RankStore
 from ripstop.train.sharding import Source
-from ripstop.train.transfer import TOKEN_BYTES, Giver, LocalSource, PeerSource, Receiver, TransferError
+from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
 
@@ -73,6 +72,7 @@ class Restoring:
         self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
         self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
+        self._key = store.transfer_key(self._topic)
         if count > 1:
             store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
         found = self._buffers()
@@ -116,7 +116,7 @@ class Restoring:
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
         """
-        decision, token = self._agree()
+        decision = self._agree()
         if (shard := self._from_disk(decision)) is not None:
             self.source = "disk"
             self.is_replicated = bool(shard.header.flags & IS_REPLICATED)
@@ -127,10 +127,10 @@ class Restoring:
         if decision.skipped and not self._rank:
             log.warning("state %r continues from commit %d: %s", self._name, decision.commit.number, decision.skipped)
         if not decision.shards:
-            return self._all_shards(decision, token)
+            return self._all_shards(decision)
         is_own = [shard == rank for rank, shard in enumerate(decision.shards)]
         self._is_shared = bool(decision.transfers) or not all(is_own)
-        if decision.transfers and (problem := self._transfer(decision, token)):
+        if decision.transfers and (problem := self._transfer(decision)):
             self._warn(problem)
             return None
         shard = self._held(decision.commit, decision.shards[self._rank])
@@ -139,7 +139,7 @@ class Restoring:
         if decision.holders:  # some rank has sharded state: do all have the sharding of the commit?
             stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
             if not self._store.decide(f"{self._topic} sharding", stored.has_sharding_of(values), all):
-                return self._all_shards(decision, token)
+                return self._all_shards(decision)
         return shard
 
     def loaded(self) -> None:
@@ -187,7 +187,7 @@ class Restoring:
 
     # agreement --------------------------------------------------------------------------------------------------------
 
-    def _agree(self) -> tuple[Restore | Start, bytes]:
+    def _agree(self) -> Restore | Start:
         own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards]]
         decide: Callable[[list[Any]], Any] = _Agreement()
         for attempt in range(1000):
@@ -197,11 +197,10 @@ class Restoring:
             commit = Commit(*found["compare"])
             own = {shard: self._digests(commit, shard) for shard in found["shards"][self._rank]}
         if "problem" in found:
-            return Start(found["problem"]), b""
+            return Start(found["problem"])
         transfers = tuple(Transfer(*each) for each in found["transfers"])
         holders = tuple(map(tuple, found["holders"]))
-        decision = Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
-        return decision, bytes.fromhex(found["token"])
+        return Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
 
     def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
         held = self._held(commit, shard)
@@ -214,12 +213,12 @@ class Restoring:
 
     # transfers --------------------------------------------------------------------------------------------------------
 
-    def _transfer(self, decision: Restore, token: bytes) -> str:
+    def _transfer(self, decision: Restore) -> str:
         """Give and receive shards; why one cannot be had, or ""."""
         given = {each.shard: held.buffer for each in decision.transfers
                  if each.giver == self._rank and (held := self._held(decision.commit, each.shard))}  # fmt: skip
         problem = ""
-        with Giver(token, given) if given else nullcontext() as giver:
+        with Giver(self._key, given, self._world_size) if given else nullcontext() as giver:
             if giver is not None:
                 self._store.publish(f"{self._topic} giver {self._rank}", [giver.host, giver.port])
             for each in decision.transfers:
@@ -227,7 +226,7 @@ class Restoring:
                     self.source = "peer"
                     host, port = self._store.get(f"{self._topic} giver {each.giver}")
                     try:
-                        with Receiver(host, port, token) as receiver:
+                        with Receiver(host, port, self._key) as receiver:
                             self._receive(decision.commit, each.shard, receiver)
                     except TransferError as error:
                         raise RuntimeError(
@@ -240,7 +239,7 @@ class Restoring:
             self._adopt_received(decision.commit)
         return problem
 
-    def _all_shards(self, decision: Restore, token: bytes) -> AllShards:
+    def _all_shards(self, decision: Restore) -> AllShards:
         """Connect to the holders of shards that this node does not have, and let others connect."""
         self._is_shared = True
         givers = {
@@ -254,7 +253,7 @@ class Restoring:
         given = {shard: found.buffer for (_, shard), giver in givers.items()
                  if giver == self._rank and (found := held[shard])}  # fmt: skip
         if given:
-            giver = self._connections.enter_context(Giver(token, given))
+            giver = self._connections.enter_context(Giver(self._key, given, self._world_size))
             self._store.publish(f"{topic} giver {self._rank}", [giver.host, giver.port])
         receivers: dict[int, Receiver] = {}
         sources: list[Source] = []
@@ -267,15 +266,16 @@ class Restoring:
             peer = givers[self._rank, shard]
             if peer not in receivers:
                 host, port = self._store.get(f"{topic} giver {peer}")
-                receivers[peer] = self._connections.enter_context(Receiver(host, port, token))
-            source = PeerSource(receivers[peer], shard)
-            header = self._checked(read_header(bytes(source.read(0, HEAD_BYTES)), self._run), decision.commit, shard)
-            sources.append(source)
-            pickles.append(bytes(source.read(header.pickle_offset, header.pickle_size)))
+                receivers[peer] = self._connections.enter_context(Receiver(host, port, self._key))
+            receiver = receivers[peer]
+            header = self._header(decision.commit, shard, receiver)
+            sources.append(PeerSource(receiver, shard))
+            pickles.append(receiver.read_bytes(shard, header.pickle_offset, header.pickle_size))
             self.source = "peer"
         return AllShards(decision.commit, [content.Stored(None, data) for data in pickles], sources)
 
-    def _checked(self, header: Header | None, commit: Commit, shard: int) -> Header:
+    def _header(self, commit: Commit, shard: int, receiver: Receiver) -> Header:
+        header = read_header(receiver.read_bytes(shard, 0, HEAD_BYTES), self._run)
         if header is None or (header.id.round, header.id.number, header.world_size, header.rank) != (
             *dataclasses.astuple(commit), shard,
         ):  # fmt: skip
@@ -283,11 +283,10 @@ class Restoring:
         return header
 
     def _receive(self, commit: Commit, shard: int, receiver: Receiver) -> None:
-        head = bytearray(HEAD_BYTES)
-        receiver.read(shard, 0, memoryview(head))
-        header = self._checked(read_header(bytes(head), self._run), commit, shard)
+        header = self._header(commit, shard, receiver)
         buffer = CommitBuffer.create(header.end + header.pickle_size)
-        receiver.read(shard, CONTENT_OFFSET, buffer.memory(CONTENT_OFFSET, header.end))
+        receiver.read(shard, CONTENT_OFFSET, buffer.memory(CONTENT_OFFSET, header.pickle_offset))
+        buffer.write_pickle(header.pickle_offset, receiver.read_bytes(shard, header.pickle_offset, header.pickle_size))
         buffer.complete(header)
         slot = self._slot_beside(commit)
         self._memory.keep(self._name, slot, buffer.fd)
@@ -329,7 +328,7 @@ class _Agreement:
             found = dataclasses.asdict(decision)
             found["commit"] = dataclasses.astuple(decision.commit)
             found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
-            return {**found, "token": secrets.token_hex(TOKEN_BYTES)}
+            return found
         return {"compare": dataclasses.astuple(asked.commit), "shards": asked.shards}
 
 

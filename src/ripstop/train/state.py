@@ -166,7 +166,7 @@ class State:
             self._memory = None
             return False
         self._rank, self._world_size = self._worker.rank, self._worker.world_size
-        self._store = RankStore(self._name, self._rank, self._world_size)
+        self._store = RankStore(self._name, self._rank, self._world_size, bytes.fromhex(self._worker.key))
         return True
 
     def _load_shard(self, shard: Shard) -> None:

@@ -23,7 +23,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class WorkerIdentity:
     rank: int
     world_size: int
     local_ranks: range
+    key: str = field(default="", repr=False)  # of the round's workers; "": they have none
 
 
 class StateMemory:
@@ -166,7 +167,7 @@ class StateMemory:
         return {"error": "the request is invalid"}, []
 
     def _identity(self, worker: WorkerIdentity) -> dict[str, Any]:
-        found = {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size}
+        found = {"round": worker.round, "rank": worker.rank, "world_size": worker.world_size, "key": worker.key}
         if self._saver is None:
             return found
         config = self._saver.config
