@@ -157,3 +157,13 @@ def test_without_replication_the_loss_of_a_node_loses_the_state(job: Job) -> Non
     agents[1].wait()
     start(job, "--replicate=off")
     assert {event["step"] for event in restart_of_all(job, 2)} == {0}
+
+
+def test_a_job_without_a_secret_makes_no_copies_and_says_so_once(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        agents = start_all(job, STEPS="20")
+        assert [agent.wait() for agent in agents] == [0, 0, 0], job.describe()
+        for agent in agents:
+            assert agent.err.count("has no copies on other nodes: the job has no secret; set RIPSTOP_TOKEN") == 1
+        text = "".join(path.read_text() for path in job.logs.rglob("job-events.jsonl"))
+        assert kind(StateReplicated(1, "", 0, 0)) not in text
