@@ -98,19 +98,15 @@ def test_a_worker_never_waits_for_an_agent_that_does_not_read(tmp_path: Path) ->
         worker("from ripstop import train\nfor n in range(2_000): train.checkpoint_saved(n)", str(tmp_path / "unread"))
 
 
-def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: Path) -> None:
-    code = (
-        "from ripstop import train\n"
-        "for n in range(1000): train.checkpoint_saved(n)\n"
-        "print(flush=True); input(); train.heartbeat(1)"
-    )
+def reports_after_a_full_queue(tmp_path: Path, code: str, count: int) -> list[WorkerReport | None]:
+    """Run `code`, which fills the queue, prints a line and reads one; return what it sends to the emptied queue."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slow:
         slow.bind(str(tmp_path / "slow"))
         env = {**os.environ, "RIPSTOP_SOCKET": str(tmp_path / "slow")}
         pipe = subprocess.PIPE
         with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe) as process:
             assert process.stdin and process.stdout
-            process.stdout.readline()
+            process.stdout.readline()  # it did not wait
             slow.setblocking(False)
             with suppress(BlockingIOError):
                 while True:
@@ -118,7 +114,16 @@ def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: 
             process.stdin.write(b"\n")
             process.stdin.close()
             assert process.wait(DEADLINE) == 0
-        assert [read(slow.recv(4096)) for _ in range(2)] == [CheckpointReport(999, ""), WorkerHeartbeat(1, 1)]
+        return [read(slow.recv(4096)) for _ in range(count)]
+
+
+def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: Path) -> None:
+    code = (
+        "from ripstop import train\n"
+        "for n in range(1000): train.checkpoint_saved(n)\n"
+        "print(flush=True); input(); train.heartbeat(1)"
+    )
+    assert reports_after_a_full_queue(tmp_path, code, 2) == [CheckpointReport(999, ""), WorkerHeartbeat(1, 1)]
 
 
 def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(tmp_path: Path) -> None:
@@ -252,21 +257,7 @@ def test_a_restore_is_reported_when_the_queue_has_space_again(tmp_path: Path) ->
         "for n in range(1000): reports.commit_called(n)\n"
         "print(flush=True); input()"
     )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slow:
-        slow.bind(str(tmp_path / "slow"))
-        env = {**os.environ, "RIPSTOP_SOCKET": str(tmp_path / "slow")}
-        pipe = subprocess.PIPE
-        with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe) as process:
-            assert process.stdin and process.stdout
-            process.stdout.readline()  # it did not wait
-            slow.setblocking(False)
-            with suppress(BlockingIOError):
-                while True:
-                    slow.recv(4096)
-            process.stdin.write(b"\n")
-            process.stdin.close()
-            assert process.wait(DEADLINE) == 0
-        found = [read(slow.recv(4096)) for _ in range(3)]
+    found = reports_after_a_full_queue(tmp_path, code, 3)
     assert found[:2] == [CheckpointReport(999, ""), RestoreReport("disk", 1, 1.0)]
     assert isinstance(found[2], CommitReport) and found[2].step == 999
 

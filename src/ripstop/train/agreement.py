@@ -190,7 +190,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def may_free_others(commits: int) -> bool:
-    """Whether all ranks have a commit of this round, after so many of this rank since its restore.
+    """Whether all ranks have a commit of this round.  `commits` is the number of this rank's commits since its restore.
 
     This rank has begun its commit n after a collective that its peers entered when commit n-2 was complete.  No rank
     then needs what this node holds of ranks that have left it.

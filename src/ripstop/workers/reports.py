@@ -118,7 +118,7 @@ class Reports:
         except OSError:
             opened.close()
             raise
-        self._socket, self.path, self._identity = opened, str(path), _file_identity(path)
+        self._socket, self.path, self._identity = opened, str(path), file_identity(path)
         self._loop.add_reader(opened, self._read)
 
     def ensure_socket(self) -> bool:
@@ -141,7 +141,7 @@ class Reports:
         return False
 
     def _is_in_place(self) -> bool:
-        return self._socket is not None and _file_identity(Path(self.path)) == self._identity
+        return self._socket is not None and file_identity(Path(self.path)) == self._identity
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -197,7 +197,7 @@ class Reports:
             self._held = None
 
 
-def _file_identity(path: Path) -> tuple[int, int] | None:
+def file_identity(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except OSError:

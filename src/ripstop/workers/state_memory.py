@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
+from ripstop.workers.reports import MAX_SOCKET_PATH_BYTES, file_identity
 from ripstop.workers.saver import Saver
 
 log = logging.getLogger("ripstop.workers")
 
 PATH_SUFFIX = "-state"  # of the path of the socket for reports; `train/agent_memory.py` has it too
-MAX_SOCKET_PATH_BYTES = 107  # in Linux
 MAX_REQUEST_BYTES = 4096
 MAX_NAMES = 16  # of States, for each rank
 MAX_NAME_CHARS = 64
@@ -66,7 +66,7 @@ class StateMemory:
         self._saver = saver  # None: no commit is saved to disk
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
-        self._inode = 0
+        self._socket_identity: tuple[int, int] | None = None
         self._connections: set[socket.socket] = set()
         self._buffers: dict[tuple[int, str], dict[int, int]] = {}  # (rank, name) → slot → descriptor
         self._from_workers: set[tuple[int, str]] = set()  # those that workers of this node have made
@@ -78,7 +78,7 @@ class StateMemory:
 
     def listen(self) -> None:
         """Open the socket; called before every round, because a logout may remove its file."""
-        if self._path is None or (self._socket is not None and _inode(self._path) == self._inode):
+        if self._path is None or (self._socket is not None and file_identity(self._path) == self._socket_identity):
             return
         self._stop_listening()
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -92,7 +92,7 @@ class StateMemory:
             log.warning("train.State cannot use this node's memory: %s; set another TMPDIR", error)
             self._path = None
             return
-        self._socket, self._inode = opened, _inode(self._path)
+        self._socket, self._socket_identity = opened, file_identity(self._path)
         self._loop.add_reader(opened, self._accept)
 
     def _accept(self) -> None:
@@ -295,7 +295,7 @@ class StateMemory:
 
     def close(self) -> None:
         """Close and remove the socket, and free all buffers."""
-        if self._path is not None and self._socket is not None and _inode(self._path) == self._inode:
+        if self._path is not None and self._socket is not None and file_identity(self._path) == self._socket_identity:
             with suppress(OSError):
                 self._path.unlink()
         self._stop_listening()
@@ -323,10 +323,3 @@ def _is_sealed(fd: int) -> bool:
         return stat.S_ISREG(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # not a memfd
         return False
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
