@@ -15,6 +15,7 @@ import pytest
 
 from ripstop.workers.reports import (
     MAX_BURST,
+    MAX_SOCKET_PATH_BYTES,
     CheckpointReport,
     CommitReport,
     Reports,
@@ -23,6 +24,7 @@ from ripstop.workers.reports import (
     WorkerReport,
     read,
 )
+from ripstop.workers.state_memory import PATH_SUFFIX
 
 DEADLINE = 20.0
 
@@ -224,6 +226,23 @@ def test_a_flood_is_read_in_bursts(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_an_invalid_datagram_is_no_report(data: bytes) -> None:
     assert read(data) is None
+
+
+@pytest.mark.parametrize("length", range(60, 108, 3))
+def test_the_sockets_beside_it_can_be_bound_however_long_the_temporary_directory_is(
+    short_tmp_path: Path, length: int
+) -> None:
+    folder = short_tmp_path / ("x" * (length - len(str(short_tmp_path)) - 1))
+    folder.mkdir()
+
+    async def paths() -> list[str]:
+        reports = Reports({"TMPDIR": str(folder)}, lambda pid, report: None)
+        try:
+            return [reports.path + PATH_SUFFIX, *reports.renew_recorder_sockets(1_000_000, 99)[-1:]]
+        finally:
+            reports.close()
+
+    assert max(len(path) for path in asyncio.run(paths())) <= MAX_SOCKET_PATH_BYTES
 
 
 def test_a_path_too_long_for_a_socket_is_not_used(tmp_path: Path) -> None:

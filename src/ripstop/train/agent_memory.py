@@ -46,7 +46,7 @@ class AgentMemory:
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise AgentError(f"{path}: {error.strerror}") from error
+            raise AgentError(f"{path}: {error.strerror or error}") from error
         self._has_message = select.poll()
         self._has_message.register(self._socket, select.POLLIN)
         self._held: set[CommitId] | None = None  # None: not asked for yet

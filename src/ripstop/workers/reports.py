@@ -34,6 +34,7 @@ log = logging.getLogger("ripstop.workers")
 
 MAX_DATAGRAM_BYTES = 4096
 MAX_SOCKET_PATH_BYTES = 107  # in Linux
+MAX_SUFFIX_BYTES = len("-9999999-999")  # of the sockets beside it: "-state", and "-ROUND-RANK" of flight recorders
 MAX_BURST = 64  # datagrams read in a row
 BURST_PAUSE_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -92,7 +93,7 @@ class Reports:
         self._has_warned = False
         self._recorder_sockets: tuple[str, ...] = ()
         why = ""
-        for where in (environ, {}):  # TMPDIR may be too long for a socket's path
+        for where in (environ, {}):  # TMPDIR may be too long for the paths of sockets
             try:
                 self._open_in(where, f"{os.getpid():x}-{_machine_id()}-{os.urandom(3).hex()}")
                 return
@@ -103,6 +104,8 @@ class Reports:
     def _open_in(self, where: Mapping[str, str], name: str) -> None:
         held = HeldDirectory(where)
         try:
+            if len(os.fsencode(held.path / name)) > MAX_SOCKET_PATH_BYTES - MAX_SUFFIX_BYTES:
+                raise OSError(f"{held.path / name} is too long for a socket; set another TMPDIR")
             self._open(held.path / name)
         except OSError:
             held.release()
@@ -169,7 +172,7 @@ class Reports:
     def renew_recorder_sockets(self, round: int, workers: int) -> tuple[str, ...]:
         """Paths at which this round's workers serve their flight recorders; the last round's sockets are removed."""
         self._remove_recorder_sockets()
-        if self.path and len(f"{self.path}-{round}-{workers}".encode()) <= MAX_SOCKET_PATH_BYTES:
+        if self.path:
             self._recorder_sockets = tuple(f"{self.path}-{round}-{rank}" for rank in range(workers))
         return self._recorder_sockets
 

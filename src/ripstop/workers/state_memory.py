@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ripstop.commit_memory import FIRST_COPY_SLOT, CommitId
-from ripstop.workers.reports import MAX_SOCKET_PATH_BYTES, file_identity
+from ripstop.workers.reports import file_identity
 from ripstop.workers.saver import Saver
 
 log = logging.getLogger("ripstop.workers")
@@ -83,13 +83,11 @@ class StateMemory:
         self._stop_listening()
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            if len(os.fsencode(self._path)) > MAX_SOCKET_PATH_BYTES:
-                raise OSError(f"{self._path} is too long for a socket")
             opened.bind(str(self._path))
             opened.listen(128)
         except OSError as error:
             opened.close()
-            log.warning("train.State cannot use this node's memory: %s; set another TMPDIR", error)
+            log.warning("train.State cannot use this node's memory: %s: %s", self._path, error)
             self._path = None
             return
         self._socket, self._socket_identity = opened, file_identity(self._path)
