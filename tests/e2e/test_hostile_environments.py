@@ -76,7 +76,7 @@ def test_an_interrupt_during_the_start_prints_no_traceback(job: Job) -> None:
 
 def _our_code_runs(pid: int) -> bool | None:
     """`python -m ripstop` has loaded the agent's modules."""
-    return True if "_socket." in Path(f"/proc/{pid}/maps").read_text() else None
+    return True if "msgspec" in Path(f"/proc/{pid}/maps").read_text() else None
 
 
 def test_an_agent_interrupted_while_it_waits_for_other_nodes_leaves(job: Job) -> None:

@@ -128,14 +128,14 @@ def test_the_latest_checkpoint_is_sent_when_the_queue_has_space_again(tmp_path: 
     assert reports_after_a_full_queue(tmp_path, code, 2) == [CheckpointReport(999, ""), WorkerHeartbeat(1, 1)]
 
 
-def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(tmp_path: Path) -> None:
+def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(short_tmp_path: Path) -> None:
     def lose(path: str) -> None:
         Path(path).unlink()
         Path(path).parent.rmdir()
 
     async def scenario() -> tuple[list[bool], WorkerReport]:
         report_received: asyncio.Future[WorkerReport] = asyncio.get_running_loop().create_future()
-        reports = Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: report_received.set_result(report))
+        reports = Reports({"TMPDIR": str(short_tmp_path)}, lambda pid, report: report_received.set_result(report))
         try:
             before = reports.ensure_socket()
             lose(reports.path)
@@ -148,7 +148,7 @@ def test_a_removed_socket_is_created_again_and_reported_as_unusable_until_then(t
             reports.close()
 
     assert asyncio.run(scenario()) == ([True, False, True], WorkerHeartbeat(3, 1))
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_tmp_path.iterdir()) == []
 
 
 def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
@@ -169,7 +169,7 @@ def test_a_removed_socket_that_cannot_be_created_again_stays_unusable(
     assert len(caplog.messages) == 1
 
 
-def test_the_next_agent_removes_only_the_sockets_of_killed_agents(tmp_path: Path) -> None:
+def test_the_next_agent_removes_only_the_sockets_of_killed_agents(short_tmp_path: Path) -> None:
     code = (
         "import asyncio, os, sys; from ripstop.workers.reports import Reports\n"
         "async def main():\n"
@@ -179,7 +179,7 @@ def test_the_next_agent_removes_only_the_sockets_of_killed_agents(tmp_path: Path
     )
 
     def agent() -> subprocess.Popen[str]:
-        env = {**os.environ, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}
+        env = {**os.environ, "TMPDIR": str(short_tmp_path), "XDG_RUNTIME_DIR": ""}
         return subprocess.Popen(
             [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -189,7 +189,7 @@ def test_the_next_agent_removes_only_the_sockets_of_killed_agents(tmp_path: Path
         return Path(agent.stdout.readline().strip())
 
     async def next_one() -> None:
-        Reports({"TMPDIR": str(tmp_path)}, lambda pid, report: None).close()
+        Reports({"TMPDIR": str(short_tmp_path)}, lambda pid, report: None).close()
 
     with agent() as killed, agent() as alive:
         dead, other = path(killed), path(alive)

@@ -222,10 +222,10 @@ class State:
         self._calls += 1
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
-        self._finish_copy()
+        taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
+        self._finish_copy()  # after the snapshot, which takes milliseconds: the GPU has work until then
         assert self._comparison is not None and self._saves is not None
         self._saves.send()
-        taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
         if self._newest is not None and not taken.is_sharded:
             buffer, header = self._newest
             if buffer.header(self._run) == header:
