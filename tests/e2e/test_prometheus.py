@@ -9,6 +9,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ scrape_configs:
 class Prometheus:
     """The HTTP API of Prometheus."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, log: Path) -> None:
         self._api = f"http://127.0.0.1:{port}/api/v1"
+        self._log = log
 
     def query(self, what: str) -> dict[tuple[str, ...], float]:
         """The values of an expression by the values of its labels, in the order of their names."""
@@ -68,28 +70,48 @@ class Prometheus:
 
     def until(self, what: str) -> dict[tuple[str, ...], float]:
         """Wait until an expression has values."""
-        return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value")
+        return wait_until(lambda: self.query(what) or None, why=lambda: f"{what} has no value\n{self.describe()}")
+
+    def describe(self) -> str:
+        with urllib.request.urlopen(f"{self._api}/targets", timeout=10) as response:
+            targets = json.load(response)["data"]["activeTargets"]
+        return f"{self._log.read_text()}\n" + "\n".join(f"{one['health']}: {one['lastError']}" for one in targets)
+
+
+def is_up(process: subprocess.Popen[bytes], port: int) -> bool | None:
+    """None: not yet."""
+    if process.poll() is not None:
+        return False
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=10):
+            return True
+    except OSError:
+        return None
 
 
 @contextmanager
 def prometheus(folder: Path, job: Job) -> Iterator[Prometheus]:
     """A Prometheus that reads the job's metrics until the test ends."""
-    token, config, port = folder / "token", folder / "prometheus.yml", free_port()
+    token, config, log = folder / "token", folder / "prometheus.yml", folder / "prometheus.log"
     token.write_text(api_token(TOKEN, "e2e"))
     config.write_text(CONFIG.format(token=token, port=job.port, rules=RULES))
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
-            ],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        yield Prometheus(port)
-    finally:
-        process.kill()
-        process.wait()
+    for attempt in range(5):  # another process may take the port first
+        port = free_port()
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [
+                    "prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / f'tsdb{attempt}'}",
+                    f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+                ],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            )  # fmt: skip
+        try:
+            if wait_until(partial(is_up, process, port), why=log.read_text):
+                yield Prometheus(port, log)
+                return
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextmanager

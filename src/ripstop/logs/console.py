@@ -5,8 +5,8 @@ agent, nor the workers, nor the other console: unread output stays in the files.
 
 1. With a prefix, only whole lines are written, so that lines of different workers never mix.  A carriage return ends a
    line, too; otherwise a progress bar would appear only at its end.
-2. Without a prefix, bytes are copied as they come.  A block that is read from the middle of a long output ends with a
-   line, so that the agent's own lines do not divide the worker's.
+2. Without a prefix, bytes are copied as they come.  A block of several lines ends with a whole line, and a partial line
+   is a block of its own.  So a line that the worker is just writing is rarely divided by one of the agent's own.
 3. A console that cannot be written to (a closed pipe, a full disk) is ignored.  The file has all output.
 4. Nothing polls where inotify is available.
 5. A worker never fails because the disk of a log file is full that the user did not ask for.  Disk space is reserved
@@ -210,7 +210,7 @@ class _LogFile:
     def next_output(self) -> tuple[bytes, bool]:
         """What to write to the console, and whether there was anything to read."""
         data = self._read()
-        if self._prefixer is None and len(data) == MAX_READ_BYTES:
+        if self._prefixer is None:
             data = self._unread_partial_line(data)
         if self._keep_end_only and self._position - self._freed_until > 2 * _MIN_KEPT_BYTES:
             self._freed_until = free_range(self.fd, self._freed_until, self._position - _MIN_KEPT_BYTES)
@@ -221,7 +221,7 @@ class _LogFile:
         return (self._prefixer.feed(data) if self._prefixer else data), bool(data)
 
     def _unread_partial_line(self, data: bytes) -> bytes:
-        """The whole lines of a full block (rule 2); the next block begins with the rest."""
+        """The whole lines of a block (rule 2); the next block begins with the rest."""
         end = data.rfind(b"\n") + 1
         if end:
             self._position -= len(data) - end
