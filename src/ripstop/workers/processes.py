@@ -111,9 +111,11 @@ class Children:
         return os.WEXITSTATUS(status), None, memory
 
     def kill(self, pids: Iterable[int]) -> None:
-        """Kill and reap these claimed children."""
+        """Kill and reap these claimed children.  They die side by side: one with a CUDA context takes 0.1 s or more."""
+        pids = tuple(pids)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        for pid in pids:
             self.reap(pid)
 
     @contextmanager
