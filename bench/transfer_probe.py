@@ -31,7 +31,7 @@ def give(pipe: Any, size: int) -> None:
     torch.set_num_threads(1)
     buffer = CommitBuffer.create(size)
     buffer.bytes.view(torch.int64).random_()
-    with socket.create_server(("127.0.0.1", 0)) as listener, Giver(TOKEN, {0: buffer}) as giver:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Giver(TOKEN, {0: buffer}, 2) as giver:
         pipe.send((listener.getsockname()[1], giver.port))
         connection, _ = listener.accept()
         while connection.recv(1):
