@@ -216,6 +216,16 @@ def wait_for_step(job: Job, world: int) -> float:
     raise TimeoutError(f"no step of {world} workers after {START_TIMEOUT_S:.0f} s")
 
 
+def wait_for_port(port: int) -> None:
+    end = time.time() + START_TIMEOUT_S
+    while time.time() < end:
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"nothing listens on port {port} after {START_TIMEOUT_S:.0f} s")
+
+
 def inject(job: Job, faults: list[Fault], began: float, seconds: float) -> list[dict]:
     """Carries out the schedule, and says what each fault met."""
     actions: list[tuple[float, str, int]] = [(fault.at, fault.kind, fault.node) for fault in faults]
@@ -287,8 +297,9 @@ def measure(launcher: Launcher, faults: list[Fault], seconds: float, logs: Path 
     directory = Path(tempfile.mkdtemp(prefix="goodput-"))
     job = Job(launcher, directory)
     try:
-        for node in range(2):
-            job.start(node)
+        job.start(0)
+        wait_for_port(int(job.values["port"]))  # so that the first node is the one that hosts the rendezvous
+        job.start(1)
         began = wait_for_step(job, world=2)
         done = inject(job, faults, began, seconds)
         return {"events": job.events(), "began": began, "faults": done}
