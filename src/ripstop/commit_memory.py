@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
+from ripstop.system.cgroup_memory import ROOT, memory_cgroups
+
 MAGIC: Final = b"RIPSTATE"
 FORMAT: Final = 2
 IS_REPLICATED: Final = 1  # flags of a header: the state was found equal on all ranks,
@@ -107,33 +109,13 @@ def create_memory(size: int) -> int:
     return fd
 
 
-def available_memory() -> int:
+def available_memory(root: Path = ROOT) -> int:
     """Bytes that this process can still use: the machine's, or less in a cgroup with a limit."""
     free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    for limit, used in _cgroup_limits():
-        free = min(free, limit - used)
+    for group in memory_cgroups(root):
+        if group.limit is not None and group.used is not None:
+            free = min(free, group.limit - group.used)
     return max(0, free)
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """Limit and use of this process's cgroups (v2); what the kernel can reclaim from files is not in use."""
-    found = []
-    try:
-        path = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0]
-        group = Path("/sys/fs/cgroup", path.lstrip("/"))
-        while group.is_relative_to("/sys/fs/cgroup"):
-            if (limit := _read(group / "memory.max")).isdecimal():
-                stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-                used = int(_read(group / "memory.current") or 0) - int(stat.get("inactive_file", 0))
-                found.append((int(limit), used))
-            group = group.parent
-    except (OSError, ValueError):  # no cgroups here
-        pass
-    return found
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.exists() else ""

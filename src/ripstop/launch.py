@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -25,7 +24,8 @@ from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.coordinator.job_types import JobSettings
-from ripstop.diagnostics.failure_report import render, to_json
+from ripstop.diagnostics.failure_report import render
+from ripstop.final_output import print_result, write_job_report, write_termination_message
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import (
@@ -42,9 +42,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
-from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
-from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import StderrHandler
 from ripstop.transport.endpoint import Bound, bind
@@ -55,8 +53,6 @@ from ripstop.workers.saver import make_writable
 from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
-
-CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 # workers do not get these
 SECRET_VARIABLES = (
@@ -75,10 +71,10 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)
         end = _run_with_workers(config, directory, link)
-    _print_result(end, directory)
-    _write_job_report(directory, "run")
+    print_result(end, directory)
+    write_job_report(directory, "run")
     if config.termination_log is not None:
-        _write_termination_message(config.termination_log, end)
+        write_termination_message(config.termination_log, end)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
         _wait_for_signal(config.signals)
@@ -229,7 +225,7 @@ def coordinate(config: CoordinatorConfig) -> int:
     if isinstance(end, JobReport):
         print(render(end), end="", file=sys.stderr)
     if directory is not None:
-        _write_job_report(directory, "coordinator")
+        write_job_report(directory, "coordinator")
     if isinstance(end, int):
         return 128 + end
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
@@ -423,7 +419,7 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
         yield [torch_sink(config, program, handler.put)]
 
 
-# output to the user ---------------------------------------------------------------------------------------------------
+# the log, and the wait before the exit --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -441,70 +437,6 @@ def _log_to_stderr(notes: tuple[str, ...], *, with_coordinator: bool) -> Iterato
     finally:
         log.removeHandler(handler)
         handler.close()
-
-
-def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
-    """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
-    has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
-    directory.tidy(succeeded=has_succeeded)
-    if has_succeeded:
-        return
-    if end.report is not None:
-        print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
-        if directory.kept:
-            result = str(path := directory.path / "report.json")
-            try:
-                replace_file(path, to_json(end.report))
-            except OSError as error:
-                result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
-            print(f"report: {result}", file=sys.stderr)
-    elif end.code < 128:
-        print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
-
-
-def _write_job_report(directory: LogDirectory, command: str) -> None:
-    """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
-    if not directory.has_job_events or not directory.kept:
-        return
-    from ripstop.report.files import write_report
-
-    page = write_report(directory.path, lambda text: _print_if_read(f"ripstop {command}: warning: {text}"))
-    if page is not None:
-        _print_if_read(f"job report: {page}")
-
-
-def _print_if_read(line: str) -> None:
-    """Print one line, unless the console is not being read: that must not delay the exit."""
-    import select
-
-    poll = select.poll()
-    poll.register(2, select.POLLOUT)
-    if any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS)):
-        print(line, file=sys.stderr)
-
-
-def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:
-    """The report without the names of files in a log directory that was deleted."""
-    if directory.kept:
-        return report
-    deleted = clean(str(directory.path))
-    failures = (
-        replace(failure, logs="", error_file="", hang=failure.hang and replace(failure.hang, file=""))
-        if failure.logs.startswith(deleted)
-        else failure
-        for failure in report.failures
-    )
-    return replace(report, failures=tuple(failures))
-
-
-def _write_termination_message(file: Path, end: ExitAgent) -> None:
-    from ripstop.api.termination_message import termination_message
-
-    try:
-        file.write_text(termination_message(end.why, end.report))
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror}); choose another file"
-        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {problem}", file=sys.stderr)
 
 
 def _wait_for_signal(names: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ripstop.model.errors import ProtocolError, QueryFailed
-from ripstop.model.events import CheckpointSaved, Event, EventRecord, FirstStep, RoundEnded, to_json
+from ripstop.model.event_json import to_json
+from ripstop.model.events import CheckpointSaved, Event, EventRecord, FirstStep, RoundEnded
 from ripstop.model.failure import Failure
 from ripstop.model.operator_commands import StopJob
 from ripstop.model.round import Outcome

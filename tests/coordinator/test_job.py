@@ -41,7 +41,6 @@ from ripstop.model.events import (
     RoundEnded,
     ScaleRequested,
     UnhealthyNodeRetained,
-    log_line,
 )
 from ripstop.model.events import Event as Recordable
 from ripstop.model.failure import CollectiveProgress, Failure, Hang
@@ -71,6 +70,7 @@ from ripstop.protocol.messages import (
     Stopped,
     Succeeded,
 )
+from ripstop.telemetry.log_lines import log_line
 
 RECHECK_S = 30.0  # until every node has checked its health again
 TIMING = Timing(last_call=2.0, join=60.0, lease=30.0, coordinator=60.0, shutdown=10.0)

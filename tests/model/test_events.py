@@ -11,21 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ripstop.model import events
-from ripstop.model.events import (
-    AgentMessage,
-    EventRecord,
-    NodeJoined,
-    NodeUnhealthy,
-    RoundEnded,
-    WorkersStarted,
-    from_json,
-    kind,
-    log_line,
-    to_dict,
-    to_json,
-)
+from ripstop.model.event_json import from_json, to_dict, to_json
+from ripstop.model.events import AgentMessage, EventRecord, NodeJoined, NodeUnhealthy, RoundEnded, WorkersStarted, kind
 from ripstop.telemetry.event_file import EventFile
 from ripstop.telemetry.journal import MAX_RECORDS, Journal
+from ripstop.telemetry.log_lines import log_line
 
 
 def values(expected: Any) -> st.SearchStrategy[Any]:

@@ -23,7 +23,8 @@ from msgspec import to_builtins
 from ripstop.coordinator.coordinator import Coordinator, Session
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing
-from ripstop.model.events import AgentMessage, CheckpointSaved, Event, EventRecord, FirstStep, WorkersStarted, to_json
+from ripstop.model.event_json import to_json
+from ripstop.model.events import AgentMessage, CheckpointSaved, Event, EventRecord, FirstStep, WorkersStarted
 from ripstop.model.round import Address, Node, Place
 from ripstop.model.usage import GpuSample, NodeSample, RankSample, StepSample
 from ripstop.protocol.messages import Assign, Events, FromCoordinator, Join, Query, Ready, Reply

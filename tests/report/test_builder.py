@@ -4,7 +4,8 @@ import pytest
 
 from ripstop.model import events
 from ripstop.model.events import MAX_TRACEBACK
-from ripstop.report.builder import MAX_EVIDENCE_CHARS, MAX_ROUNDS, NoEvents, build_report
+from ripstop.report.builder import NoEvents, build_report
+from ripstop.report.facts import MAX_EVIDENCE_CHARS, MAX_ROUNDS
 from ripstop.report.model import JobResult
 from tests.report.transcripts import BEGAN, Transcript, evidence
 

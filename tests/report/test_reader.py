@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from ripstop.model import events
-from ripstop.model.events import EventRecord, to_json
+from ripstop.model.event_json import to_json
+from ripstop.model.events import EventRecord
 from ripstop.report.builder import build_report
 from ripstop.report.model import JobResult
 from ripstop.report.reader import Skipped, event_files, read_events

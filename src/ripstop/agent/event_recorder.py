@@ -9,8 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ripstop.model.events import Event, EventRecord, Sink, log_line, to_json
+from ripstop.model.event_json import to_json
+from ripstop.model.events import Event, EventRecord, Sink
 from ripstop.protocol.messages import Events
+from ripstop.telemetry.log_lines import log_line
 
 log = logging.getLogger("ripstop.agent")
 

@@ -34,7 +34,8 @@ from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest,
 from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
 from ripstop.model import operator_commands
 from ripstop.model.errors import QueryFailed
-from ripstop.model.events import OperatorAction, to_dict
+from ripstop.model.event_json import to_dict
+from ripstop.model.events import OperatorAction
 from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob, StopJob
 from ripstop.model.status import JobStatus, NodeStatus
 

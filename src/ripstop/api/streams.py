@@ -18,7 +18,8 @@ from aiohttp import web
 
 from ripstop.api.job_interface import RequestRefused
 from ripstop.model.errors import QueryFailed
-from ripstop.model.events import EventRecord, WorkersStarted, to_dict
+from ripstop.model.event_json import to_dict
+from ripstop.model.events import EventRecord, WorkersStarted
 from ripstop.telemetry.journal import MAX_RECORDS, Journal
 
 MAX_STREAMS = 64  # open at a time, of one kind

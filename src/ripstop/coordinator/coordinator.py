@@ -25,7 +25,8 @@ from ripstop.coordinator.job import Job
 from ripstop.coordinator.job_types import JobInput, JobSettings
 from ripstop.model import events
 from ripstop.model.errors import ProtocolError, QueryFailed
-from ripstop.model.events import Sink, log_line
+from ripstop.model.event_json import from_json
+from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.operator_commands import OperatorCommand
 from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
@@ -34,6 +35,7 @@ from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
 from ripstop.telemetry.history import History, interval_s
 from ripstop.telemetry.journal import Journal
+from ripstop.telemetry.log_lines import log_line
 from ripstop.telemetry.metrics import Totals
 
 if TYPE_CHECKING:
@@ -261,7 +263,7 @@ class Coordinator:
 
     def _add_events(self, node: str, lines: tuple[str, ...]) -> None:
         for line in lines:
-            record = events.from_json(line)
+            record = from_json(line)
             if record is not None and record.node == node:  # a node reports its own events only
                 self.journal.take(bounded_record(record))
                 self._report_progress(node, record.event)

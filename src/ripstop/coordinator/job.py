@@ -3,7 +3,7 @@
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
 (`coordinator.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
 `liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
-recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the whole:
+recovery of a round (`recovery.py`), the end (`job_end.py`), the status (`job_status.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -30,18 +30,18 @@ recovery of a round (`recovery.py`), the end (`job_end.py`).  The rules of the w
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import failure_policy, job_end, job_types, ranks, recovery, replication
+from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
 from ripstop.coordinator.membership import Member, Membership, rejection_reason
-from ripstop.coordinator.restart_budget import Cause, RestartBudget, is_early_failure
+from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
 from ripstop.model import events
 from ripstop.model import operator_commands as operator
 from ripstop.model.events import RoundEndCause
 from ripstop.model.failure import Failure, JobReport
-from ripstop.model.round import Node, Outcome, Place
-from ripstop.model.status import JobStatus, NodeState, NodeStatus, Phase
+from ripstop.model.round import Outcome, Place
+from ripstop.model.status import JobStatus, Phase
 from ripstop.protocol import messages
 from ripstop.protocol.limits import bounded, truncate_reason
 
@@ -150,39 +150,7 @@ class Job:
         return min((t for t in times if t > self._now), default=None)
 
     def status(self, now: float) -> JobStatus:
-        return JobStatus(
-            run_id=self.settings.run_id,
-            phase=self.phase,
-            why=self.why,
-            seconds=max(0.0, now - self.phase_since),
-            round=self.round,
-            world_size=sum(place.slots for place in self.places.values()) if self.phase is Phase.RUNNING else 0,
-            restarts=self.restarts.used,
-            max_restarts=self.settings.budget.max_restarts,
-            min_nodes=self.settings.min_nodes,
-            max_nodes=self.settings.max_nodes,
-            target=self.formation.target,
-            nodes=tuple(self._node_status(name, member.node) for name, member in self.members.items()),
-            last_failure=self.last_failure,
-            charged=self.restarts.spent(Cause.APPLICATION, now),
-            replication=self.replication.status(now),
-        )
-
-    def _node_status(self, name: str, node: Node) -> NodeStatus:
-        place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
-        state = (
-            NodeState.ABSENT if name in self.liveness.disconnected
-            else NodeState.LEAVING if name in self.liveness.leaving
-            else NodeState.DONE if name in self.succeeded
-            else NodeState.RUNNING if place
-            else NodeState.UNHEALTHY if self.members[name].problems
-            else NodeState.QUARANTINED if name in self.membership.degraded
-            else NodeState.WARMING if name not in self.membership.eligible
-            else NodeState.SPARE if self.phase is Phase.RUNNING
-            else NodeState.READY
-        )  # fmt: skip
-        ranks = (place.group_rank, place.first_rank) if place else (-1, -1)
-        return NodeStatus(name, node.host, node.slots, node.role, state, *ranks, self.membership.unfit_reason(name))
+        return job_status.status(self, now)
 
     # messages ---------------------------------------------------------------------------------------------------------
 

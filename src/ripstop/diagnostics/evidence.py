@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import clean, format_bytes, truncate_bytes, truncate_middle
+from ripstop.system.cgroup_memory import ROOT, machine_oom_kills, memory_cgroups
 from ripstop.system.linux import is_full
 
 _MAX_MESSAGE_CHARS = 2048
@@ -29,10 +30,6 @@ _MAX_TAIL_LINE_CHARS = 400
 _MAX_EXCEPTION_LINES = 10  # of an exception's message in the traceback
 _MAX_ERROR_FILE_BYTES = 1 << 20
 _MAX_STDERR_BYTES = 1 << 16
-_CGROUP_FILES = {  # by version: mount point, OOM counter, limit, peak
-    1: ("/sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-    2: ("/sys/fs/cgroup", "memory.events", "memory.max", "memory.peak"),
-}
 # compiled at first use: most agents never need them
 _EXCEPTION = r"[A-Za-z_][\w.]*(?::|$)"
 _TRACEBACK_HEADER = r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$"
@@ -254,37 +251,12 @@ def last_exception(text: str) -> tuple[str, str]:
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def read_memory() -> Memory:
+def read_memory(root: Path = ROOT) -> Memory:
     """Memory data of this process's cgroup, which contains its workers, or else of the machine."""
-    version, group = memory_cgroup(_text("/proc/self/cgroup"))
-    if version:
-        mount, counter, limit, peak = _CGROUP_FILES[version]
-        for root in (f"{mount}{group}", mount):  # in a container, the group may be the host's path
-            kills = counted(_text(f"{root}/{counter}"), "oom_kill")
-            if kills is not None:
-                return Memory(kills, _number(_text(f"{root}/{limit}")), _number(_text(f"{root}/{peak}")))
-    return Memory(kills=counted(_text("/proc/vmstat"), "oom_kill"), machine=True)
-
-
-def memory_cgroup(text: str) -> tuple[int, str]:
-    """The version of the memory controller (0: none) and the path of the group, from `/proc/self/cgroup`."""
-    version, path = 0, ""
-    for line in text.splitlines():
-        match line.split(":", 2):
-            case [_, controllers, group] if "memory" in controllers.split(","):
-                return 1, group.rstrip("/")
-            case ["0", "", group]:
-                version, path = 2, group.rstrip("/")
-    return version, path
-
-
-def counted(text: str, name: str) -> int | None:
-    """The value of a `name value` line."""
-    for line in text.splitlines():
-        match line.split():
-            case [key, value] if key == name:
-                return _number(value)
-    return None
+    for group in memory_cgroups(root):
+        if group.oom_kills is not None:
+            return Memory(group.oom_kills, group.limit, group.peak)
+    return Memory(kills=machine_oom_kills(root), machine=True)
 
 
 def oom_verdict(before: Memory, after: Memory) -> str:
@@ -296,18 +268,6 @@ def oom_verdict(before: Memory, after: Memory) -> str:
     facts = [
         f"{name} {format_bytes(value)}"
         for name, value in (("cgroup limit", after.limit), ("peak", after.peak))
-        if value is not None and value < 1 << 60  # cgroup v1 has a very large number for "no limit"
+        if value is not None
     ]
     return "killed by the kernel's OOM killer" + (f" ({', '.join(facts)})" if facts else "")
-
-
-def _text(path: str) -> str:
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MAX_ERROR_FILE_BYTES)
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.strip().isdecimal() else None

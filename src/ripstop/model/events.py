@@ -1,30 +1,20 @@
-"""The events of a job, their JSON and their log lines.  Event files, metrics and the API are made from them.  Pure.
+"""The events of a job.  Event files, log lines, metrics, the API and the report are made from them.  Pure.
 
-An `EventRecord` is an event with its time, its observer and its sequence number there.  As JSON it is one flat object
-on one line: `v`, `seq`, `at`, `node`, `kind`, and the event's own fields.
+An `EventRecord` is an event with its time, its observer and its sequence number there.
 
 Rules: (1) fields are numbers, texts, and lists of them; (2) the meaning of a kind and the type of a field never change:
-new ones are added; (3) readers skip unknown kinds, unknown fields and damaged lines, so a file that a crash truncated
-is still readable; (4) numbers are finite, integers have 64 bits, and texts are valid Unicode.
+new ones are added.
 """
 
 from collections.abc import Callable
 from enum import StrEnum
-from functools import cache
-from typing import Annotated, Any
 
-import msgspec
-from msgspec import Meta, Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct
 
 from ripstop.model.field_types import Int64
-from ripstop.model.text_formatting import ascii_json, truncate
 
-VERSION = 1
 MAX_TEXT = 1000  # characters of one field
 MAX_TRACEBACK = 8192  # characters of a field `traceback`
-MAX_LINE = 1 << 20  # characters of one record
-MAX_LISTED = 5  # names in one line of the log
 
 
 def _snake_case(name: str) -> str:
@@ -478,80 +468,6 @@ class EventRecord(Struct, frozen=True):
 Sink = Callable[[EventRecord], None]
 
 
-# as text --------------------------------------------------------------------------------------------------------------
-
-
-class _Header(Struct, frozen=True):
-    v: Int64
-    seq: Int64
-    at: Annotated[float, Meta(lt=2.0**63)]
-    node: str
-
-
-_decode_header = msgspec.json.Decoder(_Header).decode
-
-
-@cache
-def _event_decoder() -> msgspec.json.Decoder[Event]:
-    return msgspec.json.Decoder(Event)
-
-
-LOG_LINES: dict[type[Event], str] = {
-    NodeJoined: "node={0.name} joined from {0.host} with {0.slots} slots",
-    NodeRejected: "node={0.name} rejected: {0.why}",
-    NodeLeaving: "node={0.name} is leaving: {0.why}",
-    NodeGone: "node={0.name} {0.why}",
-    NodeHealthy: "node={0.name} is healthy again",
-    NodeQuarantined: "node={0.name} is in quarantine for {0.seconds:g} s: {0.why}",
-    NodeReleased: "node={0.name} is out of quarantine",
-    UnhealthyNodeRetained: "node={0.name} keeps its place: {0.why}",
-    RankRequestDenied: (
-        "round={0.round} node={0.name} has node rank {0.rank}, not the requested {0.requested_rank}: {0.why}"
-    ),
-    RoundFound: "round={0.round} was reported by an agent; waiting for its {0.nodes} nodes",
-    RoundResumed: "round={0.round} continues: all {0.nodes} nodes have rejoined",
-    HangDiagnosed: "round={0.round} hangs: {0.why}",
-    JobClosing: "closing: {0.why}",
-    JobClosed: "closed: {0.outcome}: {0.why}",
-    StateReplicated: "round={0.round} state={0.state} commit={0.commit} has copies on other nodes",
-    OperatorAction: "{0.action} by {0.by}: {0.result}",
-    CheckpointSaved: "round={0.round} rank={0.rank} checkpoint step={0.step} path={0.path}",
-    StateRestored: "round={0.round} rank={0.rank} restored step={0.step} from={0.source} seconds={0.seconds:.2f}",
-    WorkerFailed: "round={0.round} rank={0.rank} pid={0.pid} failed: {0.why}",
-    TimersMissed: "round={0.round} rank={0.rank} pid={0.pid} {0.why}",
-    WorkersStopping: "round={0.round} stopping: {0.why}",
-    StandbyDiscarded: "standby of local_rank={0.local_rank}: {0.why}",
-    AgentMessage: "{0.text}",
-}
-
-
-def log_line(event: Event) -> str:
-    """The event's log line, with `key=value` where possible; empty if the line of another event covers it."""
-    match event:
-        case NodeUnhealthy(name, problems):
-            return f"node={name} is unhealthy: {'; '.join(problems)}"
-        case RoundFormed(round, nodes, world, store, _, why):
-            return f"round={round} nodes={len(nodes)} world={world} store={store} why={why!r}"
-        case ScaleRequested(nodes, accepted, why):
-            return f"scale to {nodes} nodes" + ("" if accepted else f" rejected: {why}")
-        case WarmedUp(start, preloaded, seconds, why, left_out):
-            what = f" preloaded={_first_few(preloaded, ',')}" if preloaded else ""
-            without = f" left_out={_first_few(left_out, '; ')!r}" if left_out else ""
-            return f"start={start}{what} seconds={seconds:.2f}{without}" + (f" why={why!r}" if why else "")
-        case StandbysReady(ready, memory, gpu_memory, seconds):
-            used = f"memory={sum(memory) >> 20}M gpu_memory={sum(gpu_memory) >> 20}M"
-            return f"standbys={len(ready)} ready seconds={seconds:.2f} {used}"
-        case WorkersStarted(round, first, world, restarts, pids, seconds, pause, why, standbys):
-            ranks = f"ranks={first}-{first + len(pids) - 1} world={world} restarts={restarts}"
-            paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
-            taken = f" standbys={standbys}" if standbys else ""
-            return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{taken}{paused} why={why!r}"
-        case WorkerHangs(round, rank, pid, seconds, sign, where):
-            at = f", {where}" if where else ""
-            return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s{at}"
-    return LOG_LINES.get(type(event), "").format(event)
-
-
 def kind(event: Event) -> str:
     """The event's name in files and in the API: `round_formed`."""
     return str(event.__struct_config__.tag)
@@ -560,37 +476,3 @@ def kind(event: Event) -> str:
 def max_chars(field: str) -> int:
     """How long a text in this field can be."""
     return MAX_TRACEBACK if field == "traceback" else MAX_TEXT
-
-
-def to_json(record: EventRecord) -> str:
-    """One line, without its end.  Long texts are truncated."""
-    header = ascii_json(_Header(VERSION, record.seq, record.at, record.node))
-    body = ascii_json(record.event)
-    if len(body) > MAX_TEXT:
-        texts = {name: value for name, value in asdict(record.event).items() if isinstance(value, str)}
-        short = {name: truncate(text, max_chars(name)) for name, text in texts.items()}
-        body = ascii_json(replace(record.event, **short))
-    return f"{header[:-1]},{body[1:]}"
-
-
-def to_dict(record: EventRecord) -> dict[str, Any]:
-    """The same, as a flat dictionary."""
-    found: dict[str, Any] = msgspec.json.decode(to_json(record))
-    return found
-
-
-def from_json(line: str) -> EventRecord | None:
-    """Read one line.  None if it is not an event record, or has an unknown kind."""
-    if len(line) > MAX_LINE:
-        return None
-    try:
-        data = line.encode()
-        header = _decode_header(data)
-        return EventRecord(header.seq, header.at, header.node, _event_decoder().decode(data))
-    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        return None
-
-
-def _first_few(texts: tuple[str, ...], separator: str) -> str:
-    more = len(texts) - MAX_LISTED
-    return separator.join((*texts[:MAX_LISTED], *((f"{more} more",) if more > 0 else ())))

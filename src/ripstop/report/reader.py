@@ -14,7 +14,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct, defstruct
 
-from ripstop.model.events import MAX_LINE, VERSION, Event, EventRecord
+from ripstop.model.event_json import MAX_LINE, VERSION
+from ripstop.model.events import Event, EventRecord
 from ripstop.model.field_types import Int64
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS
 

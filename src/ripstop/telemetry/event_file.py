@@ -11,7 +11,8 @@ import logging
 import os
 from pathlib import Path
 
-from ripstop.model.events import EventRecord, to_json
+from ripstop.model.event_json import to_json
+from ripstop.model.events import EventRecord
 from ripstop.system.background_writer import BackgroundWriter
 
 log = logging.getLogger("ripstop.telemetry")

@@ -27,7 +27,8 @@ from hashlib import blake2b
 from msgspec import Struct, field
 
 from ripstop.model import events
-from ripstop.model.events import Event, EventRecord, RoundEndCause, kind, to_dict
+from ripstop.model.event_json import to_dict
+from ripstop.model.events import Event, EventRecord, RoundEndCause, kind
 from ripstop.model.round import Outcome
 from ripstop.telemetry.goodput import Goodput
 

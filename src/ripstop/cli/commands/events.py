@@ -7,9 +7,10 @@ from typing import Any
 
 from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand, RunningJob
 from ripstop.cli.options.flags import Flag
-from ripstop.model.events import from_json, log_line
+from ripstop.model.event_json import from_json
 from ripstop.model.parsers import integer
 from ripstop.model.text_formatting import one_line
+from ripstop.telemetry.log_lines import log_line
 
 HELP = f"""\
 usage: ripstop events [-f] [--since N] [FLAGS]

@@ -12,7 +12,8 @@ from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedComman
 from ripstop.cli.options.flags import HELP_FLAG, Flag
 from ripstop.logs.directory import file_name
 from ripstop.model.errors import RipstopError, UsageError
-from ripstop.model.events import EventRecord, from_json
+from ripstop.model.event_json import from_json
+from ripstop.model.events import EventRecord
 from ripstop.model.text_formatting import ascii_json, one_line
 from ripstop.report.builder import NoEvents, build_report
 from ripstop.report.compare import compare
