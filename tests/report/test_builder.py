@@ -27,6 +27,13 @@ def test_a_job_without_faults_succeeded() -> None:
     assert ("torch", "2.9.0", 2) in [(one.name, one.value, one.nodes) for one in report.versions]
 
 
+def test_the_coordinators_node_may_leave_without_a_reason() -> None:
+    job = Transcript()
+    job.add(5.0, events.NodeLeaving("a", ""))
+    summary = build_report(job.records).summary
+    assert (summary.result, summary.why) == (JobResult.INTERRUPTED, "node a, which ran the coordinator, left")
+
+
 def test_the_root_cause_is_not_the_worker_that_failed_first_but_the_one_that_explains_the_others() -> None:
     job = Transcript(nodes=("a", "b", "c"))
     job.round(1.0, 1)

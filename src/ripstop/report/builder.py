@@ -103,7 +103,8 @@ def _result(facts: Facts) -> tuple[JobResult, str]:
         return _result_of(facts.closing[0]), facts.closing[1]
     host = facts.job_started.coordinator_node if facts.job_started else ""
     if host and (host in facts.departed or host in facts.ended_agents):
-        why = facts.departed.get(host) or facts.ended_agents[host].why
+        ended = facts.ended_agents.get(host)
+        why = facts.departed.get(host) or (ended.why if ended else "")
         return JobResult.INTERRUPTED, f"node {host}, which ran the coordinator, {left_text(why)}"
     if facts.coordinator_times is None and facts.ended_agents and facts.ended_agents.keys() >= facts.nodes.keys():
         worst = max(facts.ended_agents.values(), key=lambda end: end.code)

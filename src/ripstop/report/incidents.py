@@ -115,4 +115,4 @@ def _title(root: WorkerReport, hang: HangDiagnosed | None) -> str:
 
 def left_text(why: str) -> str:
     """What a node did that left for this reason."""
-    return why if why.startswith("left") else f"left: {why}"
+    return f"left: {why}" if why and not why.startswith("left") else why or "left"
