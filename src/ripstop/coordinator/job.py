@@ -59,7 +59,7 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.CLOSING: "an operator stops the job, or a node reports the job's end",
     },
     Phase.RUNNING: {
-        Phase.GATHERING: "a failure, an operator's restart, or a node that joins, leaves, is lost or reports a newer round",
+        Phase.GATHERING: "a failure, an operator's restart, or a node that joins, leaves, is lost or has a newer round",
         Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops, or a node reports the job's end",
     },
     Phase.CLOSING: {
