@@ -7,6 +7,7 @@ rejected this node; 128 + n signal n ended this agent.  `--linger` delays the ex
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -19,12 +20,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+import ripstop
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.coordinator.job_types import JobSettings
+from ripstop.diagnostics.failure_log import FailureLog
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
@@ -32,8 +35,11 @@ from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
     Executable,
+    LogFormat,
+    LogLevel,
     Logs,
     Module,
+    OwnLog,
     QuarantineLimits,
     RunConfig,
     Script,
@@ -44,9 +50,10 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
+from ripstop.system.live_line import LiveLine, can_show, has_colors
 from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.stderr_log import StderrHandler
+from ripstop.telemetry.stderr_log import StderrHandler, json_line
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
@@ -70,22 +77,32 @@ SECRET_VARIABLES = (
 
 def run(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
-    with _log_to_stderr(config.notes, with_coordinator=config.backend is not Backend.LOCAL):
+    live = _live_line(config)
+    with _log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)
-        end = _run_with_workers(config, directory, link)
-    _print_result(end, directory)
-    _write_job_report(directory, "run")
+        nodes = f"{config.min_nodes}:{config.max_nodes}" if config.min_nodes < config.max_nodes else config.max_nodes
+        start = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
+        log.info(start, ripstop.__version__, config.run_id, nodes, config.slots, directory.path)
+        end = _run_with_workers(config, directory, link, live)
+        if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
+            log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
+    printer = _Printer("run", config.own_log)
+    _print_result(end, directory, printer)
+    _write_job_report(directory, printer)
     if config.termination_log is not None:
-        _write_termination_message(config.termination_log, end)
+        _write_termination_message(config.termination_log, end, printer)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
+        printer.print("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
         _wait_for_signal(config.signals)
     return end.code
 
 
-def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | None) -> ExitAgent:
+def _run_with_workers(
+    config: RunConfig, directory: LogDirectory, link: Link | None, live: LiveLine | None
+) -> ExitAgent:
     bound = bind_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
@@ -98,8 +115,19 @@ def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | N
         closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
         _torch_event_handler(config, environ, children) as sinks,
     ):
+        console = Console(live=live)
         return asyncio.run(
-            run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
+            run_agent(
+                config,
+                directory,
+                spawner,
+                environ,
+                bound,
+                sinks=sinks,
+                link=link,
+                probe_socket=probe_socket,
+                console=console,
+            )
         )
 
 
@@ -132,7 +160,10 @@ async def run_agent(
             access = await _host_coordinator(parts, config, node, directory, bound)
         else:
             access = _connect_to_coordinator(parts, config, node)
-        driver = Driver(config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console)
+        describe_wait = access.coordinator.wait_text if access.coordinator is not None else str
+        driver = Driver(
+            config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
+        )
         if access.failure is not None:
             access.failure.add_done_callback(lambda failure: driver.fail(failure.exception()))
         if probe_socket is not None:
@@ -220,16 +251,18 @@ def _elect_coordinator(
 
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator without workers."""
-    with _log_to_stderr(config.notes, with_coordinator=True):
+    with _log_to_stderr(config.own_log, config.notes, with_coordinator=True):
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
+    printer = _Printer("coordinator", config.own_log)
     if isinstance(end, JobReport):
-        print(render(end), end="", file=sys.stderr)
+        level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
+        printer.print_report(end, level)
     if directory is not None:
-        _write_job_report(directory, "coordinator")
+        _write_job_report(directory, printer)
     if isinstance(end, int):
         return 128 + end
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
@@ -389,8 +422,8 @@ def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
 
 
 def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
-    """The senders of the job's traces and of notifications, if they are on."""
-    sinks: list[Sink] = []
+    """The log of failures, and the senders of the job's traces and of notifications, if they are on."""
+    sinks: list[Sink] = [FailureLog(log.warning).add]
     if config.tracing is not None:
         from ripstop.telemetry.trace_exporter import TraceExporter
 
@@ -426,14 +459,33 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
 # output to the user ---------------------------------------------------------------------------------------------------
 
 
+LEVELS = {
+    LogLevel.DEBUG: logging.DEBUG,
+    LogLevel.INFO: logging.INFO,
+    LogLevel.WARNING: logging.WARNING,
+    LogLevel.ERROR: logging.ERROR,
+}
+
+
+def _live_line(config: RunConfig) -> LiveLine | None:
+    """The live line of this terminal; None if there is none, or other processes of the job write to it."""
+    is_shared = config.event_handler or config.standby.count or config.logs.specs
+    is_shown = config.own_log.live and config.own_log.format is LogFormat.TEXT and not is_shared
+    return LiveLine(colors=has_colors(os.environ)) if is_shown and can_show(os.environ) else None
+
+
 @contextmanager
-def _log_to_stderr(notes: tuple[str, ...], *, with_coordinator: bool) -> Iterator[None]:
+def _log_to_stderr(
+    settings: OwnLog, notes: tuple[str, ...], *, with_coordinator: bool, live: LiveLine | None = None
+) -> Iterator[None]:
     """Log to stderr.  The coordinator of a single node logs only warnings, because the agent logs the same events."""
-    handler = StderrHandler()
+    handler = StderrHandler(settings.format, colors=has_colors(os.environ), live=live)
+    level = LEVELS[settings.level]
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(level)
     log.propagate = False
-    logging.getLogger("ripstop.coordinator").setLevel(logging.INFO if with_coordinator else logging.WARNING)
+    is_repeated = not with_coordinator and level == logging.INFO
+    logging.getLogger("ripstop.coordinator").setLevel(logging.WARNING if is_repeated else level)
     for note in notes:
         log.warning("%s", note)
     try:
@@ -441,46 +493,76 @@ def _log_to_stderr(notes: tuple[str, ...], *, with_coordinator: bool) -> Iterato
     finally:
         log.removeHandler(handler)
         handler.close()
+        if live is not None:
+            live.close()
 
 
-def _print_result(end: ExitAgent, directory: LogDirectory) -> None:
+class _Printer(Struct, frozen=True):
+    """Prints what follows the log, in the form of the log: the result of `ripstop COMMAND`."""
+
+    command: str
+    settings: OwnLog
+
+    def print(self, text: str, level: int, plain: str = "") -> None:
+        """Print a line; `plain` replaces it in text that people read."""
+        if level < LEVELS[self.settings.level]:
+            return
+        if self.settings.format is LogFormat.JSON:
+            kind = {"levelno": level, "levelname": logging.getLevelName(level)}
+            plain = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
+        print(plain or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)
+
+    def print_report(self, report: JobReport, level: int = logging.ERROR) -> None:
+        text = render(report).rstrip("\n")
+        plain = text
+        if level >= logging.ERROR and has_colors(os.environ):
+            plain = re.sub(r"^(job .*|root cause: .*)$", "\x1b[1;31m\\1\x1b[0m", text, flags=re.MULTILINE)
+        self.print(text, level, plain)
+
+
+def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
     if has_succeeded:
         return
     if end.report is not None:
-        print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
+        if printer.settings.format is LogFormat.TEXT:
+            print(file=sys.stderr)
+        printer.print_report(_without_deleted_files(end.report, directory))
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
                 replace_file(path, to_json(end.report))
             except OSError as error:
                 result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
-            print(f"report: {result}", file=sys.stderr)
+            printer.print(f"report: {result}", logging.ERROR, f"report: {result}")
     elif end.code < 128:
-        print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
+        printer.print(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def _write_job_report(directory: LogDirectory, command: str) -> None:
+def _write_job_report(directory: LogDirectory, printer: _Printer) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
     from ripstop.report.files import write_report
 
-    page = write_report(directory.path, lambda text: _print_if_read(f"ripstop {command}: warning: {text}"))
-    if page is not None:
-        _print_if_read(f"job report: {page}")
+    def warn(text: str) -> None:
+        if _is_console_read():
+            printer.print(f"warning: {text}", logging.WARNING)
+
+    page = write_report(directory.path, warn)
+    if page is not None and _is_console_read():
+        printer.print(f"job report: {page}", logging.INFO, f"job report: {page}")
 
 
-def _print_if_read(line: str) -> None:
-    """Print one line, unless the console is not being read: that must not delay the exit."""
+def _is_console_read() -> bool:
+    """False if the console is not being read: that must not delay the exit."""
     import select
 
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    if any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS)):
-        print(line, file=sys.stderr)
+    return any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS))
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:
@@ -497,14 +579,14 @@ def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobRep
     return replace(report, failures=tuple(failures))
 
 
-def _write_termination_message(file: Path, end: ExitAgent) -> None:
+def _write_termination_message(file: Path, end: ExitAgent, printer: _Printer) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:
         file.write_text(termination_message(end.why, end.report))
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); choose another file"
-        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {problem}", file=sys.stderr)
+        printer.print(f"RIPSTOP_TERMINATION_LOG={file}: {problem}", logging.WARNING)
 
 
 def _wait_for_signal(names: Sequence[str]) -> None:
@@ -512,7 +594,6 @@ def _wait_for_signal(names: Sequence[str]) -> None:
 
     They are blocked first: the kernel drops an unblocked signal without a handler to the first process of a container.
     """
-    print("ripstop run: the job is over; waiting for a signal to exit (--linger)", file=sys.stderr, flush=True)
     signals = [signal.Signals[name] for name in names]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     signal.sigwait(signals)

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ripstop.model.events import Event, EventRecord, Sink, log_line, to_json
+from ripstop.model.events import Event, EventRecord, Sink, to_json
 from ripstop.protocol.messages import Events
+from ripstop.telemetry.stderr_log import log_event
 
 log = logging.getLogger("ripstop.agent")
 
@@ -30,10 +31,9 @@ class EventRecorder:
 
     def record(self, event: Event, level: int = logging.INFO) -> None:
         """Record an event that happens now."""
-        if text := log_line(event):
-            log.log(level, "%s", text)
         self._seq += 1
         record = EventRecord(self._seq, time.time(), self._node, event)
+        log_event(log, record, level)
         for sink in self._sinks:
             sink(record)
         line = to_json(record)

@@ -7,6 +7,7 @@ the join timeout fails the job; (4) no round forms while a node is disconnected;
 its next store has a port.  A job is past its first round as soon as any node reports a round number.
 """
 
+from collections.abc import Collection
 from itertools import islice
 
 from msgspec import Struct
@@ -15,7 +16,9 @@ from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
 from ripstop.model.events import RoundEndCause
+from ripstop.model.text_formatting import rank_list
 
+MAX_NAMED = 4  # nodes in one text
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
 
 
@@ -103,6 +106,29 @@ class Formation:
             "(to change that: --rdzv-conf=last_call_timeout=SECONDS on the coordinator's node)"
         )
 
+    def wait_text(self, gathering_since: float, now: float) -> str:
+        """Which nodes are ready and which are missing, and when the wait ends, for a person."""
+        members, least, ready = self._membership, self._settings.min_nodes, self._membership.ready_count()
+        has_quorum = ready >= least and self._quorum_since is not None
+        needed = self.target if has_quorum else least
+        unready = [name for name in members.members if name not in members.eligible]
+        parts = [f"{ready} of {'' if has_quorum else 'at least '}{needed} nodes ready{_names(members.eligible)}"]
+        if unready:
+            parts.append(f"{len(unready)} not ready{_names(unready)}")
+        if self._settings.fixed_ranks:
+            present = {member.node.requested_rank for member in members.members.values()}
+            absent = [rank for rank in range(self._settings.max_nodes) if rank not in present]
+            parts += [f"missing: node {rank_list(absent)}"] if absent else []
+        elif needed > len(members.members):
+            parts.append(f"{needed - len(members.members)} missing")
+        if has_quorum:
+            left = max(self._not_before, (self._quorum_since or now) + self._time_for_more()) - now
+            parts.append(f"the round starts in {max(0.0, left):.0f} s")
+        else:
+            left = gathering_since + self._settings.timing.join - now
+            parts.append(f"the job fails in {max(0.0, left):.0f} s")
+        return "; ".join(parts)
+
     def resize(self, now: float, *, is_finishing: bool) -> ChangeRound | Keep:
         """Whether the live round changes its size or its nodes now."""
         members, size = self._membership, len(self._membership.places)
@@ -134,3 +160,9 @@ class Formation:
     def resize_deadlines(self, now: float) -> list[float]:
         settled = [since + SETTLE_TIMEOUT_S for since in islice(self._membership.waiting.values(), 1)]
         return settled + self._membership.assess_degraded().next_after(now)
+
+
+def _names(nodes: Collection[str]) -> str:
+    """The first names, in parentheses."""
+    more = len(nodes) - MAX_NAMED
+    return f" ({', '.join((*islice(nodes, MAX_NAMED), *((f'{more} more',) if more > 0 else ())))})" if nodes else ""

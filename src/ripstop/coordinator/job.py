@@ -168,6 +168,10 @@ class Job:
             replication=self.replication.status(now),
         )
 
+    def wait_text(self, now: float) -> str:
+        """What the job waits for, if it has no round."""
+        return self.formation.wait_text(self.phase_since, now) if self.phase is Phase.GATHERING else ""
+
     def _node_status(self, name: str, node: Node) -> NodeStatus:
         place = self.places.get(name) if self.phase in (Phase.RUNNING, Phase.CLOSING) else None
         state = (

@@ -1,0 +1,97 @@
+"""What this node does now, as one line for people: what it waits for, since when, and what ends the wait.  Pure."""
+
+from collections.abc import Mapping
+from enum import Enum
+
+from msgspec import Struct
+
+from ripstop.diagnostics.progress import WorkerProgress
+
+FIRST_LINE_S = 30.0  # after which an activity is logged where there is no live line; then at twice the time
+MAX_INTERVAL_S = 600.0  # between two of these lines
+
+
+class ActivityKind(Enum):
+    """The kinds of activities, in the order in which a node usually has them."""
+
+    WARMING_UP = "warming up"
+    CONNECTING = "connecting"
+    UNHEALTHY = "unhealthy"
+    WAITING = "waiting"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    CLOSING = "closing"
+
+
+FIRST_LINES_S = {ActivityKind.WARMING_UP: 10.0, ActivityKind.STOPPING: 5.0}  # other kinds: FIRST_LINE_S
+
+
+class Activity(Struct, frozen=True):
+    """What this node does.  `detail` depends on the kind; `limit` is after how many seconds the wait is given up."""
+
+    kind: ActivityKind
+    detail: str = ""
+    limit: float | None = None
+    round: int = 0
+
+
+def describe(activity: Activity, seconds: float) -> str:
+    """The line of an activity that began so many seconds ago; empty if there is nothing to say."""
+    match activity:
+        case Activity(ActivityKind.WARMING_UP):
+            return f"warming up for {elapsed(seconds)}: importing the modules of the script"
+        case Activity(ActivityKind.CONNECTING, error, limit):
+            return f"waiting for the coordinator for {elapsed(seconds)}{_at_most(limit)}" + (
+                f": {error}" if error else ""
+            )
+        case Activity(ActivityKind.UNHEALTHY, problems, limit):
+            return f"waiting for {elapsed(seconds)}{_at_most(limit)}, because this node is unhealthy: {problems}"
+        case Activity(ActivityKind.WAITING, who):
+            return f"waiting for {elapsed(seconds)}: {who}" if who else f"waiting for {elapsed(seconds)} for a round"
+        case Activity(ActivityKind.TRAINING, progress, _, round):
+            return f"round {round} for {elapsed(seconds)}: {progress}" if progress else ""
+        case Activity(ActivityKind.STOPPING, who, limit):
+            killed = f", SIGKILL after {elapsed(limit)}" if limit else ""
+            return f"stopping the workers for {elapsed(seconds)}{killed}: {who}"
+        case Activity(ActivityKind.CLOSING, why):
+            return f"the job is ending for {elapsed(seconds)}: {why}"
+    return ""
+
+
+def _at_most(limit: float | None) -> str:
+    return f" of at most {elapsed(limit)}" if limit is not None else ""
+
+
+def next_line_after(kind: ActivityKind, seconds: float) -> float:
+    """When an activity is logged next: after how many seconds of it, if so many have passed."""
+    due = FIRST_LINES_S.get(kind, FIRST_LINE_S)
+    while due <= seconds:
+        due = min(2 * due, due + MAX_INTERVAL_S)
+    return due
+
+
+def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
+    """The steps of this node's workers; empty if they report none."""
+    steps = [worker for worker in workers.values() if worker.step is not None]
+    if not steps:
+        return ""
+    slowest = min(steps, key=lambda worker: worker.step or 0)
+    rates = [worker.rate for worker in steps if worker.rate]
+    parts = [f"step {slowest.step}"]
+    if rates:
+        rate = sum(rates) / len(rates)
+        parts.append(f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step")
+    ages = [worker.commit_age for worker in steps if worker.commit_age is not None]
+    if ages:
+        parts.append(f"last commit {elapsed(max(ages))} ago")
+    silent = max(worker.step_age or 0.0 for worker in steps)
+    if silent > max(10.0, 10 / (min(rates) if rates else 1.0)):
+        parts.append(f"no step for {elapsed(silent)}")
+    return ", ".join(parts)
+
+
+def elapsed(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `1 h 12 min`."""
+    from ripstop.report.formats import duration  # imports datetime
+
+    return duration(int(seconds)) if seconds >= 10 else f"{int(seconds)} s"
