@@ -41,9 +41,8 @@ def describe(activity: Activity, seconds: float) -> str:
         case Activity(ActivityKind.WARMING_UP):
             return f"warming up for {elapsed(seconds)}: importing the modules of the script"
         case Activity(ActivityKind.CONNECTING, error, limit):
-            return f"waiting for the coordinator for {elapsed(seconds)}{_at_most(limit)}" + (
-                f": {error}" if error else ""
-            )
+            why = f": {error}" if error else ""
+            return f"waiting for the coordinator for {elapsed(seconds)}{_at_most(limit)}{why}"
         case Activity(ActivityKind.UNHEALTHY, problems, limit):
             return f"waiting for {elapsed(seconds)}{_at_most(limit)}, because this node is unhealthy: {problems}"
         case Activity(ActivityKind.WAITING, who):

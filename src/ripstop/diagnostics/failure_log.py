@@ -1,4 +1,4 @@
-"""Why a round failed, for the log of the coordinator's node: the root cause with its traceback, as a short block.  Pure.
+"""Why a round failed, for the log of the coordinator's node: the root cause with its traceback, in short.  Pure.
 
 A job that fails prints its report; this is for the failures that it survives.
 """
