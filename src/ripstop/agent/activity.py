@@ -53,7 +53,7 @@ def describe(activity: Activity, seconds: float) -> str:
             killed = f", SIGKILL after {elapsed(limit)}" if limit else ""
             return f"stopping the workers for {elapsed(seconds)}{killed}: {who}"
         case Activity(ActivityKind.CLOSING, why):
-            return f"the job is ending for {elapsed(seconds)}: {why}"
+            return f"the job ends: {elapsed(seconds)}, {why}"
     return ""
 
 
