@@ -187,9 +187,8 @@ def test_debugging_shows_every_event(job: Job) -> None:
 @pytest.mark.long
 def test_a_wait_is_a_plain_line_now_and_then(job: Job) -> None:
     agent = job.ripstop(*map(str, two_nodes(job, REPORTING)))
-    agent.wait_for_log(
-        r"I waiting for 30 s: 1 of at least 2 nodes ready \(\S+\); 1 missing; the job fails in 5\d\d s\n"
-    )
+    who = r"1 of at least 2 nodes ready \(\S+\); 1 missing; the job fails in 5\d\d s"
+    agent.wait_for_log(rf" I waiting for 30 s: {who}\n")
     assert "\x1b" not in agent.err and "\r" not in agent.err
 
 

@@ -198,7 +198,7 @@ class Agent:
         if problems := self._problem_texts():
             limit = None if self.passed_health_check else timing.join
             return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
-        return Activity(ActivityKind.WAITING, self._notice)
+        return Activity(ActivityKind.WAITING, self._notice and f"the coordinator's last message: {self._notice}")
 
     def _coordinator_timeout(self) -> float:
         timing = self._settings.timing

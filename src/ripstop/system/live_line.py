@@ -60,8 +60,6 @@ class LiveLine:
     async def hide(self) -> None:
         """Return when the line is erased, or the terminal is stopped."""
         self._text = ""
-        if not (self._is_drawn or self._is_requested):
-            return
         loop = asyncio.get_running_loop()
         erased: asyncio.Future[None] = loop.create_future()
         self._on_drawn.append(lambda: loop.call_soon_threadsafe(settle, erased, None))
@@ -71,18 +69,19 @@ class LiveLine:
     def write(self, data: bytes) -> None:
         """Write whole lines to stderr; called in any thread."""
         with self._lock:
-            _write(self._erasure() + data + self._drawing())
+            write_stderr(self._erasure() + data + self._drawing())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let the caller write whole lines to the terminal; in any thread."""
         with self._lock:
-            if self._is_drawn:
-                _write(ERASE)
+            with suppress(OSError):  # the terminal is gone
+                if self._is_drawn:
+                    write_stderr(ERASE)
                 self._is_drawn = False
             yield
-            if self._text:
-                _write(self._drawing())
+            with suppress(OSError):
+                write_stderr(self._drawing())
 
     def close(self) -> None:
         self._text = ""
@@ -99,7 +98,7 @@ class LiveLine:
         waiting, self._on_drawn = self._on_drawn, []
         with self._lock, suppress(OSError):  # the terminal is gone
             if self._text or self._is_drawn:
-                _write(self._erasure() + self._drawing())
+                write_stderr(self._erasure() + self._drawing())
         for call in waiting:
             with suppress(RuntimeError):  # the loop is closed
                 call()
@@ -161,6 +160,6 @@ def _is_pipe(fd: int) -> bool:
     return S_ISFIFO(mode) or S_ISSOCK(mode)
 
 
-def _write(data: bytes) -> None:
+def write_stderr(data: bytes) -> None:
     while data:
         data = data[os.write(2, data) :]

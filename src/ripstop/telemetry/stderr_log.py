@@ -5,14 +5,13 @@ that text from other processes cannot forge a line.
 """
 
 import logging
-import os
 import time
 
 from ripstop.model.config import LogFormat
 from ripstop.model.events import EventRecord, kind, log_line, to_dict
 from ripstop.model.text_formatting import ascii_json, clean, one_line
 from ripstop.system.background_writer import BackgroundWriter
-from ripstop.system.live_line import DIM, RESET, LiveLine
+from ripstop.system.live_line import DIM, RESET, LiveLine, write_stderr
 
 FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
 COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
@@ -26,7 +25,7 @@ class StderrHandler(logging.Handler):
         self.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
         self._form = form
         self._colors = colors
-        self._writer = BackgroundWriter("log", live.write if live else _write, lost=self._dropped_lines)
+        self._writer = BackgroundWriter("log", live.write if live else write_stderr, lost=self._dropped_lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._writer.put(self._line(record))
@@ -78,8 +77,3 @@ def json_line(record: logging.LogRecord) -> str:
     if isinstance(event, EventRecord):
         fields["event"] = to_dict(event)
     return ascii_json(fields)
-
-
-def _write(data: bytes) -> None:
-    while data:
-        data = data[os.write(2, data) :]
