@@ -95,7 +95,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         _write_termination_message(config.termination_log, end, printer)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
-        printer.print("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
+        printer.line("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
         _wait_for_signal(config.signals)
     return end.code
 
@@ -160,7 +160,7 @@ async def run_agent(
             access = await _host_coordinator(parts, config, node, directory, bound)
         else:
             access = _connect_to_coordinator(parts, config, node)
-        describe_wait = access.coordinator.wait_text if access.coordinator is not None else str
+        describe_wait: Callable[[], str] = access.coordinator.wait_text if access.coordinator is not None else str
         driver = Driver(
             config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
         )
@@ -260,7 +260,7 @@ def coordinate(config: CoordinatorConfig) -> int:
     printer = _Printer("coordinator", config.own_log)
     if isinstance(end, JobReport):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
-        printer.print_report(end, level)
+        printer.report(end, level)
     if directory is not None:
         _write_job_report(directory, printer)
     if isinstance(end, int):
@@ -503,7 +503,7 @@ class _Printer(Struct, frozen=True):
     command: str
     settings: OwnLog
 
-    def print(self, text: str, level: int, plain: str = "") -> None:
+    def line(self, text: str, level: int, plain: str = "") -> None:
         """Print a line; `plain` replaces it in text that people read."""
         if level < LEVELS[self.settings.level]:
             return
@@ -512,12 +512,12 @@ class _Printer(Struct, frozen=True):
             plain = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
         print(plain or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)
 
-    def print_report(self, report: JobReport, level: int = logging.ERROR) -> None:
+    def report(self, report: JobReport, level: int = logging.ERROR) -> None:
         text = render(report).rstrip("\n")
         plain = text
         if level >= logging.ERROR and has_colors(os.environ):
             plain = re.sub(r"^(job .*|root cause: .*)$", "\x1b[1;31m\\1\x1b[0m", text, flags=re.MULTILINE)
-        self.print(text, level, plain)
+        self.line(text, level, plain)
 
 
 def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) -> None:
@@ -529,16 +529,16 @@ def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) ->
     if end.report is not None:
         if printer.settings.format is LogFormat.TEXT:
             print(file=sys.stderr)
-        printer.print_report(_without_deleted_files(end.report, directory))
+        printer.report(_without_deleted_files(end.report, directory))
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
                 replace_file(path, to_json(end.report))
             except OSError as error:
                 result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
-            printer.print(f"report: {result}", logging.ERROR, f"report: {result}")
+            printer.line(f"report: {result}", logging.ERROR, f"report: {result}")
     elif end.code < 128:
-        printer.print(f"error: {one_line(end.why)}", logging.ERROR)
+        printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
 def _write_job_report(directory: LogDirectory, printer: _Printer) -> None:
@@ -549,11 +549,11 @@ def _write_job_report(directory: LogDirectory, printer: _Printer) -> None:
 
     def warn(text: str) -> None:
         if _is_console_read():
-            printer.print(f"warning: {text}", logging.WARNING)
+            printer.line(f"warning: {text}", logging.WARNING)
 
     page = write_report(directory.path, warn)
     if page is not None and _is_console_read():
-        printer.print(f"job report: {page}", logging.INFO, f"job report: {page}")
+        printer.line(f"job report: {page}", logging.INFO, f"job report: {page}")
 
 
 def _is_console_read() -> bool:
@@ -586,7 +586,7 @@ def _write_termination_message(file: Path, end: ExitAgent, printer: _Printer) ->
         file.write_text(termination_message(end.why, end.report))
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); choose another file"
-        printer.print(f"RIPSTOP_TERMINATION_LOG={file}: {problem}", logging.WARNING)
+        printer.line(f"RIPSTOP_TERMINATION_LOG={file}: {problem}", logging.WARNING)
 
 
 def _wait_for_signal(names: Sequence[str]) -> None:
