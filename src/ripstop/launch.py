@@ -36,10 +36,8 @@ from ripstop.model.config import (
     CoordinatorConfig,
     Executable,
     LogFormat,
-    LogLevel,
     Logs,
     Module,
-    OwnLog,
     QuarantineLimits,
     RunConfig,
     Script,
@@ -53,7 +51,7 @@ from ripstop.protocol import secret
 from ripstop.system.live_line import LiveLine, can_show, has_colors
 from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.stderr_log import StderrHandler, json_line
+from ripstop.telemetry.stderr_log import Printer, log_to_stderr
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
@@ -78,7 +76,7 @@ SECRET_VARIABLES = (
 def run(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
     live = _live_line(config)
-    with _log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
+    with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)
@@ -88,7 +86,7 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         end = _run_with_workers(config, directory, link, live)
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
-    printer = _Printer("run", config.own_log)
+    printer = Printer("run", config.own_log)
     _print_result(end, directory, printer)
     _write_job_report(directory, printer)
     if config.termination_log is not None:
@@ -251,16 +249,16 @@ def _elect_coordinator(
 
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator without workers."""
-    with _log_to_stderr(config.own_log, config.notes, with_coordinator=True):
+    with log_to_stderr(config.own_log, config.notes, with_coordinator=True):
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
-    printer = _Printer("coordinator", config.own_log)
+    printer = Printer("coordinator", config.own_log)
     if isinstance(end, JobReport):
         level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
-        printer.report(end, level)
+        _print_report(end, printer, level)
     if directory is not None:
         _write_job_report(directory, printer)
     if isinstance(end, int):
@@ -459,14 +457,6 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
 # output to the user ---------------------------------------------------------------------------------------------------
 
 
-LEVELS = {
-    LogLevel.DEBUG: logging.DEBUG,
-    LogLevel.INFO: logging.INFO,
-    LogLevel.WARNING: logging.WARNING,
-    LogLevel.ERROR: logging.ERROR,
-}
-
-
 def _live_line(config: RunConfig) -> LiveLine | None:
     """The live line of this terminal; None if there is none, or other processes of the job write to it."""
     is_shared = config.event_handler or config.standby.count or config.logs.specs
@@ -474,53 +464,14 @@ def _live_line(config: RunConfig) -> LiveLine | None:
     return LiveLine(colors=has_colors(os.environ)) if is_shown and can_show(os.environ) else None
 
 
-@contextmanager
-def _log_to_stderr(
-    settings: OwnLog, notes: tuple[str, ...], *, with_coordinator: bool, live: LiveLine | None = None
-) -> Iterator[None]:
-    """Log to stderr.  The coordinator of a single node logs only warnings, because the agent logs the same events."""
-    handler = StderrHandler(settings.format, colors=has_colors(os.environ), live=live)
-    level = LEVELS[settings.level]
-    log.addHandler(handler)
-    log.setLevel(level)
-    log.propagate = False
-    is_repeated = not with_coordinator and level == logging.INFO
-    logging.getLogger("ripstop.coordinator").setLevel(logging.WARNING if is_repeated else level)
-    for note in notes:
-        log.warning("%s", note)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-        if live is not None:
-            live.close()
+def _print_report(report: JobReport, printer: Printer, level: int = logging.ERROR) -> None:
+    text = shown = render(report).rstrip("\n")
+    if level >= logging.ERROR and has_colors(os.environ):
+        shown = re.sub(r"^(job .*|root cause: .*)$", "\x1b[1;31m\\1\x1b[0m", text, flags=re.MULTILINE)
+    printer.line(text, level, shown)
 
 
-class _Printer(Struct, frozen=True):
-    """Prints what follows the log, in the form of the log: the result of `ripstop COMMAND`."""
-
-    command: str
-    settings: OwnLog
-
-    def line(self, text: str, level: int, plain: str = "") -> None:
-        """Print a line; `plain` replaces it in text that people read."""
-        if level < LEVELS[self.settings.level]:
-            return
-        if self.settings.format is LogFormat.JSON:
-            kind = {"levelno": level, "levelname": logging.getLevelName(level)}
-            plain = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
-        print(plain or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)
-
-    def report(self, report: JobReport, level: int = logging.ERROR) -> None:
-        text = render(report).rstrip("\n")
-        plain = text
-        if level >= logging.ERROR and has_colors(os.environ):
-            plain = re.sub(r"^(job .*|root cause: .*)$", "\x1b[1;31m\\1\x1b[0m", text, flags=re.MULTILINE)
-        self.line(text, level, plain)
-
-
-def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) -> None:
+def _print_result(end: ExitAgent, directory: LogDirectory, printer: Printer) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
@@ -529,7 +480,7 @@ def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) ->
     if end.report is not None:
         if printer.settings.format is LogFormat.TEXT:
             print(file=sys.stderr)
-        printer.report(_without_deleted_files(end.report, directory))
+        _print_report(_without_deleted_files(end.report, directory), printer)
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
@@ -541,7 +492,7 @@ def _print_result(end: ExitAgent, directory: LogDirectory, printer: _Printer) ->
         printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def _write_job_report(directory: LogDirectory, printer: _Printer) -> None:
+def _write_job_report(directory: LogDirectory, printer: Printer) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
@@ -579,7 +530,7 @@ def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobRep
     return replace(report, failures=tuple(failures))
 
 
-def _write_termination_message(file: Path, end: ExitAgent, printer: _Printer) -> None:
+def _write_termination_message(file: Path, end: ExitAgent, printer: Printer) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:

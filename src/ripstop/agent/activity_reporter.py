@@ -17,7 +17,7 @@ LIVE_DELAY_S = 0.3  # an activity that is over sooner is not shown
 
 
 class ActivityReporter:
-    """`read` returns the activity, and whether the live line may be shown now."""
+    """`read` returns the activity, and whether the live line can show it now."""
 
     def __init__(self, read: Callable[[], tuple[Activity, bool]], live: LiveLine | None) -> None:
         self._read = read
@@ -33,13 +33,13 @@ class ActivityReporter:
         """Something has happened, or it is time for the next line."""
         if self._is_closed:
             return
-        activity, may_show = self._read()
+        activity, is_shown = self._read()
         now = self._loop.time()
         if (key := (activity.kind, activity.round)) != self._key:
             self._key, self._since, self._logged_after = key, now, 0.0
         seconds = now - self._since
         due = next_line_after(activity.kind, self._logged_after)
-        if self._live is not None and may_show:
+        if self._live is not None and is_shown:
             self._live.show(describe(activity, seconds) if seconds >= LIVE_DELAY_S else "")
             due = seconds + LIVE_INTERVAL_S - seconds % LIVE_INTERVAL_S if seconds >= LIVE_DELAY_S else LIVE_DELAY_S
         else:

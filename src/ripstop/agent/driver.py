@@ -144,18 +144,19 @@ class Driver:
         return self._machine.reason_not_ready()
 
     def _activity(self) -> tuple[Activity, bool]:
-        """What this node does, and whether no worker can write to the terminal now."""
+        """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
         activity = self._machine.activity()
+        is_shown = self._console.live is not None and not self._runner.workers_have_terminal
         match activity.kind:
             case ActivityKind.CONNECTING:
                 activity = replace(activity, detail=self._link.disconnect_reason or activity.detail)
             case ActivityKind.WAITING:
                 activity = replace(activity, detail=self._describe_wait() or activity.detail)
-            case ActivityKind.TRAINING:
+            case ActivityKind.TRAINING if is_shown or (self._machine.place and self._machine.place.group_rank == 0):
                 activity = replace(activity, detail=self._runner.progress_text())
             case ActivityKind.STOPPING:
                 activity = replace(activity, detail=self._runner.still_running_text())
-        return activity, not self._runner.workers_have_terminal
+        return activity, is_shown
 
     # inputs -----------------------------------------------------------------------------------------------------------
 

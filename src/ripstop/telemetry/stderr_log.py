@@ -5,16 +5,28 @@ that text from other processes cannot forge a line.
 """
 
 import logging
+import os
+import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from ripstop.model.config import LogFormat
+from msgspec import Struct
+
+from ripstop.model.config import LogFormat, LogLevel, OwnLog
 from ripstop.model.events import EventRecord, kind, log_line, to_dict
 from ripstop.model.text_formatting import ascii_json, clean, one_line
 from ripstop.system.background_writer import BackgroundWriter
-from ripstop.system.live_line import DIM, RESET, LiveLine, write_stderr
+from ripstop.system.live_line import DIM, RESET, LiveLine, has_colors, write_stderr
 
 FORMAT = "[ripstop] %(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
 COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+LEVELS = {
+    LogLevel.DEBUG: logging.DEBUG,
+    LogLevel.INFO: logging.INFO,
+    LogLevel.WARNING: logging.WARNING,
+    LogLevel.ERROR: logging.ERROR,
+}
 
 
 class StderrHandler(logging.Handler):
@@ -77,3 +89,42 @@ def json_line(record: logging.LogRecord) -> str:
     if isinstance(event, EventRecord):
         fields["event"] = to_dict(event)
     return ascii_json(fields)
+
+
+@contextmanager
+def log_to_stderr(
+    settings: OwnLog, notes: Iterable[str], *, with_coordinator: bool, live: LiveLine | None = None
+) -> Iterator[None]:
+    """Log to stderr.  The coordinator of a single node logs only warnings, because the agent logs the same events."""
+    log, level = logging.getLogger("ripstop"), LEVELS[settings.level]
+    handler = StderrHandler(settings.format, colors=has_colors(os.environ), live=live)
+    log.addHandler(handler)
+    log.setLevel(level)
+    log.propagate = False
+    is_repeated = not with_coordinator and level == logging.INFO
+    logging.getLogger("ripstop.coordinator").setLevel(logging.WARNING if is_repeated else level)
+    for note in notes:
+        log.warning("%s", note)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+        if live is not None:
+            live.close()
+
+
+class Printer(Struct, frozen=True):
+    """Prints what follows the log, in the form of the log: the result of `ripstop COMMAND`."""
+
+    command: str
+    settings: OwnLog
+
+    def line(self, text: str, level: int, shown: str = "") -> None:
+        """Print a line or a block; `shown` is its text for people, without it the line begins with the command."""
+        if level < LEVELS[self.settings.level]:
+            return
+        if self.settings.format is LogFormat.JSON:
+            kind = {"levelno": level, "levelname": logging.getLevelName(level)}
+            shown = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
+        print(shown or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)
