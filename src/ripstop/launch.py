@@ -80,9 +80,6 @@ def run(config: RunConfig, link: Link | None = None) -> int:
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)
-        nodes = f"{config.min_nodes}:{config.max_nodes}" if config.min_nodes < config.max_nodes else config.max_nodes
-        start = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
-        log.info(start, ripstop.__version__, config.run_id, nodes, config.slots, directory.path)
         end = _run_with_workers(config, directory, link, live)
         if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
             log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
@@ -113,7 +110,7 @@ def _run_with_workers(
         closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
         _torch_event_handler(config, environ, children) as sinks,
     ):
-        console = Console(live=live)
+        _log_start(config, directory)
         return asyncio.run(
             run_agent(
                 config,
@@ -124,7 +121,7 @@ def _run_with_workers(
                 sinks=sinks,
                 link=link,
                 probe_socket=probe_socket,
-                console=console,
+                console=Console(live=live),
             )
         )
 
@@ -455,6 +452,13 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
 
 
 # output to the user ---------------------------------------------------------------------------------------------------
+
+
+def _log_start(config: RunConfig, directory: LogDirectory) -> None:
+    least, most = config.min_nodes, config.max_nodes
+    text = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
+    nodes = f"{least}:{most}" if least < most else most
+    log.info(text, ripstop.__version__, config.run_id, nodes, config.slots, directory.path)
 
 
 def _live_line(config: RunConfig) -> LiveLine | None:
