@@ -64,9 +64,9 @@ def _at_most(limit: float | None) -> str:
 def next_line_after(kind: ActivityKind, seconds: float) -> float:
     """When an activity is logged next: after how many seconds of it, if so many have passed."""
     due = FIRST_LINES_S.get(kind, FIRST_LINE_S)
-    while due <= seconds:
-        due = min(2 * due, due + MAX_INTERVAL_S)
-    return due
+    while due <= seconds and due < MAX_INTERVAL_S:
+        due *= 2
+    return due if due > seconds else due + ((seconds - due) // MAX_INTERVAL_S + 1) * MAX_INTERVAL_S
 
 
 def progress_text(workers: Mapping[int, WorkerProgress]) -> str:
