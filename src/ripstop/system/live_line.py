@@ -48,7 +48,7 @@ class LiveLine:
         self._text = ""  # to show; empty: none
         self._is_drawn = False
         self._lock = threading.Lock()  # for the terminal
-        self._on_drawn: list[Callable[[], None]] = []
+        self._on_drawn: list[Callable[[], object]] = []
         self._thread = BackgroundWriter("live line", self._draw)
         self._is_requested = False  # that the thread draws
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from msgspec import Struct
 
@@ -77,7 +78,7 @@ def colored(line: str, level: int) -> str:
 
 def json_line(record: logging.LogRecord) -> str:
     """One object: time, level, logger, message, and the event that the line is about."""
-    fields = {
+    fields: dict[str, Any] = {
         "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z",
         "level": record.levelname.lower(),
         "logger": record.name,
