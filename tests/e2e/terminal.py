@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.harness import Job, wait_until
+from tests.e2e.harness import Job, alive, wait_until
 
 COLOR = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
 
@@ -42,7 +42,9 @@ class Screen:
         return wait_until(lambda: re.search(pattern, self.text()), why=lambda: f"never {pattern!r}:\n{self.text()}")
 
     def close(self) -> None:
+        pids = [int(pid) for pid in self._run("display-message", "-p", "-t", "job", "#{pid} #{pane_pid}").split()]
         self._run("kill-server")
+        wait_until(lambda: not any(map(alive, pids)) or None, 10)
 
 
 @contextmanager
