@@ -48,7 +48,7 @@ from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.model.text_formatting import clean, one_line
 from ripstop.protocol import secret
-from ripstop.system.live_line import LiveLine, can_show, has_colors
+from ripstop.system.live_line import LiveLine, can_show, has_colors, terminal_width
 from ripstop.system.safe_files import replace_file
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import Printer, log_to_stderr
@@ -61,6 +61,7 @@ from ripstop.workers.spawner import Spawner, Starter
 
 log = logging.getLogger("ripstop")
 
+REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 # workers do not get these
@@ -469,9 +470,10 @@ def _live_line(config: RunConfig) -> LiveLine | None:
 
 
 def _print_report(report: JobReport, printer: Printer, level: int = logging.ERROR) -> None:
-    text = shown = render(report).rstrip("\n")
+    """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
+    text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
     if level >= logging.ERROR and has_colors(os.environ):
-        shown = re.sub(r"^(job .*|root cause: .*)$", "\x1b[1;31m\\1\x1b[0m", text, flags=re.MULTILINE)
+        shown = re.sub(r"\A(?:.+\n?)+|^root cause: .*", "\x1b[1;31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
     printer.line(text, level, shown)
 
 

@@ -5,7 +5,7 @@ import pytest
 from ripstop.agent.activity import Activity, ActivityKind, describe, next_line_after, progress_text
 from ripstop.diagnostics.progress import Commits, WorkerProgress
 
-WHO = "1 of at least 2 nodes ready (a); 1 missing; the job fails in 588 s"
+WHO = "1 of at least 2 nodes ready, 1 missing; fails in 588 s; ready: a"
 
 
 @pytest.mark.parametrize(

@@ -107,26 +107,25 @@ class Formation:
         )
 
     def wait_text(self, gathering_since: float, now: float) -> str:
-        """Which nodes are ready and which are missing, and when the wait ends, for a person."""
-        members, least, ready = self._membership, self._settings.min_nodes, self._membership.ready_count()
-        has_quorum = ready >= least and self._quorum_since is not None
-        needed = self.target if has_quorum else least
+        """How many nodes are ready and missing, when the wait ends, and which nodes these are, for a person."""
+        members, settings, ready = self._membership, self._settings, self._membership.ready_count()
         unready = [name for name in members.members if name not in members.eligible]
-        parts = [f"{ready} of {'' if has_quorum else 'at least '}{needed} nodes ready{_names(members.eligible)}"]
-        if unready:
-            parts.append(f"{len(unready)} not ready{_names(unready)}")
-        if self._settings.fixed_ranks:
-            present = {member.node.requested_rank for member in members.members.values()}
-            absent = [rank for rank in range(self._settings.max_nodes) if rank not in present]
-            parts += [f"missing: node {rank_list(absent)}"] if absent else []
-        elif needed > len(members.members):
-            parts.append(f"{needed - len(members.members)} missing")
-        if has_quorum:
-            left = max(self._not_before, (self._quorum_since or now) + self._time_for_more()) - now
-            parts.append(f"the round starts in {max(0.0, left):.0f} s")
+        if ready >= settings.min_nodes and self._quorum_since is not None:
+            needed, least = self.target, ""
+            end, ends_at = "starts", max(self._not_before, self._quorum_since + self._time_for_more())
         else:
-            left = gathering_since + self._settings.timing.join - now
-            parts.append(f"the job fails in {max(0.0, left):.0f} s")
+            needed, least = settings.min_nodes, "at least "
+            end, ends_at = "fails", gathering_since + settings.timing.join
+        counts = [f"{ready} of {least}{needed} nodes ready", *([f"{len(unready)} not ready"] if unready else [])]
+        present = {member.node.requested_rank for member in members.members.values()}
+        if settings.fixed_ranks and len(present) < settings.max_nodes:
+            absent = [rank for rank in range(settings.max_nodes) if rank not in present]
+            counts.append(f"node {rank_list(absent)} missing")
+        elif needed > len(members.members):
+            counts.append(f"{needed - len(members.members)} missing")
+        parts = [", ".join(counts), f"{end} in {max(0.0, ends_at - now):.0f} s"]
+        for label, names in (("ready", members.eligible), ("not ready", unready)):
+            parts += [f"{label}: {_first_names(names)}"] if names else []
         return "; ".join(parts)
 
     def resize(self, now: float, *, is_finishing: bool) -> ChangeRound | Keep:
@@ -162,7 +161,6 @@ class Formation:
         return settled + self._membership.assess_degraded().next_after(now)
 
 
-def _names(nodes: Collection[str]) -> str:
-    """The first names, in parentheses."""
+def _first_names(nodes: Collection[str]) -> str:
     more = len(nodes) - MAX_NAMED
-    return f" ({', '.join((*islice(nodes, MAX_NAMED), *((f'{more} more',) if more > 0 else ())))})" if nodes else ""
+    return ", ".join((*islice(nodes, MAX_NAMED), *((f"{more} more",) if more > 0 else ())))

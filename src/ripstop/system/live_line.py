@@ -109,14 +109,14 @@ class LiveLine:
         As many spaces as the terminal is wide end a line that another process has begun.  At the start of a line, the
         cursor stays in this line, because a terminal wraps only before the next character.
         """
-        return ERASE if self._is_drawn else b" " * _width() + ERASE
+        return ERASE if self._is_drawn else b" " * terminal_width() + ERASE
 
     def _drawing(self) -> bytes:
         text = self._text if _is_foreground() else ""
         self._is_drawn = bool(text)
         if not text:
             return b""
-        line = cut(PREFIX + text, _width() - 1)
+        line = cut(PREFIX + text, terminal_width() - 1)
         return (f"{DIM}{line}{RESET}" if self._colors else line).encode("utf-8", "replace")
 
 
@@ -138,7 +138,8 @@ def _columns(character: str) -> int:
     return 2 if character >= "\u1100" and character not in "…–’" else 1
 
 
-def _width() -> int:
+def terminal_width() -> int:
+    """Of stderr."""
     try:
         return os.get_terminal_size(2).columns or DEFAULT_WIDTH
     except OSError:

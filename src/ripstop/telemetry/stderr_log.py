@@ -69,11 +69,11 @@ def log_event(log: logging.Logger, record: EventRecord, level: int = logging.INF
 
 
 def colored(line: str, level: int) -> str:
-    """A line of text with a dim time, and the colour of its level."""
-    start, mark, message = line.partition(f" {logging.getLevelName(level)[0]} ")
-    if not (color := COLORS.get(level)):
-        return f"{DIM}{start}{RESET}{mark}{message}"
-    return f"{DIM}{start}{RESET}{color}{mark}{message}{RESET}"
+    """A line of text with a dim time, and the colour of its level.  Further lines have no colour."""
+    first, newline, rest = line.partition("\n")
+    start, mark, message = first.partition(f" {logging.getLevelName(level)[0]} ")
+    color = COLORS.get(level, "")
+    return f"{DIM}{start}{RESET}{color}{mark}{message}{RESET if color else ''}{newline}{rest}"
 
 
 def json_line(record: logging.LogRecord) -> str:
