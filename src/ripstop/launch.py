@@ -473,7 +473,9 @@ def _print_report(report: JobReport, printer: Printer, level: int = logging.ERRO
     """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
     text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
     if level >= logging.ERROR and has_colors(os.environ):
-        shown = re.sub(r"\A(?:.+\n?)+|^root cause: .*", "\x1b[1;31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
+        outcome, blank, rest = text.partition("\n\n")
+        rest = re.sub(r"^root cause: .*", "\x1b[1;31m\\g<0>\x1b[0m", rest, flags=re.MULTILINE)
+        shown = f"\x1b[1;31m{outcome}\x1b[0m{blank}{rest}"
     printer.line(text, level, shown)
 
 

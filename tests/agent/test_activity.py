@@ -11,27 +11,24 @@ WHO = "1 of at least 2 nodes ready, 1 missing; fails in 588 s; ready: a"
 @pytest.mark.parametrize(
     ("activity", "seconds", "line"),
     [
-        (Activity(ActivityKind.WARMING_UP), 3.9, "warming up for 3 s: importing the modules of the script"),
+        (Activity(ActivityKind.WARMING_UP, "importing"), 3.9, "warming up, 3 s: importing"),
         (
             Activity(ActivityKind.CONNECTING, "node0:29400: connection refused", 600.0),
             75.0,
-            "waiting for the coordinator for 1 min 15 s of at most 10 min: node0:29400: connection refused",
+            "waiting for the coordinator, 1 min 15 s of 10 min: node0:29400: connection refused",
         ),
         (
             Activity(ActivityKind.UNHEALTHY, "nvlink 2 is down", 600.0),
             0.0,
-            "waiting for 0 s of at most 10 min, because this node is unhealthy: nvlink 2 is down",
+            "unhealthy, 0 s of 10 min: nvlink 2 is down",
         ),
-        (Activity(ActivityKind.WAITING, WHO), 12.0, f"waiting for 12 s: {WHO}"),
-        (Activity(ActivityKind.WAITING), 12.0, "waiting for 12 s for a round"),
-        (Activity(ActivityKind.TRAINING, "step 7", round=2), 4000.0, "round 2 for 1 h 6 min: step 7"),
-        (Activity(ActivityKind.TRAINING, round=2), 4000.0, ""),  # the script reports no steps
-        (
-            Activity(ActivityKind.STOPPING, "rank 3 of 4 workers still runs", 30.0),
-            8.0,
-            "stopping the workers for 8 s, SIGKILL after 30 s: rank 3 of 4 workers still runs",
-        ),
-        (Activity(ActivityKind.CLOSING, "other nodes still train"), 9.0, "the job ends: 9 s, other nodes still train"),
+        (Activity(ActivityKind.GATHERING, WHO), 12.0, f"waiting, 12 s: {WHO}"),
+        (Activity(ActivityKind.WAITING, "spare: all taken"), 12.0, "spare: all taken; 12 s so far"),
+        (Activity(ActivityKind.WAITING), 12.0, "without a place; 12 s so far"),
+        (Activity(ActivityKind.TRAINING, "step 7", round=2), 4000.0, "round 2, 1 h 6 min: step 7"),
+        (Activity(ActivityKind.TRAINING, round=2), 4000.0, ""),
+        (Activity(ActivityKind.STOPPING, "rank 3", 30.0, 1), 8.0, "stopping the workers, 8 s of 30 s: rank 3"),
+        (Activity(ActivityKind.CLOSING, "other nodes still train"), 9.0, "ending, 9 s: other nodes still train"),
     ],
 )
 def test_an_activity_is_one_line(activity: Activity, seconds: float, line: str) -> None:

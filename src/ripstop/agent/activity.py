@@ -12,22 +12,23 @@ MAX_INTERVAL_S = 600.0  # between two of these lines
 
 
 class ActivityKind(Enum):
-    """The kinds of activities, in the order in which a node usually has them."""
+    """The kinds of activities, as people read them."""
 
     WARMING_UP = "warming up"
-    CONNECTING = "connecting"
+    CONNECTING = "waiting for the coordinator"
     UNHEALTHY = "unhealthy"
-    WAITING = "waiting"
+    WAITING = "without a place"
+    GATHERING = "waiting"  # for nodes; the coordinator in this process says for which
     TRAINING = "training"
-    STOPPING = "stopping"
-    CLOSING = "closing"
+    STOPPING = "stopping the workers"
+    CLOSING = "ending"
 
 
 FIRST_LINES_S = {ActivityKind.WARMING_UP: 10.0, ActivityKind.STOPPING: 5.0}  # other kinds: FIRST_LINE_S
 
 
 class Activity(Struct, frozen=True):
-    """What this node does.  `detail` depends on the kind; `limit` is after how many seconds the wait is given up."""
+    """What this node does.  `limit` is after how many seconds it ends by itself."""
 
     kind: ActivityKind
     detail: str = ""
@@ -37,28 +38,14 @@ class Activity(Struct, frozen=True):
 
 def describe(activity: Activity, seconds: float) -> str:
     """The line of an activity that began so many seconds ago; empty if there is nothing to say."""
-    match activity:
-        case Activity(ActivityKind.WARMING_UP):
-            return f"warming up for {elapsed(seconds)}: importing the modules of the script"
-        case Activity(ActivityKind.CONNECTING, error, limit):
-            why = f": {error}" if error else ""
-            return f"waiting for the coordinator for {elapsed(seconds)}{_at_most(limit)}{why}"
-        case Activity(ActivityKind.UNHEALTHY, problems, limit):
-            return f"waiting for {elapsed(seconds)}{_at_most(limit)}, because this node is unhealthy: {problems}"
-        case Activity(ActivityKind.WAITING, who):
-            return f"waiting for {elapsed(seconds)}: {who}" if who else f"waiting for {elapsed(seconds)} for a round"
-        case Activity(ActivityKind.TRAINING, progress, _, round):
-            return f"round {round} for {elapsed(seconds)}: {progress}" if progress else ""
-        case Activity(ActivityKind.STOPPING, who, limit):
-            killed = f", SIGKILL after {elapsed(limit)}" if limit else ""
-            return f"stopping the workers for {elapsed(seconds)}{killed}: {who}"
-        case Activity(ActivityKind.CLOSING, why):
-            return f"the job ends: {elapsed(seconds)}, {why}"
-    return ""
-
-
-def _at_most(limit: float | None) -> str:
-    return f" of at most {elapsed(limit)}" if limit is not None else ""
+    kind, detail = activity.kind, activity.detail
+    time = elapsed(seconds) + (f" of {elapsed(activity.limit)}" if activity.limit is not None else "")
+    match kind:
+        case ActivityKind.TRAINING:
+            return f"round {activity.round}, {time}: {detail}" if detail else ""  # the script reports no steps
+        case ActivityKind.WAITING:
+            return f"{detail or kind.value}; {time} so far"  # the coordinator's message
+    return f"{kind.value}, {time}" + (f": {detail}" if detail else "")
 
 
 def next_line_after(kind: ActivityKind, seconds: float) -> float:

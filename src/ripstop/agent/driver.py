@@ -150,8 +150,8 @@ class Driver:
         match activity.kind:
             case ActivityKind.CONNECTING:
                 activity = replace(activity, detail=self._link.disconnect_reason or activity.detail)
-            case ActivityKind.WAITING:
-                activity = replace(activity, detail=self._describe_wait() or activity.detail)
+            case ActivityKind.WAITING if text := self._describe_wait():
+                activity = Activity(ActivityKind.GATHERING, text)
             case ActivityKind.TRAINING if is_shown or (self._machine.place and self._machine.place.group_rank == 0):
                 activity = replace(activity, detail=self._runner.progress_text())
             case ActivityKind.STOPPING:

@@ -192,13 +192,13 @@ class Agent:
         if self._is_leaving() or self.state is WorkersState.OVER:
             return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
         if not self._is_warm:
-            return Activity(ActivityKind.WARMING_UP)
+            return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
         if not self._is_connected:
             return Activity(ActivityKind.CONNECTING, self._connection_error, self._coordinator_timeout())
         if problems := self._problem_texts():
             limit = None if self.passed_health_check else timing.join
             return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
-        return Activity(ActivityKind.WAITING, self._notice and f"the coordinator's last message: {self._notice}")
+        return Activity(ActivityKind.WAITING, self._notice)
 
     def _coordinator_timeout(self) -> float:
         timing = self._settings.timing

@@ -114,7 +114,7 @@ class Formation:
             needed, least = self.target, ""
             end, ends_at = "starts", max(self._not_before, self._quorum_since + self._time_for_more())
         else:
-            needed, least = settings.min_nodes, "at least "
+            needed, least = settings.min_nodes, "at least " if settings.min_nodes < settings.max_nodes else ""
             end, ends_at = "fails", gathering_since + settings.timing.join
         counts = [f"{ready} of {least}{needed} nodes ready", *([f"{len(unready)} not ready"] if unready else [])]
         present = {member.node.requested_rank for member in members.members.values()}

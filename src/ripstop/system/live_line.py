@@ -20,6 +20,7 @@ from ripstop.system.blocking_calls import settle
 
 HIDE_TIMEOUT_S = 1.0  # for a stopped terminal
 DEFAULT_WIDTH = 80
+MARGIN = 4  # columns that stay free: the terminal shows a pressed Ctrl-C there
 ERASE = b"\r\x1b[K"
 PREFIX = "[ripstop] "
 DIM, RESET = "\x1b[2m", "\x1b[0m"
@@ -116,7 +117,7 @@ class LiveLine:
         self._is_drawn = bool(text)
         if not text:
             return b""
-        line = cut(PREFIX + text, terminal_width() - 1)
+        line = cut(PREFIX + text, terminal_width() - MARGIN)
         return (f"{DIM}{line}{RESET}" if self._colors else line).encode("utf-8", "replace")
 
 
