@@ -265,7 +265,7 @@ def test_a_wait_names_who_is_there_who_is_missing_and_what_ends_it() -> None:
 def test_with_fixed_ranks_a_wait_names_the_missing_ones() -> None:
     job = new_job(4, 4, fixed=True)
     receive(job, "b", replace(join(job, "b"), node=node("b", requested_rank=1)), 0.0)
-    assert job.wait_text(0.0) == "1 of 4 nodes ready, node ranks 0,2,3 missing; fails in 60 s; ready: b"
+    assert job.wait_text(0.0) == "1 of 4 nodes ready, nodes 0,2,3 missing; fails in 60 s; ready: b"
 
 
 def test_the_last_call_restarts_when_the_minimum_is_ready_again() -> None:

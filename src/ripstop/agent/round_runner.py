@@ -179,7 +179,7 @@ class RoundRunner:
         ranks = [round.place.first_rank + r for r in range(round.place.slots) if r not in round.exits.exited]
         if not ranks:
             return "the workers have exited, their child processes have not"
-        return f"{rank_list(ranks)} of {round.place.slots} workers still {'run' if ranks[1:] else 'runs'}"
+        return f"{rank_list(ranks)} still {'run' if ranks[1:] else 'runs'}"
 
     async def stop_all(self) -> None:
         """Kill the workers and close every socket and pipe, however the agent ends."""

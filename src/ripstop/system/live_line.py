@@ -20,7 +20,7 @@ from ripstop.system.blocking_calls import settle
 
 HIDE_TIMEOUT_S = 1.0  # for a stopped terminal
 DEFAULT_WIDTH = 80
-MARGIN = 4  # columns that stay free: the terminal shows a pressed Ctrl-C there
+MARGIN = 3  # columns that stay free: the terminal shows a pressed Ctrl-C there
 ERASE = b"\r\x1b[K"
 PREFIX = "[ripstop] "
 DIM, RESET = "\x1b[2m", "\x1b[0m"
