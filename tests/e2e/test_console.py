@@ -92,7 +92,7 @@ def test_a_failed_job_ends_with_its_report_in_colour(job: Job) -> None:
     command = ripstop("run", f"--log-dir={job.logs}", "--rdzv-id=e2e", script(job, FAILING))
     with terminal(job, command, 120, 50) as screen:
         screen.shows("exit code 1")
-        assert re.search(r"\x1b\[[\d;]*31mroot cause: rank 0 on ", screen.text("-e"))
+        assert re.search(r"\x1b\[[\d;]*31mjob e2e failed (?:.*\n)+root cause: rank 0 on ", screen.text("-e"))
         last = [line for line in screen.lines() if line][-3:]
         assert last[0] == f"report: {job.logs}/e2e/report.json"
         assert last[1:] == [f"job report: {job.logs}/e2e/job-report.html", "exit code 1"]
