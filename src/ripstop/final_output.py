@@ -1,5 +1,9 @@
 """What a process prints and writes when its job is over: the result, the reports, and the termination message."""
 
+import logging
+import os
+import re
+import select
 import sys
 from pathlib import Path
 
@@ -8,52 +12,69 @@ from msgspec.structs import replace
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.diagnostics.failure_report import render, to_json
 from ripstop.logs.directory import LogDirectory
+from ripstop.model.config import LogFormat
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Outcome
 from ripstop.model.text_formatting import clean, one_line
+from ripstop.system.live_line import has_colors, terminal_width
 from ripstop.system.safe_files import replace_file
+from ripstop.telemetry.stderr_log import Printer
 
+REPORT_WIDTH = 100
 CONSOLE_TIMEOUT_MS = 1000  # for a console that is slow to read
 
 
-def print_result(end: ExitAgent, directory: LogDirectory) -> None:
+def print_report(report: JobReport, printer: Printer, level: int = logging.ERROR) -> None:
+    """At a terminal, in its width, and the outcome and the root cause of a failure in red."""
+    text = shown = render(report, min(REPORT_WIDTH, terminal_width() if os.isatty(2) else REPORT_WIDTH)).rstrip("\n")
+    if level >= logging.ERROR and has_colors(os.environ):
+        outcome, blank, rest = text.partition("\n\n")
+        rest = re.sub(r"^root cause: .*", "\x1b[1;31m\\g<0>\x1b[0m", rest, flags=re.MULTILINE)
+        shown = f"\x1b[1;31m{outcome}\x1b[0m{blank}{rest}"
+    printer.line(text, level, shown)
+
+
+def print_result(end: ExitAgent, directory: LogDirectory, printer: Printer) -> None:
     """Print the report or the error of an unsuccessful end, and save the report beside the logs."""
     has_succeeded = end.report is not None and end.report.outcome is Outcome.SUCCEEDED
     directory.tidy(succeeded=has_succeeded)
     if has_succeeded:
         return
     if end.report is not None:
-        print(f"\n{render(_without_deleted_files(end.report, directory))}", end="", file=sys.stderr)
+        if printer.settings.format is LogFormat.TEXT:
+            print(file=sys.stderr)
+        print_report(_without_deleted_files(end.report, directory), printer)
         if directory.kept:
             result = str(path := directory.path / "report.json")
             try:
                 replace_file(path, to_json(end.report))
             except OSError as error:
                 result += f" cannot be written ({error.strerror}); choose another directory with --log-dir"
-            print(f"report: {result}", file=sys.stderr)
+            printer.line(f"report: {result}", logging.ERROR, f"report: {result}")
     elif end.code < 128:
-        print(f"ripstop run: error: {one_line(end.why)}", file=sys.stderr)
+        printer.line(f"error: {one_line(end.why)}", logging.ERROR)
 
 
-def write_job_report(directory: LogDirectory, command: str) -> None:
+def write_job_report(directory: LogDirectory, printer: Printer) -> None:
     """On the coordinator's node: write the report of the whole job beside its events, and print its path."""
     if not directory.has_job_events or not directory.kept:
         return
     from ripstop.report.files import write_report
 
-    page = write_report(directory.path, lambda text: _print_if_read(f"ripstop {command}: warning: {text}"))
-    if page is not None:
-        _print_if_read(f"job report: {page}")
+    def warn(text: str) -> None:
+        if _is_console_read():
+            printer.line(f"warning: {text}", logging.WARNING)
+
+    page = write_report(directory.path, warn)
+    if page is not None and _is_console_read():
+        printer.line(f"job report: {page}", logging.INFO, f"job report: {page}")
 
 
-def _print_if_read(line: str) -> None:
-    """Print one line, unless the console is not being read: that must not delay the exit."""
-    import select
-
+def _is_console_read() -> bool:
+    """False if the console is not being read: that must not delay the exit."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    if any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS)):
-        print(line, file=sys.stderr)
+    return any(mask & select.POLLOUT for _, mask in poll.poll(CONSOLE_TIMEOUT_MS))
 
 
 def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobReport:
@@ -70,11 +91,11 @@ def _without_deleted_files(report: JobReport, directory: LogDirectory) -> JobRep
     return replace(report, failures=tuple(failures))
 
 
-def write_termination_message(file: Path, end: ExitAgent) -> None:
+def write_termination_message(file: Path, end: ExitAgent, printer: Printer) -> None:
     from ripstop.api.termination_message import termination_message
 
     try:
         file.write_text(termination_message(end.why, end.report))
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); choose another file"
-        print(f"ripstop run: RIPSTOP_TERMINATION_LOG={file}: {problem}", file=sys.stderr)
+        printer.line(f"RIPSTOP_TERMINATION_LOG={file}: {problem}", logging.WARNING)

@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from typing import Any
@@ -18,20 +17,22 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+import ripstop
 from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
 from ripstop.coordinator.coordinator import Coordinator
 from ripstop.coordinator.job_types import JobSettings
-from ripstop.diagnostics.failure_report import render
-from ripstop.final_output import print_result, write_job_report, write_termination_message
+from ripstop.diagnostics.failure_log import FailureLog
+from ripstop.final_output import print_report, print_result, write_job_report, write_termination_message
 from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import (
     Backend,
     CoordinatorConfig,
     Executable,
+    LogFormat,
     Logs,
     Module,
     QuarantineLimits,
@@ -43,8 +44,9 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
+from ripstop.system.live_line import LiveLine, can_show, has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
-from ripstop.telemetry.stderr_log import StderrHandler
+from ripstop.telemetry.stderr_log import Printer, log_to_stderr
 from ripstop.transport.endpoint import Bound, bind
 from ripstop.transport.link import InProcessLink, Link
 from ripstop.workers.environment import shared_environment
@@ -66,22 +68,29 @@ SECRET_VARIABLES = (
 
 def run(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
-    with _log_to_stderr(config.notes, with_coordinator=config.backend is not Backend.LOCAL):
+    live = _live_line(config)
+    with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)
-        end = _run_with_workers(config, directory, link)
-    print_result(end, directory)
-    write_job_report(directory, "run")
+        end = _run_with_workers(config, directory, link, live)
+        if (report := end.report) is not None and report.outcome is Outcome.SUCCEEDED:
+            log.info("job=%s succeeded rounds=%d restarts=%d", report.run_id, report.rounds, report.restarts)
+    printer = Printer("run", config.own_log)
+    print_result(end, directory, printer)
+    write_job_report(directory, printer)
     if config.termination_log is not None:
-        write_termination_message(config.termination_log, end)
+        write_termination_message(config.termination_log, end, printer)
     is_job_over = end.report is not None or end.code == 0  # otherwise a new agent may succeed
     if config.linger and is_job_over and end.code < 128:
+        printer.line("the job is over; waiting for a signal to exit (--linger)", logging.INFO)
         _wait_for_signal(config.signals)
     return end.code
 
 
-def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | None) -> ExitAgent:
+def _run_with_workers(
+    config: RunConfig, directory: LogDirectory, link: Link | None, live: LiveLine | None
+) -> ExitAgent:
     bound = bind_endpoint(config)
     probe_socket = None
     if config.probe_port is not None:
@@ -94,8 +103,19 @@ def _run_with_workers(config: RunConfig, directory: LogDirectory, link: Link | N
         closing(Spawner(children, config.entry, shared, config.start, config.preload)) as spawner,
         _torch_event_handler(config, environ, children) as sinks,
     ):
+        _log_start(config, directory)
         return asyncio.run(
-            run_agent(config, directory, spawner, environ, bound, sinks=sinks, link=link, probe_socket=probe_socket)
+            run_agent(
+                config,
+                directory,
+                spawner,
+                environ,
+                bound,
+                sinks=sinks,
+                link=link,
+                probe_socket=probe_socket,
+                console=Console(live=live),
+            )
         )
 
 
@@ -128,7 +148,10 @@ async def run_agent(
             access = await _host_coordinator(parts, config, node, directory, bound)
         else:
             access = _connect_to_coordinator(parts, config, node)
-        driver = Driver(config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console)
+        describe_wait: Callable[[], str] = access.coordinator.wait_text if access.coordinator is not None else str
+        driver = Driver(
+            config, node, spawner, access.link, directory, environ, logs_source, node_sinks, console, describe_wait
+        )
         if access.failure is not None:
             access.failure.add_done_callback(lambda failure: driver.fail(failure.exception()))
         if probe_socket is not None:
@@ -216,16 +239,18 @@ def _elect_coordinator(
 
 def coordinate(config: CoordinatorConfig) -> int:
     """Run a coordinator without workers."""
-    with _log_to_stderr(config.notes, with_coordinator=True):
+    with log_to_stderr(config.own_log, config.notes, with_coordinator=True):
         directory = LogDirectory(Logs(config.log_dir), config.run_id) if config.log_dir else None
         bound = bind(config.endpoint, required=True, multi_node=config.max_nodes > 1)
         assert bound is not None, "bind raises if it cannot bind a required endpoint"
         _check_bound(bound, config)
         end = asyncio.run(_run_coordinator(config, bound, directory))
+    printer = Printer("coordinator", config.own_log)
     if isinstance(end, JobReport):
-        print(render(end), end="", file=sys.stderr)
+        level = logging.INFO if end.outcome is Outcome.SUCCEEDED else logging.ERROR
+        print_report(end, printer, level)
     if directory is not None:
-        write_job_report(directory, "coordinator")
+        write_job_report(directory, printer)
     if isinstance(end, int):
         return 128 + end
     return 0 if end.outcome is Outcome.SUCCEEDED else 1
@@ -385,8 +410,8 @@ def _job_event_file(parts: AsyncExitStack, directory: LogDirectory) -> Sink:
 
 
 def _other_sinks(parts: AsyncExitStack, config: RunConfig | CoordinatorConfig) -> list[Sink]:
-    """The senders of the job's traces and of notifications, if they are on."""
-    sinks: list[Sink] = []
+    """The log of failures, and the senders of the job's traces and of notifications, if they are on."""
+    sinks: list[Sink] = [FailureLog(log.warning).add]
     if config.tracing is not None:
         from ripstop.telemetry.trace_exporter import TraceExporter
 
@@ -422,21 +447,18 @@ def _torch_event_handler(config: RunConfig, environ: dict[str, str], children: C
 # the log, and the wait before the exit --------------------------------------------------------------------------------
 
 
-@contextmanager
-def _log_to_stderr(notes: tuple[str, ...], *, with_coordinator: bool) -> Iterator[None]:
-    """Log to stderr.  The coordinator of a single node logs only warnings, because the agent logs the same events."""
-    handler = StderrHandler()
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    logging.getLogger("ripstop.coordinator").setLevel(logging.INFO if with_coordinator else logging.WARNING)
-    for note in notes:
-        log.warning("%s", note)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
+def _log_start(config: RunConfig, directory: LogDirectory) -> None:
+    least, most = config.min_nodes, config.max_nodes
+    text = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
+    nodes = f"{least}:{most}" if least < most else most
+    log.info(text, ripstop.__version__, config.run_id, nodes, config.slots, directory.path)
+
+
+def _live_line(config: RunConfig) -> LiveLine | None:
+    """The live line of this terminal; None if there is none, or other processes of the job write to it."""
+    is_shared = config.event_handler or config.standby.count or config.logs.specs
+    is_shown = config.own_log.live and config.own_log.format is LogFormat.TEXT and not is_shared
+    return LiveLine(colors=has_colors(os.environ)) if is_shown and can_show(os.environ) else None
 
 
 def _wait_for_signal(names: Sequence[str]) -> None:
@@ -444,7 +466,6 @@ def _wait_for_signal(names: Sequence[str]) -> None:
 
     They are blocked first: the kernel drops an unblocked signal without a handler to the first process of a container.
     """
-    print("ripstop run: the job is over; waiting for a signal to exit (--linger)", file=sys.stderr, flush=True)
     signals = [signal.Signals[name] for name in names]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     signal.sigwait(signals)

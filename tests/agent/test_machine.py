@@ -2,6 +2,7 @@
 
 from msgspec.structs import replace
 
+from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine import FINAL_REPORT_TIMEOUT_S, WAIT_LOG_DELAY_S, Agent, AgentSettings, WorkersState
 from ripstop.agent.machine_io import (
@@ -105,6 +106,31 @@ def running_agent(round: int = 1, rank: int = 1) -> Agent:
     agent.on(assign(round, rank), 1.0)
     assert agent.state is WorkersState.RUNNING
     return agent
+
+
+# activity -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_activity_of_a_node_from_its_start_to_its_end() -> None:
+    agent = Agent(AgentSettings(NODE, 1, 4, TIMING))
+    assert agent.activity().kind is ActivityKind.WARMING_UP
+    agent.on(WarmupDone(), 0.0)
+    assert agent.activity() == Activity(ActivityKind.CONNECTING, limit=100.0)
+    agent.on(CoordinatorConnected("host-a"), 0.0)
+    agent.on(HealthChecked((FULL,)), 0.0)
+    assert agent.activity() == Activity(ActivityKind.UNHEALTHY, FULL.text, 100.0)
+    agent.on(HealthChecked(()), 0.0)
+    assert agent.activity() == Activity(ActivityKind.WAITING)
+    agent.on(CoordinatorMessage(StandBy(0, "1 of 2")), 0.0)
+    assert agent.activity() == Activity(ActivityKind.WAITING, "1 of 2")
+    agent.on(assign(1), 1.0)
+    assert agent.activity() == Activity(ActivityKind.TRAINING, round=1)
+    agent.on(assign(2), 2.0)
+    assert agent.activity() == Activity(ActivityKind.STOPPING, limit=30.0, round=1)
+    agent.on(WorkersStopped(1), 3.0)
+    assert agent.activity() == Activity(ActivityKind.TRAINING, round=2)
+    agent.on(WorkersSucceeded(2), 4.0)
+    assert agent.activity().kind is ActivityKind.CLOSING
 
 
 # joining --------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ CASES = [
     ("ripstop run --numa-binding ", {"node", "socket", "exclusive", "core-complex"}),
     ("ripstop run --nproc-per-node 2 --rdzv-backend c", {"c10d"}),
     ("ripstop coordinator --nn", {"--nnodes"}),
-    ("ripstop coordinator --log", {"--log-dir"}),
+    ("ripstop coordinator --log", {"--log-dir", "--log-level", "--log-format"}),
+    ("ripstop run --log-format ", {"text", "json"}),
     ("ripstop completion z", {"zsh"}),
 ]
 

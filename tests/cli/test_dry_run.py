@@ -9,9 +9,26 @@ from msgspec.structs import fields
 
 from ripstop.cli import main
 from ripstop.cli.dry_run import describe
-from ripstop.model.config import Binding, Budget, HealthLimits, Logs, QuarantineLimits, RunConfig, Script, Timing
+from ripstop.model.config import (
+    Binding,
+    Budget,
+    HealthLimits,
+    Logs,
+    OwnLog,
+    QuarantineLimits,
+    RunConfig,
+    Script,
+    Timing,
+)
 
-PARTS = {"budget": Budget, "health": HealthLimits, "quarantine": QuarantineLimits, "timing": Timing, "logs": Logs}
+PARTS = {
+    "budget": Budget,
+    "health": HealthLimits,
+    "quarantine": QuarantineLimits,
+    "timing": Timing,
+    "logs": Logs,
+    "own_log": OwnLog,
+}
 
 BINDINGS = (Binding((0, 1, 2, 8), 1), Binding((3,)))
 

@@ -44,6 +44,12 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
             "set RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE",
         ),
         (
+            "--log-level=loud train.py",
+            "--log-level=loud: unknown value; write one of debug, info, warning, error",
+        ),
+        ("--log-format=xml train.py", "--log-format=xml: unknown value; write one of text, json"),
+        ("--quiet=1 train.py", "--quiet=1: --quiet takes no value; write --quiet alone"),
+        (
             "--nproc-per-node=2 --standby=3 train.py",
             "--standby=3: above the maximum (2); give 1 to 2, the workers of this node, or auto or off",
         ),

@@ -17,8 +17,11 @@ from ripstop.model.config import (
     Etcd,
     Executable,
     HealthLimits,
+    LogFormat,
+    LogLevel,
     Module,
     OutputStreams,
+    OwnLog,
     QuarantineLimits,
     RunConfig,
     Script,
@@ -130,6 +133,10 @@ def test_a_local_job_keeps_the_name_it_was_given(read: Read) -> None:
         ("--signals-to-handle=SIGTERM,SIGUSR1", "signals", ("SIGTERM", "SIGUSR1")),
         ("--signals-to-handle=SIGUSR2,SIGUSR2", "signals", ("SIGUSR2",)),
         ("--virtual-local-rank", "virtual_local_rank", True),
+        ("", "own_log", OwnLog(LogLevel.INFO, LogFormat.TEXT, live=True)),
+        ("-q", "own_log", OwnLog(LogLevel.WARNING, live=False)),
+        ("--quiet --log-level=error", "own_log", OwnLog(LogLevel.ERROR, live=False)),
+        ("--log-level=DEBUG --log-format=json", "own_log", OwnLog(LogLevel.DEBUG, LogFormat.JSON)),
     ],
 )
 def test_a_flag_sets_its_field(read: Read, arguments: str, field: str, value: object) -> None:

@@ -15,6 +15,7 @@ OURS_ALONE = {
     *("--checkpoint-dir", "--checkpoint-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
     *("--standby", "--standby-warmup", "--notify-url"),
+    *("--quiet", "--log-level", "--log-format"),
     *("--replicate", "--replicate-bandwidth"),
 }
 TORCHS_SINCE_2_12 = {

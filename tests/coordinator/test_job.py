@@ -248,6 +248,26 @@ def test_every_waiting_node_is_notified_of_the_last_call_once() -> None:
     assert receive(job, "a", Heartbeat(), 13.0) == []
 
 
+def test_a_wait_names_who_is_there_who_is_missing_and_what_ends_it() -> None:
+    job = Job(JobSettings("job7", 2, 4, LONG_LEASE))
+    assert job.wait_text(0.0) == "0 of at least 2 nodes ready, 2 missing; fails in 600 s"
+    receive(job, "a", join(job, "a"), 0.0)
+    receive(job, "b", join(job, "b", ready=None), 10.0)
+    assert job.wait_text(12.0) == "1 of at least 2 nodes ready, 1 not ready; fails in 588 s; ready: a; not ready: b"
+    receive(job, "b", Ready(port("b"), 0), 20.0)
+    assert job.wait_text(25.0) == "2 of 4 nodes ready, 2 missing; starts in 25 s; ready: a, b"
+    on(job, Tick(), 50.0)
+    assert (job.phase, job.wait_text(51.0)) == (Phase.RUNNING, "")
+    receive(job, "b", Left("bye"), 60.0)
+    assert job.wait_text(61.0) == "1 of at least 2 nodes ready, 1 missing; fails in 599 s; ready: a"
+
+
+def test_with_fixed_ranks_a_wait_names_the_missing_ones() -> None:
+    job = new_job(4, 4, fixed=True)
+    receive(job, "b", replace(join(job, "b"), node=node("b", requested_rank=1)), 0.0)
+    assert job.wait_text(0.0) == "1 of 4 nodes ready, nodes 0,2,3 missing; fails in 60 s; ready: b"
+
+
 def test_the_last_call_restarts_when_the_minimum_is_ready_again() -> None:
     job = Job(JobSettings("job7", 2, 4, LONG_LEASE))
     receive(job, "a", join(job, "a"), 0.0)

@@ -45,6 +45,12 @@ def test_the_dashboard_queries_existing_metrics() -> None:
     assert asked - samples() == set()
 
 
+def test_the_dashboard_shows_every_metric_of_training_state() -> None:
+    text = " ".join(queries(DASHBOARD))
+    ours = [name for name in METRICS if name.startswith(("ripstop_state_", "ripstop_replication_"))]
+    assert len(ours) > 5 and [name for name in ours if name not in text] == []
+
+
 def test_the_dashboard_can_be_imported() -> None:
     panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
     assert DASHBOARD["uid"] and DASHBOARD["title"]

@@ -1,61 +1,20 @@
 """`ripstop top` in a real terminal (tmux), on a real job."""
 
 import os
-import re
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job, wait_until
+from tests.e2e.terminal import COLOR, ripstop, terminal
 
 SCRIPT = SCRIPTS / "reporting.py"
-COLOR = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
-
-
-class Screen:
-    """A terminal of this size that runs `ripstop top`."""
-
-    def __init__(self, job: Job, width: int, height: int, **env: str) -> None:
-        self._tmux = [shutil.which("tmux") or "tmux", "-f", "/dev/null", "-S", str(job.folder / f"tmux-{width}")]
-        command = f"{sys.executable} -m ripstop top; echo exit code $?; exec cat"
-        size = ("-x", str(width), "-y", str(height))
-        self._run("new-session", "-d", "-s", "top", *size, command, env={**job.env, "TERM": "screen-256color", **env})
-
-    def _run(self, *argv: str, env: dict[str, str] | None = None) -> str:
-        done = subprocess.run([*self._tmux, *argv], capture_output=True, text=True, env=env, timeout=30, check=True)
-        return done.stdout
-
-    def press(self, *keys: str) -> None:
-        self._run("send-keys", "-t", "top", *keys)
-
-    def text(self, *flags: str) -> str:
-        return self._run("capture-pane", "-p", "-t", "top", *flags)
-
-    def shows(self, pattern: str) -> re.Match[str]:
-        return wait_until(lambda: re.search(pattern, self.text()), why=lambda: f"never {pattern!r}:\n{self.text()}")
-
-    def close(self) -> None:
-        self._run("kill-server")
-
-
-@contextmanager
-def terminal(job: Job, width: int, height: int, **env: str) -> Iterator[Screen]:
-    screen = Screen(job, width, height, **env)
-    try:
-        yield screen
-    finally:
-        screen.close()
+TOP = ripstop("top")
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed (Debian: apt install tmux)")
     folder = tmp_path_factory.mktemp("top")
     env = {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder), "LC_ALL": "C.UTF-8", "SLOW": "3"}
     with Job(folder, **env) as job:
@@ -66,7 +25,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.mark.parametrize(("width", "height", "env"), [(80, 24, {}), (120, 40, {}), (200, 60, {"NO_COLOR": "1"})])
 def test_a_job_is_shown_at_every_size(job: Job, width: int, height: int, env: dict[str, str]) -> None:
-    with terminal(job, width, height, **env) as screen:
+    with terminal(job, TOP, width, height, **env) as screen:
         screen.shows(r"top  running .* 4 ranks on 1 nodes\n")
         screen.shows(r"rank 3: straggler")
         screen.shows(r"■■■s\n")
@@ -77,7 +36,7 @@ def test_a_job_is_shown_at_every_size(job: Job, width: int, height: int, env: di
 
 
 def test_keys_show_logs_and_stacks_and_sort_and_filter(job: Job) -> None:
-    with terminal(job, 80, 24) as screen:
+    with terminal(job, TOP, 80, 24) as screen:
         screen.shows("rank 3: straggler")
         screen.press("o", "l")  # sorted by state: the straggler is first
         screen.shows(r"stderr of rank 3\n(.*\n)*\[rank 3\] step \d+: loss")
@@ -94,7 +53,7 @@ def test_keys_show_logs_and_stacks_and_sort_and_filter(job: Job) -> None:
 
 
 def test_a_killed_worker_and_a_restart_become_rounds(job: Job) -> None:
-    with terminal(job, 140, 40) as screen:
+    with terminal(job, TOP, 140, 40) as screen:
         before = int(screen.shows(r"running .*  round (\d+)  4 ranks")[1])
         os.kill(int(screen.shows(r"\n +1 \S+ running .* (\d+)\n")[1]), signal.SIGKILL)
         screen.shows(rf"round {before + 1}  4 ranks")

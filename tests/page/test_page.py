@@ -299,6 +299,34 @@ def test_html_of_the_job_is_shown_and_never_run(browser: Any, tmp_path: Path) ->
         assert not attacked(page)
 
 
+def test_a_rank_that_hangs_jumps_out_with_its_stack_and_then_becomes_a_round(browser: Any, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with job_in(tmp_path, HANG="1", WHEN=str(go)) as job, tab(browser, origin(job)) as opened:
+        add_node(job, "--hang-timeout=45")
+        until_running(job, 2)
+        page = opened.open(TOKEN)
+        expect(page.locator("#rank-count")).to_have_text("2")
+        go.touch()
+        expect(page.locator("#problems")).to_contain_text("Rank 1: no heartbeat for")
+        page.get_by_role("searchbox", name="Filter ranks").fill("silent")
+        expect(page.locator("#rank-count")).to_have_text("1 of 2")
+        page.get_by_role("button", name="Table").click()
+        page.locator("#rank-view").get_by_role("button", name="Open rank 1").click()
+        expect(page.locator("#panel")).to_contain_text("silent")
+        page.get_by_role("tab", name="Stack").click()
+        expect(page.locator("#panel .stack")).to_contain_text("load_batch")
+        page.keyboard.press("Escape")
+        expect(page.locator("#events")).to_contain_text(
+            re.compile(r"rank 1 \(pid \d+\) hangs: no heartbeat"), timeout=60_000
+        )
+        expect(page.locator(ROUND)).to_have_text("2")
+        page.locator("canvas.timeline").focus()
+        detail = page.locator("#timeline-detail")
+        wait_until(
+            lambda: page.keyboard.press("[") or "rank 1 hangs" in detail.inner_text() or None, why=detail.inner_text
+        )
+
+
 def test_ripstop_page_serves_a_job_without_a_port(browser: Any, tmp_path: Path) -> None:
     with job_in(tmp_path) as job:
         job.env.pop("RIPSTOP_TOKEN")

@@ -12,9 +12,13 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+
+from msgspec.structs import replace
 
 import ripstop
+from ripstop.agent.activity import Activity, ActivityKind
+from ripstop.agent.activity_reporter import ActivityReporter
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.health.assessment import problems
 from ripstop.agent.health.measurements import HealthProbe
@@ -72,7 +76,9 @@ class Driver:
         logs_source: LogsSource | None = None,
         sinks: Iterable[Sink] = (),
         console: Console | None = None,
+        describe_wait: Callable[[], str] = str,
     ) -> None:
+        """`describe_wait` says what the job waits for, if its coordinator is in this process."""
         self._config = config
         self._spawner = spawner
         self._link = link
@@ -108,6 +114,8 @@ class Driver:
             console=self._console,
             logs_source=logs_source,
         )
+        self._describe_wait = describe_wait
+        self._activity_reporter = ActivityReporter(self._activity, self._console.live)
         self._queries = QueryHandler(self._runner.workers, find_standbys=self._runner.standbys)
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
@@ -122,6 +130,7 @@ class Driver:
         self._run_task(self._warm_up())
         self._recorder.record(_agent_started(self._config))
         self._set_timer()
+        self._activity_reporter.update()
         try:
             end = await self._end
             await self._leave(end)
@@ -133,6 +142,21 @@ class Driver:
     def reason_not_ready(self) -> str:
         """Why this agent cannot work for its job now; "" if it can."""
         return self._machine.reason_not_ready()
+
+    def _activity(self) -> tuple[Activity, bool]:
+        """What this node does, and whether a live line can show it.  Only the node of rank 0 logs its steps."""
+        activity = self._machine.activity()
+        is_shown = self._console.live is not None and not self._runner.workers_have_terminal
+        match activity.kind:
+            case ActivityKind.CONNECTING:
+                activity = replace(activity, detail=self._link.disconnect_reason or activity.detail)
+            case ActivityKind.WAITING if text := self._describe_wait():
+                activity = Activity(ActivityKind.GATHERING, text)
+            case ActivityKind.TRAINING if is_shown or (self._machine.place and self._machine.place.group_rank == 0):
+                activity = replace(activity, detail=self._runner.progress_text())
+            case ActivityKind.STOPPING:
+                activity = replace(activity, detail=self._runner.still_running_text())
+        return activity, is_shown
 
     # inputs -----------------------------------------------------------------------------------------------------------
 
@@ -202,6 +226,7 @@ class Driver:
         finally:
             self._is_executing = False
         self._set_timer()
+        self._activity_reporter.update()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -261,6 +286,7 @@ class Driver:
 
     async def _clean_up(self) -> None:
         """Leave no process, socket or file behind, however the agent ended."""
+        self._activity_reporter.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._health_checks is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from ripstop.model.event_json import to_json
 from ripstop.model.events import Event, EventRecord, Sink
 from ripstop.protocol.messages import Events
-from ripstop.telemetry.log_lines import log_line
+from ripstop.telemetry.stderr_log import log_event
 
 log = logging.getLogger("ripstop.agent")
 
@@ -32,10 +32,9 @@ class EventRecorder:
 
     def record(self, event: Event, level: int = logging.INFO) -> None:
         """Record an event that happens now."""
-        if text := log_line(event):
-            log.log(level, "%s", text)
         self._seq += 1
         record = EventRecord(self._seq, time.time(), self._node, event)
+        log_event(log, record, level)
         for sink in self._sinks:
             sink(record)
         line = to_json(record)

@@ -23,6 +23,7 @@ from enum import Enum
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ripstop.agent.activity import Activity, ActivityKind
 from ripstop.agent.health.assessment import HealthProblem
 from ripstop.agent.machine_io import (
     AgentCommand,
@@ -137,6 +138,7 @@ class Agent:
         self._connection_error = ""
         self._waiting_since: float | None = now  # the agent needs the coordinator and cannot reach it
         self._is_wait_logged = False
+        self._notice = ""  # the coordinator's latest reason why this node has no place
 
     def on(self, event: AgentInput, now: float) -> list[AgentCommand]:
         """Handle one event; the driver executes the commands in order."""
@@ -174,6 +176,29 @@ class Agent:
             return ""
         problems = "; ".join(self._problem_texts())
         return f"the node is unhealthy: {problems}" if problems else "the first health check is not complete"
+
+    def activity(self) -> Activity:
+        """What this node does, as far as the machine knows it."""
+        round, timing = self.place.round if self.place else 0, self._settings.timing
+        match self.state:
+            case WorkersState.RUNNING:
+                return Activity(ActivityKind.TRAINING, round=round)
+            case WorkersState.STOPPING:
+                return Activity(ActivityKind.STOPPING, limit=timing.shutdown, round=round)
+            case WorkersState.FAILED:
+                return Activity(ActivityKind.CLOSING, f"a worker of round {round} failed; the coordinator decides")
+            case WorkersState.SUCCEEDED:
+                return Activity(ActivityKind.CLOSING, "all workers of this node exited 0; other nodes still train")
+        if self._is_leaving() or self.state is WorkersState.OVER:
+            return Activity(ActivityKind.CLOSING, "the workers of this node have stopped; waiting for the report")
+        if not self._is_warm:
+            return Activity(ActivityKind.WARMING_UP, "importing the modules of the script")
+        if not self._is_connected:
+            return Activity(ActivityKind.CONNECTING, self._connection_error, self._coordinator_timeout())
+        if problems := self._problem_texts():
+            limit = None if self.passed_health_check else timing.join
+            return Activity(ActivityKind.UNHEALTHY, "; ".join(problems), limit)
+        return Activity(ActivityKind.WAITING, self._notice)
 
     def _coordinator_timeout(self) -> float:
         timing = self._settings.timing
@@ -373,6 +398,7 @@ class Agent:
             return []  # rule 2
         self._newest_round = round
         self._next = None
+        self._notice = why
         return [LogLine(why), *self._stop(why), *self._offer_store_port()]
 
     # workers ----------------------------------------------------------------------------------------------------------

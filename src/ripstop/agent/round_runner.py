@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
+from ripstop.agent.activity import progress_text
 from ripstop.agent.event_recorder import EventRecorder
 from ripstop.agent.machine_io import (
     AgentInput,
@@ -42,6 +43,7 @@ from ripstop.model.config import RunConfig, Script
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
 from ripstop.model.round import Place
+from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Replicated
 from ripstop.protocol.secret import state_key
@@ -158,6 +160,27 @@ class RoundRunner:
             round.place, round.group.pids, round.logs, progress, exited, round.recorder_sockets, round.stopped
         )
 
+    @property
+    def workers_have_terminal(self) -> bool:
+        """Whether workers exist, or are about to start, that may write to the agent's own stdout or stderr."""
+        round = self._round
+        return round is not None and not round.stopped.done() and round.logs.is_inherited()
+
+    def progress_text(self) -> str:
+        """The steps of the workers that run; empty if they report none."""
+        round = self._round
+        return progress_text(round.monitor.worker_progress()) if round is not None and round.monitor else ""
+
+    def still_running_text(self) -> str:
+        """Which workers have not stopped yet."""
+        round = self._round
+        if round is None:
+            return ""
+        ranks = [round.place.first_rank + r for r in range(round.place.slots) if r not in round.exits.exited]
+        if not ranks:
+            return "the workers have exited, their child processes have not"
+        return f"{rank_list(ranks)} still {'run' if ranks[1:] else 'runs'}"
+
     async def stop_all(self) -> None:
         """Kill the workers and close every socket and pipe, however the agent ends."""
         if self._standbys is not None:
@@ -220,8 +243,10 @@ class RoundRunner:
             if self._logs_source is not None:
                 envs = {rank: self._environment(place, rank, logs.error_file(rank)) for rank in range(place.slots)}
                 round.logs = await self._logs_source.round_logs(self._directory.path, place, envs)
-                if round.exits.is_stopping:
-                    return
+            if self._console.live is not None and round.logs.is_inherited():
+                await self._console.live.hide()
+            if round.exits.is_stopping:
+                return
             round.logs.prepare()
             round.logs.follow(self._console)
             if place.group_rank == 0:

@@ -35,8 +35,8 @@ from ripstop.protocol.limits import bounded_record
 from ripstop.protocol.messages import Events, FromAgent, FromCoordinator, Heartbeat, Query, Reply
 from ripstop.telemetry.history import History, interval_s
 from ripstop.telemetry.journal import Journal
-from ripstop.telemetry.log_lines import log_line
 from ripstop.telemetry.metrics import Totals
+from ripstop.telemetry.stderr_log import log_event
 
 if TYPE_CHECKING:
     from ripstop.coordinator.metrics_collector import MetricsCollector
@@ -132,6 +132,10 @@ class Coordinator:
         status = self._job.status(self._now())
         return replace(status, nodes=tuple(self._with_processes(node, status.round) for node in status.nodes))
 
+    def wait_text(self) -> str:
+        """What the job waits for, if it has no round."""
+        return self._job.wait_text(self._now())
+
     def _with_processes(self, node: NodeStatus, round: int) -> NodeStatus:
         of, pids = self._pids.get(node.name, (-1, ()))
         runs = node.first_rank >= 0 and node.state is not NodeState.DONE and of == round
@@ -150,9 +154,7 @@ class Coordinator:
 
     def record(self, event: events.Event) -> None:
         """Add an event to the job's journal and to the log."""
-        self.journal.record(event, time.time())
-        if text := log_line(event):
-            log.info("%s", text)
+        log_event(log, self.journal.record(event, time.time()))
 
     async def ask(self, node: str, query: str, argument: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
         """Send a query to a node and return its reply; raises `QueryFailed`."""

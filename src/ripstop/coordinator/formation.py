@@ -7,6 +7,7 @@ the join timeout fails the job; (4) no round forms while a node is disconnected;
 its next store has a port.  A job is past its first round as soon as any node reports a round number.
 """
 
+from collections.abc import Collection
 from itertools import islice
 
 from msgspec import Struct
@@ -15,7 +16,9 @@ from ripstop.coordinator.job_types import JobSettings
 from ripstop.coordinator.membership import Membership
 from ripstop.coordinator.ranks import Candidate
 from ripstop.model.events import RoundEndCause
+from ripstop.model.text_formatting import ranges
 
+MAX_NAMED = 4  # nodes in one text
 SETTLE_TIMEOUT_S = 2.0  # how long a later round waits for nodes that are not ready
 
 
@@ -103,6 +106,28 @@ class Formation:
             "(to change that: --rdzv-conf=last_call_timeout=SECONDS on the coordinator's node)"
         )
 
+    def wait_text(self, gathering_since: float, now: float) -> str:
+        """How many nodes are ready and missing, when the wait ends, and which nodes these are, for a person."""
+        members, settings, ready = self._membership, self._settings, self._membership.ready_count()
+        unready = [name for name in members.members if name not in members.eligible]
+        if ready >= settings.min_nodes and self._quorum_since is not None:
+            needed, least = self.target, ""
+            end, ends_at = "starts", max(self._not_before, self._quorum_since + self._time_for_more())
+        else:
+            needed, least = settings.min_nodes, "at least " if settings.min_nodes < settings.max_nodes else ""
+            end, ends_at = "fails", gathering_since + settings.timing.join
+        counts = [f"{ready} of {least}{needed} nodes ready", *([f"{len(unready)} not ready"] if unready else [])]
+        present = {member.node.requested_rank for member in members.members.values()}
+        if settings.fixed_ranks and len(present) < settings.max_nodes:
+            absent = [rank for rank in range(settings.max_nodes) if rank not in present]
+            counts.append(f"{'nodes' if absent[1:] else 'node'} {ranges(absent)} missing")
+        elif needed > len(members.members):
+            counts.append(f"{needed - len(members.members)} missing")
+        parts = [", ".join(counts), f"{end} in {max(0.0, ends_at - now):.0f} s"]
+        for label, names in (("ready", members.eligible), ("not ready", unready)):
+            parts += [f"{label}: {_first_names(names)}"] if names else []
+        return "; ".join(parts)
+
     def resize(self, now: float, *, is_finishing: bool) -> ChangeRound | Keep:
         """Whether the live round changes its size or its nodes now."""
         members, size = self._membership, len(self._membership.places)
@@ -134,3 +159,8 @@ class Formation:
     def resize_deadlines(self, now: float) -> list[float]:
         settled = [since + SETTLE_TIMEOUT_S for since in islice(self._membership.waiting.values(), 1)]
         return settled + self._membership.assess_degraded().next_after(now)
+
+
+def _first_names(nodes: Collection[str]) -> str:
+    more = len(nodes) - MAX_NAMED
+    return ", ".join((*islice(nodes, MAX_NAMED), *((f"{more} more",) if more > 0 else ())))

@@ -152,6 +152,10 @@ class Job:
     def status(self, now: float) -> JobStatus:
         return job_status.status(self, now)
 
+    def wait_text(self, now: float) -> str:
+        """What the job waits for, if it has no round."""
+        return self.formation.wait_text(self.phase_since, now) if self.phase is Phase.GATHERING else ""
+
     # messages ---------------------------------------------------------------------------------------------------------
 
     def _on_message(self, node: str, message: messages.FromAgent, now: float) -> None:

@@ -23,7 +23,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +34,7 @@ from ripstop.model.errors import StartError
 from ripstop.system.blocking_calls import settle
 from ripstop.system.inotify import GrowthWatch
 from ripstop.system.linux import free_range, release_reserved, reserve_range
+from ripstop.system.live_line import LiveLine
 from ripstop.system.safe_files import no_follow, open_to_append
 
 log = logging.getLogger("ripstop.workers")
@@ -51,11 +52,13 @@ _POLL_INTERVAL_MS = 100  # without inotify
 class Console:
     """The log files that are copied, and the console of each.
 
-    `objects` replace these descriptors (rule 6); output for None is discarded.
+    `objects` replace these descriptors (rule 6); output for None is discarded.  `live` is the live line of the terminal
+    that is the console, if there is one.
     """
 
-    def __init__(self, objects: Mapping[int, TextIO | None] | None = None) -> None:
+    def __init__(self, objects: Mapping[int, TextIO | None] | None = None, live: LiveLine | None = None) -> None:
         self._objects = objects or {}
+        self.live = live
         self._copiers: dict[tuple[int, bool], _Copier] = {}  # by descriptor, and whether an object replaces it
         self._followed: dict[Path, tuple[int, bool]] = {}
 
@@ -78,7 +81,7 @@ class Console:
         """
         target = fd, fd in self._objects and not ignore_objects
         if target not in self._copiers:
-            self._copiers[target] = _ObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd)
+            self._copiers[target] = _ObjectCopier(fd, self._objects[fd]) if target[1] else _Copier(fd, self.live)
         self._followed[path] = target
         prefixer = Prefixer(prefix) if prefix or target[1] else None
         filtered = _FilteredFile(line_filter, prefix) if line_filter else None
@@ -291,8 +294,9 @@ class _Copier:
     Only the thread uses the files.  Others send it calls through a queue, and wake it through a pipe.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, live: LiveLine | None = None) -> None:
         self._fd = fd
+        self._live = live if os.isatty(fd) else None
         self._max_write_bytes = select.PIPE_BUF if _is_pipe(fd) else _MAX_TURN_BYTES
         self._calls: deque[Callable[[], None]] = deque()
         self._files: dict[int, _LogFile] = {}
@@ -367,7 +371,7 @@ class _Copier:
     def _finish(self, path: Path, done: Callable[[], None]) -> None:
         for file in [file for file in self._files.values() if file.path == path]:
             self._copy(file, file.unread())  # bounded: orphans of the worker may still write
-            self._write(file.end())
+            self._write_lines(file.end())
             self._remove(file.fd)
         done()
 
@@ -393,9 +397,13 @@ class _Copier:
             if file.found_disk_full and not self._disk_full_logged:
                 self._disk_full_logged = True
                 log.warning("the disk of %s is full: only the console has the complete output of workers", file.path)
-            self._write(output)
+            self._write_lines(output)
             limit -= MAX_READ_BYTES
         self._unread.add(file.fd)
+
+    def _write_lines(self, data: bytes) -> None:
+        with self._live.suspended() if self._live is not None and data else nullcontext():
+            self._write(data)
 
     def _write(self, data: bytes) -> None:
         view, at = memoryview(data), 0

@@ -132,6 +132,10 @@ class RoundLogs:
         path = _round_directory(self._job, round) / str(rank) / FILES[stream]
         return path if path.is_file() else None
 
+    def is_inherited(self) -> bool:
+        """Whether a worker writes to the agent's own stdout or stderr."""
+        return any(None in (self.stdout(rank), self.stderr(rank)) for rank in range(self._place.slots))
+
     def files(self, local_rank: int) -> tuple[Path, ...]:
         """The log files of this worker, for `Console.finish`."""
         return tuple(path for path in (self.stdout(local_rank), self.stderr(local_rank)) if path)

@@ -97,6 +97,30 @@ class Logs(Struct, frozen=True):
     kept: bool = True  # False: the files are removed at the end of the job
 
 
+class LogFormat(Enum):
+    """The form of ripstop's own lines on stderr."""
+
+    TEXT = "text"
+    JSON = "json"  # one object a line
+
+
+class LogLevel(Enum):
+    """The least severe of ripstop's own lines that are written."""
+
+    DEBUG = "debug"  # every event
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class OwnLog(Struct, frozen=True):
+    """ripstop's own lines on stderr.  `live`: at a terminal, a line that is updated in place shows what is awaited."""
+
+    level: LogLevel = LogLevel.INFO
+    format: LogFormat = LogFormat.TEXT
+    live: bool = True
+
+
 class Budget(Struct, frozen=True):
     """The restart budget: `max_restarts` failures in any `window` seconds (0: in the whole run).
 
@@ -270,6 +294,7 @@ class RunConfig(Redacted, frozen=True):
     preload: tuple[str, ...] | None = None  # None: the modules that the script imports
     standby: Standby = field(default_factory=Standby)
     logs: Logs = field(default_factory=Logs)
+    own_log: OwnLog = field(default_factory=OwnLog)
     bindings: tuple[Binding, ...] = ()  # one for each local rank, or empty
     virtual_local_rank: bool = False  # every worker is local rank 0 and sees only its own GPU
     signals: tuple[str, ...] = STOP_SIGNALS
@@ -299,6 +324,7 @@ class CoordinatorConfig(Redacted, frozen=True):
     timing: Timing = field(default_factory=Timing)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
     log_dir: Path | None = None  # for the job's event file; None: no file
+    own_log: OwnLog = field(default_factory=OwnLog)
     tracing: Tracing | None = None
     notify_url: str = ""
     token: str = ""

@@ -20,7 +20,7 @@ from ripstop.system.numa import format_ranges
 from ripstop.workers.spawner import command_line
 
 HIDDEN_FIELDS = ("notify_url", "token", "user", "password", "headers", "notes")
-GROUPS = ("budget", "timing", "health", "quarantine", "logs")  # their settings have names like `timing.join`
+GROUPS = ("budget", "timing", "health", "quarantine", "logs", "own_log")  # their settings have names like `timing.join`
 
 
 def settings(prefix: str, group: object) -> Iterator[tuple[str, object]]:

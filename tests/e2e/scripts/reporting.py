@@ -1,7 +1,7 @@
 """Reports its steps and checkpoints, and writes a log line a step; never imports torch.
 
-The worker of rank $SLOW takes three times as long for a step.  $SAYS is a line for its log.  The worker of rank $RAISE
-raises an exception with the text $SAYS when the file $WHEN exists.
+The worker of rank $SLOW takes three times as long for a step.  $SAYS is a line for its log.  When the file $WHEN
+exists, the worker of rank $RAISE raises an exception with the text $SAYS, and that of rank $HANG hangs in `load_batch`.
 """
 
 import os
@@ -26,7 +26,19 @@ def train_step(step: int) -> None:
         checkpoint_saved(step, f"/checkpoints/step-{step}")
 
 
+def load_batch() -> None:
+    while True:
+        time.sleep(60)
+
+
+def is_time_for(fault: str) -> bool:
+    """Whether this worker has this fault now."""
+    return os.environ.get(fault) == str(RANK) and RESTART == 0 and os.path.exists(os.environ["WHEN"])
+
+
 for step in range(RESTART * 100, 1_000_000):
     train_step(step)
-    if os.environ.get("RAISE") == str(RANK) and RESTART == 0 and os.path.exists(os.environ["WHEN"]):
+    if is_time_for("RAISE"):
         raise RuntimeError(SAYS)
+    if is_time_for("HANG"):
+        load_batch()

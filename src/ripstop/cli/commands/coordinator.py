@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url, own_log
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
@@ -30,6 +30,9 @@ Runs the coordinator of a job, without workers, until the job ends.  The nodes u
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, target, tls_cert,
                                 tls_key, tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
   --log-dir DIR                 write the job's events to DIR/NAME/job-events.jsonl (no file)
+  -q, --quiet                   write only warnings and errors to stderr
+  --log-level LEVEL             debug, info, warning or error (info)
+  --log-format FORMAT           text, or json, one object a line (text)
 
 Defaults are in parentheses.  TIME is in seconds, or has a unit: 90s, 10m, 1h.
 Every flag has an environment variable: PET_RDZV_ID=job7.
@@ -85,6 +88,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         budget=budget(args, notes),
         timing=timeouts,
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
+        own_log=own_log(args),
         tracing=tracing(environ, notes),
         notify_url=notify_url(args),
         quarantine=parsers.quarantine(conf_name, conf),

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url
+from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url, own_log
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
@@ -103,6 +103,9 @@ output
   --duplicate-stdout-filters WORD,…      also write lines of --tee with one of these words to filtered_stdout.log
   --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
   --logs-specs NAME           a plugin that chooses the log files (entry point torchrun.logs_specs)
+  -q, --quiet                 of ripstop's own lines, write only warnings and errors; no live line at a terminal
+  --log-level LEVEL           ripstop's own lines: debug (every event), info, warning or error (info)
+  --log-format FORMAT         ripstop's own lines: text, or json, one object a line (text)
   --event-log-handler NAME    a handler for torch's events: null, console, or a plugin (entry point
                               torchrun.event_handlers) (null)
 
@@ -132,6 +135,7 @@ Every flag has an environment variable: PET_NNODES=2.  Other variables:
   RIPSTOP_TERMINATION_LOG                       file for the result of the job, as JSON
   TORCHELASTIC_ENABLE_FILE_TIMER=1              let workers set timers (through the pipe TORCHELASTIC_TIMER_FILE); if a
                                                 timer expires, its worker is killed
+  NO_COLOR                                      no colours at a terminal
   OTEL_EXPORTER_OTLP_ENDPOINT                   collector for traces, such as http://collector:4318
 `ripstop completion bash|zsh|fish` prints a completion script for your shell.
 """
@@ -278,6 +282,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         preload=preload(args, start, notes),
         standby=standby(args, program, start, slots, notes),
         logs=logs(args, environ, slots, notes),
+        own_log=own_log(args),
         bindings=bindings(args, environ, slots, notes),
         virtual_local_rank=virtual_local_rank(args, environ, slots),
         signals=parsers.signals(*args.labelled("--signals-to-handle", ",".join(STOP_SIGNALS))),

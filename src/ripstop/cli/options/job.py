@@ -1,9 +1,11 @@
 """The flags about the whole job, which `run` and `coordinator` share."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from ripstop.cli.options.flags import HELP_FLAG, Flag, ParsedArguments
-from ripstop.model.config import Budget, Tls
+from ripstop.model.config import Budget, LogFormat, LogLevel, OwnLog, Tls
+from ripstop.model.errors import UsageError
 from ripstop.model.parsers import duration, integer, tls, webhook_url
 
 JOB_FLAGS = (
@@ -17,8 +19,13 @@ JOB_FLAGS = (
     Flag("--restart-backoff", "TIME", ours=True),
     Flag("--max-infra-restarts", "N", ours=True),
     Flag("--notify-url", "URL", ours=True),
+    Flag("--quiet", short="-q", ours=True),
+    Flag("--log-level", "LEVEL", choices=tuple(level.value for level in LogLevel), ours=True),
+    Flag("--log-format", "FORMAT", choices=tuple(form.value for form in LogFormat), ours=True),
 )
 MAX_RESTARTS = 1_000_000
+
+Chosen = TypeVar("Chosen", LogLevel, LogFormat)
 
 
 def budget(args: ParsedArguments, notes: list[str]) -> Budget:
@@ -41,6 +48,21 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
 
 def notify_url(args: ParsedArguments) -> str:
     return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
+
+
+def own_log(args: ParsedArguments) -> OwnLog:
+    """How ripstop's own lines are written; --quiet means warnings and no live line, unless --log-level is given."""
+    is_quiet = "--quiet" in args
+    level = _choice(args, "--log-level", LogLevel, LogLevel.WARNING if is_quiet else LogLevel.INFO)
+    return OwnLog(level, _choice(args, "--log-format", LogFormat, LogFormat.TEXT), live=not is_quiet)
+
+
+def _choice(args: ParsedArguments, flag: str, known: type[Chosen], default: Chosen) -> Chosen:
+    text = args.text(flag, default.value).lower()
+    for value in known:
+        if value.value == text:
+            return value
+    raise UsageError(f"{args.quoted(flag)}: unknown value; write one of {', '.join(value.value for value in known)}")
 
 
 def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
