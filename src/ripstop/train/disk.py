@@ -72,10 +72,7 @@ def load(path: Path, run: int, rank: int, world_size: int) -> tuple[CommitBuffer
     described = found["ranks"][str(shard)]
     data = (path / checkpoint_files.pickle_name(shard)).read_bytes()
     offset = described["pickle_offset"]
-    try:
-        buffer = CommitBuffer.create(offset + content.PICKLE_ROOM * len(data))
-    except NotEnoughMemory as error:
-        raise Unusable(f"{path} does not fit into memory: {error}") from error
+    buffer = _buffer(path, offset + content.PICKLE_ROOM * len(data))
     buffer.write_pickle(offset, data)
     stored = content.Stored(buffer, data)
     parts: dict[str, Any] = {}
@@ -95,3 +92,13 @@ def load(path: Path, run: int, rank: int, world_size: int) -> tuple[CommitBuffer
     header = Header(run, id, shard, found["world_size"], offset, len(data), crc32(data), described["flags"])
     buffer.complete(header)
     return buffer, header
+
+
+def _buffer(path: Path, size: int) -> CommitBuffer:
+    try:
+        return CommitBuffer.create(size)
+    except NotEnoughMemory as error:
+        try:
+            return CommitBuffer.create_on_disk(path.parent, size)
+        except OSError as on_disk:
+            raise Unusable(f"{path} does not fit into memory ({error}), nor beside it ({on_disk.strerror})") from error

@@ -25,11 +25,13 @@ from ripstop.train import checkpoint_files, content, disk
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
-from ripstop.train.rank_store import RankStore
+from ripstop.train.rank_store import Absent, RankStore
 from ripstop.train.sharding import Source
 from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
+
+NO_SLOT = -1  # of a buffer that the agent does not keep
 
 
 class Shard(NamedTuple):
@@ -58,6 +60,15 @@ class AllShards(NamedTuple):
     sources: list[Source]
 
 
+class NotKept(Exception):
+    """Another rank has no memory for the State, and there is no commit yet: all ranks go on without it."""
+
+
+def first_topic(count: int) -> str:
+    """What the ranks wait for first in this restore."""
+    return f"restore {count} begins" if count > 1 else f"restore {count} 0"
+
+
 class Restoring:
     """The restore number `count` of a State in this round."""
 
@@ -73,8 +84,9 @@ class Restoring:
         self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
         self._key = store.transfer_key(self._topic)
+        self._shards: list[Shard] = []
         if count > 1:
-            store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
+            self._check_present(store.decide(first_topic(count), None, _absent))  # no rank commits any more
         found = self._buffers()
         self.own = {  # by slot; the agent frees copies that another node has sent
             slot: buffer
@@ -177,6 +189,8 @@ class Restoring:
         return None
 
     def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
+        if buffer.is_on_disk:  # for lack of memory
+            return Shard(self._rank, NO_SLOT, buffer, header)
         slot = 0  # its commit is older
         self.own[slot] = buffer
         try:
@@ -192,6 +206,7 @@ class Restoring:
         decide: Callable[[list[Any]], Any] = _Agreement()
         for attempt in range(1000):
             found = self._store.decide(f"{self._topic} {attempt}", own, decide)
+            self._check_present(found)
             if "compare" not in found:
                 break
             commit = Commit(*found["compare"])
@@ -201,6 +216,23 @@ class Restoring:
         transfers = tuple(Transfer(*each) for each in found["transfers"])
         holders = tuple(map(tuple, found["holders"]))
         return Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
+
+    def _check_present(self, found: Any) -> None:
+        """Raise if a rank takes no part: an error if commits would be lost."""
+        if isinstance(found, Absent):  # rank 0: others cannot learn which commits there are
+            why, has_commits = found.why, False
+        elif found is not None and "absent" in found:
+            why, has_commits = found["absent"], found["has_commits"]
+        else:
+            return
+        directory, _ = self._checkpoints
+        on_disk = checkpoint_files.checkpoints(checkpoint_files.folder(directory, self._name)) if directory else []
+        if has_commits or self._shards or on_disk:
+            raise RuntimeError(
+                f"state {self._name!r} has commits, and all ranks must be able to restore them; {why}; "
+                "mend its node, or start a new job with another --checkpoint-dir"
+            )
+        raise NotKept(why)
 
     def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
         held = self._held(commit, shard)
@@ -315,6 +347,8 @@ class _Agreement:
         self._steps: Generator[Compare, Digests, Restore | Start] | None = None
 
     def __call__(self, received: list[Any]) -> Any:
+        if absent := _absent(received):
+            return {**absent, "has_commits": any(own[1] for own in received if not isinstance(own, Absent))}
         try:
             if self._steps is None:
                 self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own in received])
@@ -330,6 +364,10 @@ class _Agreement:
             found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
             return found
         return {"compare": dataclasses.astuple(asked.commit), "shards": asked.shards}
+
+
+def _absent(received: list[Any]) -> Any:
+    return next(({"absent": own.why, "has_commits": True} for own in received if isinstance(own, Absent)), None)
 
 
 def _node(rank: int) -> int:

@@ -1,7 +1,7 @@
 """Data-parallel training over a `train.Sampler`, with `train.State`, for random schedules of faults.
 
 Writes to $TRAIN_LOG where each rank starts, each step with its samples before the all-reduce, its exact loss, each
-commit, and each hold.  $HOLDS="step,…": after the commit of this step, all ranks wait for the file $TRAIN_LOG.go-STEP.
+commit, and each hold.  $HOLDS="step,…": at this step, all ranks wait for the file $TRAIN_LOG.go-STEP.
 $KILLS="rank:step:when,…" asks for SIGKILL, each once: before the step's commit, during it, or after it.  With $DROPOUT,
 the losses depend on the random states of every rank.
 """
@@ -72,6 +72,7 @@ def main() -> None:
     state = train.State(model=model, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0)
     state.restore()
     note("start", state.step, source=state.restored_from)
+    hold(state.step)  # also if the commit was made before the workers were killed
     while state.step < STEPS:
         for samples, data, target in batches:
             loss = nn.functional.mse_loss(model(data), target)
