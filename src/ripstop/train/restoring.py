@@ -9,7 +9,8 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from ripstop.commit_memory import (
     CONTENT_OFFSET,
@@ -30,6 +31,8 @@ from ripstop.train.sharding import Source
 from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
+
+T = TypeVar("T")
 
 NO_SLOT = -1  # of a buffer that the agent does not keep
 
@@ -58,6 +61,13 @@ class AllShards(NamedTuple):
     commit: Commit
     stored: list[content.Stored]
     sources: list[Source]
+
+    @property
+    def names(self) -> list[str]:
+        return self.stored[0].names
+
+    def load(self, name: str, live: Any) -> Any:
+        return content.load_resharded(name, live, self.stored, self.sources)
 
 
 class NotKept(Exception):
@@ -123,16 +133,16 @@ class Restoring:
             return None
         return Shard(kept_for, slot, buffer, header)
 
-    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | None:
+    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | disk.Resharded | None:
         """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
         """
         decision = self._agree()
-        if (shard := self._from_disk(decision)) is not None:
+        if (found := self._from_disk(decision, values)) is not None:
             self.source = "disk"
-            self.is_replicated = bool(shard.header.flags & IS_REPLICATED)
-            return shard
+            self.is_replicated = isinstance(found, Shard) and bool(found.header.flags & IS_REPLICATED)
+            return found
         if isinstance(decision, Start):
             self._warn(decision.problem)
             return None
@@ -166,7 +176,7 @@ class Restoring:
 
     # disk -------------------------------------------------------------------------------------------------------------
 
-    def _from_disk(self, decision: Restore | Start) -> Shard | None:
+    def _from_disk(self, decision: Restore | Start, values: Mapping[str, Any]) -> Shard | disk.Resharded | None:
         """The newest usable checkpoint, if it is newer than the commit in memory."""
         directory, interval = self._checkpoints
         self.disk = disk.plan(
@@ -174,19 +184,37 @@ class Restoring:
             max((shard.header.id.round for shard in self._shards), default=0),
             decision.commit if isinstance(decision, Restore) else None,
         )  # fmt: skip
-        for number, candidate in enumerate(self.disk.candidates):
+        for candidate in self.disk.candidates:
             path = checkpoint_files.folder(directory, self._name) / candidate
-            problem = ""
             try:
-                buffer, header = disk.load(path, self._run, self._rank, self._world_size)
+                return self._from_checkpoint(path, values)
             except checkpoint_files.Unusable as error:
-                problem = str(error)
-            problem = str(self._store.decide(f"{self._topic} disk {number}", problem, _first))
-            if not problem:
-                return self._keep_from_disk(buffer, header)
-            if not self._rank:
-                log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, problem)
+                if not self._rank:
+                    log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, error)
         return None
+
+    def _from_checkpoint(self, path: Path, values: Mapping[str, Any]) -> Shard | disk.Resharded:
+        """Unusable, on all ranks, if one cannot use it."""
+
+        def check() -> tuple[disk.Found, bool]:
+            found = disk.find(path, self._rank, self._world_size)
+            return found, not found.is_sharded or disk.has_sharding_of(found, self._rank, values)
+
+        found, is_own = self._together(f"{path.name} found", check)
+        if self._store.decide(f"{self._topic} {path.name} sharding", is_own, all):
+            return self._keep_from_disk(*self._together(f"{path.name} loaded", lambda: disk.load(found, self._run)))
+        return self._together(f"{path.name} resharded", lambda: disk.resharded(found))
+
+    def _together(self, what: str, function: Callable[[], T]) -> T:
+        """What a function returns on this rank, if it is not Unusable on any."""
+        problem = ""
+        try:
+            result = function()
+        except checkpoint_files.Unusable as error:
+            problem = str(error)
+        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first)):
+            raise checkpoint_files.Unusable(problem)
+        return result
 
     def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
         if buffer.is_on_disk:  # for lack of memory

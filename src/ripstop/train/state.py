@@ -152,7 +152,7 @@ class State:
             self._load_shard(found)
         else:
             self._slots = newest_last(self._slots, restoring.own_slot(found.commit))
-            self._load(found.stored[0].names, lambda name, live: content.load_resharded(name, live, *found[1:]))
+            self._load(found.names, found.load)
         restoring.loaded()
         self._number = found.commit.number
         self._restored_from = restoring.source
