@@ -167,12 +167,20 @@ def sync(*paths: Path) -> None:
 
 
 def prune(folder: Path, keep: int, round: int, number: int) -> None:
-    """Remove all but the newest checkpoints, and what savers of older commits than this one left."""
-    for old in checkpoints(folder)[keep:]:
+    """Remove all but the newest checkpoints, and what was not finished before this commit.
+
+    The newest unfinished one before it stays if no later commit is saved: a slow node may be writing to it.
+    """
+    saved = checkpoints(folder)
+    for old in saved[keep:]:
         remove(old.path)
-    for path in folder.iterdir():
-        if (found := _UNFINISHED.fullmatch(path.name)) and (int(found[1]), int(found[2])) < (round, number):
-            remove(path)
+    matches = [(_UNFINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
+    unfinished = sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
+    older = [each for each in unfinished if (each.round, each.number) < (round, number)]
+    for place, each in enumerate(older):
+        is_of_use = place == 0 and each.round == round and not any(each < one for one in saved)
+        if not is_of_use:
+            remove(each.path)
 
 
 def remove(path: Path) -> None:
