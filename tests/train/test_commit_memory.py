@@ -22,7 +22,7 @@ def allocated() -> int:
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if "ripstop-state" in os.readlink(entry):
+            if "ripstop-state" in str(entry.readlink()):
                 total += os.fstat(int(entry.name)).st_blocks * 512
         except OSError:  # closed meanwhile
             continue
