@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -12,6 +11,7 @@ import pytest
 
 from ripstop import commit_memory
 from ripstop.commit_memory import RESERVE_BYTES, NotEnoughMemory, create_memory
+from tests.memory_cgroup import command_in, limited_memory
 
 MB = 1 << 20
 ROOM = 64 * MB
@@ -62,12 +62,8 @@ def test_together_they_never_allocate_more_than_there_is(monkeypatch: pytest.Mon
 
 LIMIT = 600 * MB
 ALLOCATE = """
-import os, sys
-from pathlib import Path
-Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from ripstop.commit_memory import NotEnoughMemory, available_memory, create_memory, usable_memory
-if available_memory() > int(sys.argv[2]):
-    sys.exit("the limit is not seen")
+import os
+from ripstop.commit_memory import NotEnoughMemory, create_memory, usable_memory
 wanted = usable_memory() * 6 // 10
 pids = []
 begin, go = os.pipe()
@@ -84,42 +80,17 @@ for _ in range(6):
     pids.append(pid)
 os.close(go)
 tried = [os.waitpid(-1, 0)[1] for _ in range(5)]  # at most one keeps its buffer
-print(*sorted(map(os.waitstatus_to_exitcode, tried)))
+print(*sorted(map(os.waitstatus_to_exitcode, tried)), flush=True)
+os.waitpid(-1, 0)
 """
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup of version 1 or 2 with LIMIT."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    paths = {name: path for _, names, path in lines for name in names.split(",")}
-    if "memory" in paths:
-        parent, file = Path("/sys/fs/cgroup/memory" + paths["memory"]), "memory.limit_in_bytes"
-    else:
-        parent, file = Path("/sys/fs/cgroup" + paths.get("", "/")), "memory.max"
-    group = parent / f"ripstop_test_{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"needs the right to make a memory cgroup: {error}")
-    try:
-        try:
-            (group / file).write_text(str(LIMIT))
-        except OSError as error:
-            pytest.skip(f"needs the right to limit the memory of a cgroup: {error}")
-        yield group
-    finally:
-        group.rmdir()
-
-
-def test_no_process_is_killed_for_lack_of_memory(small_cgroup: Path) -> None:
-    command = [sys.executable, "-c", ALLOCATE, str(small_cgroup), str(LIMIT)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        _, errors = process.communicate(timeout=60)  # ends the one that keeps its buffer
-    if "the limit is not seen" in errors:
-        pytest.skip("this version of cgroups is not read")
-    assert line.split() == ["3"] * 5, errors
+def test_no_process_is_killed_for_lack_of_memory() -> None:
+    with limited_memory(LIMIT) as group:
+        command = [*command_in(group), sys.executable, "-c", ALLOCATE]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            _, errors = process.communicate(timeout=60)  # ends the one that keeps its buffer
+        assert line.split() == ["3"] * 5, errors
