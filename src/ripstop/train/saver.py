@@ -81,15 +81,16 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
                 raise NotSaved(f"the buffer of rank {changed[0]} has changed meanwhile")
             checkpoint_files.sync(*(unfinished / name for name in part.files))
             checkpoint_files.write_part(unfinished, min(shards), pickle.dumps(part))
-            parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.parts(unfinished)]
-            there = {rank for each in parts for rank in each.ranks}
-            is_last = is_replicated or there == set(range(settings["world_size"]))
-            if not is_last or not checkpoint_files.is_first_to_complete(unfinished):
-                return {"skipped": "another node completes the checkpoint"}
+        except BaseException:
+            checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
+            raise
+        if (parts := [part] if is_replicated else _parts_of_all(unfinished, settings["world_size"])) is None:
+            return {"skipped": "another node completes the checkpoint, or says why it cannot"}
+        try:
             size = _complete(unfinished, id, settings["world_size"], parts)
             saved = unfinished.rename(folder / checkpoint_files.saved_name(id.round, id.number))
         except BaseException:
-            checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
+            checkpoint_files.remove(unfinished)
             raise
         checkpoint_files.sync(folder)
         checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
@@ -140,6 +141,17 @@ def _write(path: Path, shards: dict[int, Shard]) -> Part:
     digests = {rank: shard.stored.digests() for rank, shard in shards.items()}
     metadata = dataclasses.replace(metadata, planner_data=planner.mappings)
     return Part(ranks, digests, metadata, results, checkpoint_files.table(path, files), opaque)
+
+
+def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
+    """The parts of all ranks; None if some are missing, or if another node completes the checkpoint."""
+    try:
+        parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.parts(path)]
+        there = {rank for part in parts for rank in part.ranks}
+        is_last = there == set(range(world_size)) and checkpoint_files.is_first_to_complete(path)
+    except FileNotFoundError:  # it has completed it meanwhile, or has given up
+        return None
+    return parts if is_last else None
 
 
 def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> int:
