@@ -107,9 +107,9 @@ class FaultJob(Job):
 
         wait_until(find, why=self.describe)
 
-    def lose(self, agent: Agent) -> None:
-        """Kill a node: its agent and all its processes."""
-        for pid in tree(agent.pid):
+    def lose(self, agent: Agent, fault: Fault) -> None:
+        """Kill a node: its agent alone, or with all its processes at once."""
+        for pid in tree(agent.pid) if fault.rank else [agent.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
@@ -214,7 +214,7 @@ def test_killed_workers_and_lost_jobs_change_no_bit(tmp_path: Path, seed: int, r
             if fault.what == "worker":
                 job.kill_worker(round, fault.rank)
             elif fault.what == "job" and agent.process.poll() is None:
-                job.lose(agent)
+                job.lose(agent, fault)
                 lost.append(len(job.rounds()) - 1)
                 agent = start()
             job.go(fault.step)
@@ -251,7 +251,7 @@ def test_killed_workers_and_nodes_change_no_bit(tmp_path: Path, seed: int, refer
             if fault.what == "worker":
                 job.kill_worker(round, fault.rank)
             elif fault.what == "node" and agents[1].process.poll() is None:
-                job.lose(agents[1])
+                job.lose(agents[1], fault)
                 if agents[0].process.poll() is None:
                     agents[1] = start()
             job.go(fault.step)
@@ -294,7 +294,7 @@ def test_resizes_lose_no_step_and_give_every_sample_once(tmp_path: Path, seed: i
                 agents[-1].signal(signal.SIGTERM)
                 agents.pop().wait()
             elif fault.what == "node" and len(agents) > 1:
-                job.lose(agents.pop())
+                job.lose(agents.pop(), fault)
             job.go(fault.step)
         assert agents[0].wait() == 0, job.describe()
         rounds = job.rounds()
