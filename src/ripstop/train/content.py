@@ -325,8 +325,8 @@ class Stored:
     def has_sharding_of(self, values: Mapping[str, Any]) -> bool:
         """Whether the tensors of these live values are sharded as those of the commit."""
         for name, live in values.items():
-            if name in self._components and self._components[name].parts:
-                own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+            own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+            if name in self._components and (self._components[name].parts or any(map(is_dtensor, own.values()))):
                 for path, leaf in leaves(self.structure(name), Leaf):
                     if path in own and leaf.part != (part_of(own[path]) if is_dtensor(own[path]) else None):
                         return False

@@ -100,8 +100,9 @@ def find(path: Path, rank: int, world_size: int) -> Found:
 
 
 def has_sharding_of(found: Found, rank: int, values: Mapping[str, Any]) -> bool:
-    """Whether this rank can take its own part of sharded tensors."""
-    return found.shard == rank and content.Stored(None, found.read_pickle()).has_sharding_of(values)
+    """Whether this rank can take the tensors as the checkpoint has them."""
+    is_own = found.shard == rank or not found.is_sharded
+    return is_own and content.Stored(None, found.read_pickle()).has_sharding_of(values)
 
 
 def load(found: Found, run: int) -> tuple[CommitBuffer, Header]:

@@ -198,7 +198,7 @@ class Restoring:
 
         def check() -> tuple[disk.Found, bool]:
             found = disk.find(path, self._rank, self._world_size)
-            return found, not found.is_sharded or disk.has_sharding_of(found, self._rank, values)
+            return found, disk.has_sharding_of(found, self._rank, values)
 
         found, is_own = self._together(f"{path.name} found", check)
         if self._store.decide(f"{self._topic} {path.name} sharding", is_own, all):

@@ -160,16 +160,17 @@ def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> i
     FileSystemWriter(path, sync_files=False).finish(metadata, [part.results for part in parts])
     files = checkpoint_files.table(path, [METADATA])
     digests = [digest for part in parts for digest in part.digests.values()]
+    files |= {name: found for part in parts for name, found in part.files.items()}
     description = {
         "round": id.round, "number": id.number, "world_size": world_size,
         "ranks": {rank: found for part in parts for rank, found in part.ranks.items()},
         "differing": [name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)],
-        "files": {name: found for each in (files, *(part.files for part in parts)) for name, found in each.items()},
+        "files": files,
     }  # fmt: skip
     checkpoint_files.describe(path, description)
     checkpoint_files.remove_parts(path)
     checkpoint_files.sync(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
-    return sum(size for size, _ in description["files"].values())
+    return sum(size for size, _ in files.values())
 
 
 def _merged(found: list[Metadata]) -> Metadata:
@@ -178,7 +179,7 @@ def _merged(found: list[Metadata]) -> Metadata:
     for metadata in found:
         for name, described in metadata.state_dict_metadata.items():
             there = state.setdefault(name, described)
-            if there is not described:
+            if there is not described and isinstance(described, TensorStorageMetadata):
                 known = {chunk.offsets for chunk in there.chunks}
                 there.chunks.extend(chunk for chunk in described.chunks if chunk.offsets not in known)
     for name, described in state.items():

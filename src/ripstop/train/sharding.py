@@ -153,12 +153,12 @@ class Parts(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: Part, local: torch.Tensor) -> "Parts":
-        made: Parts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)  # type: ignore[attr-defined]
+        made: Parts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)
         made.by_offsets = {part.offsets: local} if local.numel() else {}
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, *_: Any) -> Any:
         raise NotImplementedError("only its parts can be used")
 
     # the protocol that torch.distributed.checkpoint has for tensors in parts

@@ -68,7 +68,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     sampler = train.Sampler(dataset, BATCH, seed=3)
-    batches = sampler.batches(DataLoader(dataset, batch_sampler=sampler))
+    generator = torch.Generator()  # a DataLoader draws a number from it when a loop begins, also after a restore
+    batches = sampler.batches(DataLoader(dataset, batch_sampler=sampler, generator=generator))
     state = train.State(model=model, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0)
     state.restore()
     note("start", state.step, source=state.restored_from)
