@@ -251,12 +251,12 @@ def test_files_that_never_stop_changing_are_an_error_with_a_remedy(stage):
         for number in itertools.count():
             if is_over.is_set():
                 return
-            module.write_text(f"value = {number}")
+            stage.script(f"value = {number}", "next.py").rename(module)  # never half written
 
     async def scenario() -> None:
         entry = Script(str(path))
         problem = pytest.raises(StartError, match=r"have changed \d times in a row; use --preload=none")
-        with new_spawner(entry, stage.env, preload=("restless",)) as spawner, problem:
+        with new_spawner(entry, stage.env, preload=None) as spawner, problem:
             async with asyncio.timeout(60):
                 await spawner.spawn([ProcessSpec(stage.env, entry)])
 
