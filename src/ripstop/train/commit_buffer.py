@@ -15,11 +15,22 @@ The pickle is made and read by workers of one user's job only; the agent does no
 import mmap
 import os
 import weakref
+from pathlib import Path
+from tempfile import TemporaryFile
 from zlib import crc32
 
 import torch
 
-from ripstop.commit_memory import HEAD_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, create_memory, read_header, stamp
+from ripstop.commit_memory import (
+    HEAD_BYTES,
+    STAMP_BYTES,
+    STAMP_OFFSET,
+    Header,
+    NotEnoughMemory,
+    create_memory,
+    read_header,
+    stamp,
+)  # fmt: skip
 
 
 class Corrupted(Exception):
@@ -29,8 +40,9 @@ class Corrupted(Exception):
 class CommitBuffer:
     """A mapped memfd.  A process maps each memfd once, because CUDA registers memory only once."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_on_disk: bool = False) -> None:
         self.fd = fd
+        self.is_on_disk = is_on_disk
         self.inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -41,7 +53,20 @@ class CommitBuffer:
     @classmethod
     def create(cls, size: int) -> "CommitBuffer":
         """A new buffer of at least this size; NotEnoughMemory if the node cannot hold it."""
-        return cls(create_memory(size))
+        fd = create_memory(size)
+        try:
+            return cls(fd)
+        except OSError as error:  # a limit of this process, such as ulimit -v
+            os.close(fd)
+            raise NotEnoughMemory(f"a buffer of {size / 1e9:.3g} GB cannot be mapped: {error.strerror}") from error
+
+    @classmethod
+    def create_on_disk(cls, folder: Path, size: int) -> "CommitBuffer":
+        """A buffer in a file without a name, for lack of memory; the kernel writes its pages to disk as it needs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return cls(os.dup(file.fileno()), is_on_disk=True)
 
     @classmethod
     def adopt(cls, fd: int) -> "CommitBuffer":
