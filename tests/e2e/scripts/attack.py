@@ -22,6 +22,7 @@ UPGRADE = (
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmlwc3RvcCBiZW5jaCEhIQ==\r\n"
 )
 JOB = "e2e"
+PATIENCE_S = 20.0  # after the attack, until the coordinator has disconnected all
 tally = {"tried": 0, "rejected": 0, "accepted": 0}
 
 
@@ -142,7 +143,7 @@ async def one(act, host, port, end, tls):
         return
     tally["tried"] += 1
     try:
-        async with asyncio.timeout_at(end):
+        async with asyncio.timeout_at(end + PATIENCE_S):
             await act(reader, writer)
     except TimeoutError:
         pass

@@ -25,9 +25,12 @@ def main() -> None:
         step += 1
         heartbeat(step)
         if RANK == 0 and step % 10 == 0 and step < CRASH_AT:
-            state.write_text(str(step))
             checkpoint_saved(step, str(state))
+            state.with_suffix(".new").write_text(str(step))
+            state.with_suffix(".new").replace(state)
         if RANK == 1 and FIRST_LIFE and step == CRASH_AT:
+            while not state.exists() or int(state.read_text()) != (CRASH_AT - 1) // 10 * 10:
+                time.sleep(STEP_S)
             os._exit(7)
 
 
