@@ -41,6 +41,7 @@ from ripstop.model import events
 from ripstop.model.config import RunConfig, Script
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
+from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.model.usage import StandbySample
 from ripstop.protocol.messages import Replicated
@@ -158,6 +159,11 @@ class RoundRunner:
             round.place, round.group.pids, round.logs, progress, exited, round.recorder_sockets, round.stopped
         )
 
+    def signal_worker(self, pid: int, signum: int) -> None:
+        """Signal a process, if it belongs to a live worker."""
+        if self._round is not None and self._round.group is not None:
+            self._round.group.send(pid, signum)
+
     async def stop_all(self) -> None:
         """Kill the workers and close every socket and pipe, however the agent ends."""
         if self._standbys is not None:
@@ -266,7 +272,8 @@ class RoundRunner:
         stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
         recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
-        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank)
+        exit_signal = EXIT_SIGNAL if self._config.allow_chaos else 0
+        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank, exit_signal)
 
     def _record_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()

@@ -420,6 +420,28 @@ class WorkerHangs(_Event, frozen=True):
     where: str
 
 
+class FaultInjected(_Event, frozen=True):
+    """`ripstop chaos` injects a fault: into the worker of this rank, or into the node (-1).
+
+    `pid` is the worker or the agent.  The agent undoes the fault after `seconds`; 0: there is nothing to undo.
+    """
+
+    id: str
+    fault: str
+    round: Int64
+    rank: Int64
+    pid: Int64
+    seconds: float
+
+
+class FaultEnded(_Event, frozen=True):
+    """An injected fault is over: it is done, or it has been undone.  `why` says if it ended early or fell short."""
+
+    id: str
+    fault: str
+    why: str
+
+
 class WorkersSucceeded(_Event, frozen=True):
     """All workers of this node exited with code 0."""
 
@@ -461,7 +483,7 @@ Event = (
     | StateReplicated
     | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
     | CheckpointSaved | StateRestored | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded
-    | WorkersStopping | WorkersStopped
+    | WorkersStopping | WorkersStopped | FaultInjected | FaultEnded
     | AgentMessage | AgentEnded
 )  # fmt: skip
 
@@ -546,6 +568,11 @@ def log_line(event: Event) -> str:
             paused = f" pause_ms={pause * 1e3:.0f}" if pause else ""
             taken = f" standbys={standbys}" if standbys else ""
             return f"round={round} {ranks} spawn_ms={seconds * 1e3:.0f}{taken}{paused} why={why!r}"
+        case FaultInjected(_, fault, round, rank, pid, seconds):
+            target = f"rank={rank} pid={pid}" if rank >= 0 else f"agent pid={pid}"
+            return f"round={round} {target} injected fault={fault}" + (f" for {seconds:g} s" if seconds else "")
+        case FaultEnded(_, fault, why):
+            return f"injected fault={fault} is over" + (f": {why}" if why else "")
         case WorkerHangs(round, rank, pid, seconds, sign, where):
             at = f", {where}" if where else ""
             return f"round={round} rank={rank} pid={pid} hangs: {sign} for {seconds:.0f} s{at}"

@@ -17,6 +17,7 @@ JOB_FLAGS = (
     Flag("--restart-backoff", "TIME", ours=True),
     Flag("--max-infra-restarts", "N", ours=True),
     Flag("--notify-url", "URL", ours=True),
+    Flag("--allow-chaos", ours=True),
 )
 MAX_RESTARTS = 1_000_000
 
@@ -41,6 +42,13 @@ def budget(args: ParsedArguments, notes: list[str]) -> Budget:
 
 def notify_url(args: ParsedArguments) -> str:
     return webhook_url(*args.labelled("--notify-url")) if "--notify-url" in args else ""
+
+
+def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
+    is_allowed = "--allow-chaos" in args
+    if is_allowed:
+        notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")
+    return is_allowed
 
 
 def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:
