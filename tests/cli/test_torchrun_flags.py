@@ -15,7 +15,7 @@ OURS_ALONE = {
     *("--checkpoint-dir", "--checkpoint-interval"),
     *("--restart-window", "--restart-backoff", "--hang-timeout", "--max-infra-restarts", "--probe-port", "--linger"),
     *("--standby", "--standby-warmup", "--notify-url"),
-    *("--replicate", "--replicate-bandwidth"),
+    *("--replicate", "--replicate-bandwidth", "--allow-chaos"),
 }
 TORCHS_SINCE_2_12 = {
     "--duplicate-stdout-filters",

@@ -330,18 +330,25 @@ class Api:
             percent=given["percent"],
             bytes=given["bytes"],
         )
-        node = _fault_target(job.status(), fault, given["node"])
+        what = fault_injection.describe(fault.kind, given["node"] or "", fault.rank)
+        try:
+            node, injection = await self._inject(job, fault, given["node"])
+        except RequestRefused as refused:
+            job.record(OperatorAction(what, call.user, f"refused: {refused}"))
+            raise
+        job.record(OperatorAction(what, call.user, f"skipped: {why}" if (why := injection.skipped) else "accepted"))
+        return FaultReply(fault.id, node, injection.round, injection.skipped)
+
+    async def _inject(self, job: JobInterface, fault: Fault, given_node: str | None) -> tuple[str, Injection]:
+        node = _fault_target(job.status(), fault, given_node)
         try:
             reply = await self._queries.ask(job, node, INJECT_QUERY, to_builtins(fault), QUERY_TIMEOUT_S)
             injection = convert(reply, Injection)
-            refusal = _chaos_not_allowed(f"node {node} was") if injection.refused else None
         except (QueryFailed, ValidationError) as error:
-            injection, refusal = Injection(), RequestRefused(409, str(error))
-        result = f"refused: {refusal}" if refusal else f"skipped: {why}" if (why := injection.skipped) else "accepted"
-        job.record(OperatorAction(fault_injection.describe(fault.kind, node, fault.rank), call.user, result))
-        if refusal:
-            raise refusal
-        return FaultReply(fault.id, node, injection.round, injection.skipped)
+            raise RequestRefused(409, str(error)) from error
+        if injection.refused:
+            raise _chaos_not_allowed(f"node {node} was")
+        return node, injection
 
     def _chaos_job(self) -> JobInterface:
         if not self.job.allows_chaos:

@@ -78,4 +78,4 @@ class Injection(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe(kind: str, node: str, rank: int) -> str:
-    return f"{kind} of rank {rank} on node {node}" if rank >= 0 else f"{kind} of node {node}"
+    return kind + (f" of rank {rank}" if rank >= 0 else "") + (f" on node {node}" if node else "")
