@@ -45,7 +45,6 @@ class _Driver:
     ) -> None:
         self._find_job = find_job
         self._job = find_job()
-        self._job.get("/faults")  # an error if the job or a node of it does not allow faults
         self._experiment = experiment
         self._on_result = on_result
         self._results: list[Result] = []

@@ -60,6 +60,7 @@ def chaos(command: ParsedCommand) -> int:
         if not command.as_json:
             print(render(result), flush=True)
 
+    command.find_job().get("/faults")  # an error if the job or one of its nodes does not allow faults
     if not command.as_json:
         print(f"seed {seed}, {plan.count} faults", flush=True)
     results = run_experiment(command.find_job, plan, seed, show)
