@@ -49,7 +49,8 @@ class Bed:
     job: Job
     machines: list[Host]
     agents: list[Agent] = field(default_factory=list)
-    undo: list[Callable[[], object]] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)  # before the end of the job
+    clean_up: list[Callable[[], object]] = field(default_factory=list)  # after it
 
     @property
     def host(self) -> Host:
@@ -124,11 +125,12 @@ def bed(nodes: int, folder: Path) -> Iterator[Bed]:
         names = "".join(f"{host.address} host{host.number}\n" for host in machines)
         for host in machines:
             (folder / f"etc-hosts-host{host.number}").write_text(f"127.0.0.1 localhost\n{names}")
-        runtime = str(folder / "run")
-        Path(runtime).mkdir()
-        job = stack.enter_context(Job(folder, ORDERS=str(folder / "orders"), XDG_RUNTIME_DIR=runtime))
+        (folder / "run").mkdir()
+        job = Job(folder, ORDERS=str(folder / "orders"), XDG_RUNTIME_DIR=str(folder / "run"))
         made = Bed(job, machines)
-        stack.callback(lambda: [undo() for undo in reversed(made.undo)])
+        stack.callback(lambda: [clean_up() for clean_up in made.clean_up])
+        stack.enter_context(job)
+        stack.callback(lambda: [undo() for undo in made.undo])
         yield made
 
 
@@ -184,7 +186,7 @@ def in_small_cgroup(bed: Bed) -> None:
     if version != 1 or not os.access(group.parent, os.W_OK):
         pytest.skip("needs the right to make a memory cgroup (version 1)")
     group.mkdir()
-    bed.undo.append(lambda: wait_until(lambda: _removed(group), 20))
+    bed.clean_up.append(lambda: wait_until(lambda: _removed(group), 20))
     (group / "memory.limit_in_bytes").write_text(str(1536 << 20))
     bed.start(wrap=["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")])
 
@@ -250,7 +252,7 @@ FAULTS = (
     Fault("DNS: no name resolves, and a worker gets SIGKILL", break_dns, one=None),
 )
 ROWS = [
-    pytest.param(fault, nodes, marks=fault.marks, id=f"{fault.name}, {nodes} nodes")
+    pytest.param(fault, nodes, marks=fault.marks, id=f"{fault.name}-{nodes}")
     for fault in FAULTS
     for nodes in (1, 3)
     if (fault.one if nodes == 1 else fault.three) is not None
