@@ -62,7 +62,7 @@ class Bed:
         """The victim's."""
         return self.agents[-1]
 
-    def start(self, *flags: str, wrap: list[str] | None = None, lease: float = 3.0) -> None:
+    def start(self, *flags: str, wrap: list[str] | None = None, endpoint: str = "") -> None:
         wrap = wrap or []
         if not self.machines:
             self.agents.append(
@@ -72,16 +72,16 @@ class Bed:
         for number, host in enumerate(self.machines):
             is_victim = number == len(self.machines) - 1
             agent = self.job.node(
-                f"--rdzv-conf=lease={lease},last_call_timeout=30",
+                "--rdzv-conf=last_call_timeout=30",
                 *FLAGS,
                 *flags,
                 nnodes="2:3",
                 script=TRAINING,
-                endpoint=f"host1:{PORT}",
+                endpoint=endpoint or f"{self.machines[0].address}:{PORT}",
                 wrap=[*host.namespace.enter, *(wrap if is_victim else [])],
             )
             self.agents.append(agent)
-            self.agents[0].wait_for_log(rf"joined from {host.address} ")
+            self.agents[0].wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
 
     @property
     def world(self) -> int:
@@ -227,6 +227,10 @@ def take_descriptors(bed: Bed) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
 
 
+def by_name(bed: Bed) -> None:
+    bed.start(endpoint=f"host1:{PORT}")
+
+
 def break_dns(bed: Bed) -> None:
     """No host knows a name any more, and a worker dies."""
     for host in bed.machines:
@@ -249,7 +253,7 @@ FAULTS = (
     Fault("host: 30 % of arriving packets get lost", lose_packets, one=None, three="goes on", marks=(needs_loss,)),
     Fault("disk of the logs: full", fill_disk, one="goes on", prepare=on_small_disk("logs")),
     Fault("/tmp: full", fill_disk, one="goes on", prepare=on_small_disk("tmp")),
-    Fault("DNS: no name resolves, and a worker gets SIGKILL", break_dns, one=None),
+    Fault("DNS: no name resolves, and a worker gets SIGKILL", break_dns, one=None, prepare=by_name),
 )
 ROWS = [
     pytest.param(fault, nodes, marks=fault.marks, id=f"{fault.name}-{nodes}")
