@@ -234,11 +234,11 @@ def by_name(bed: Bed) -> None:
 
 
 def break_dns(bed: Bed) -> None:
-    """For ten seconds, no host knows a name, and a worker dies."""
+    """For ten seconds, every host knows only its own name, and a worker dies."""
     files = [bed.job.folder / f"etc-hosts-host{host.number}" for host in bed.machines]
     texts = [file.read_text() for file in files]
-    for file in files:
-        file.write_text("")
+    for file, host in zip(files, bed.machines, strict=True):
+        file.write_text(f"127.0.0.1 localhost\n{host.address} host{host.number}\n")
     timer = threading.Timer(DNS_FAILURE_S, lambda: [f.write_text(t) for f, t in zip(files, texts, strict=True)])
     timer.start()
     bed.undo += [timer.cancel, timer.join]
