@@ -75,6 +75,7 @@ class Bed:
             is_victim = number == len(self.machines) - 1
             agent = self.job.node(
                 "--rdzv-conf=last_call_timeout=30",
+                f"--node-rank={number}",
                 *FLAGS,
                 *flags,
                 nnodes="2:3",
@@ -314,7 +315,8 @@ def reason(log: str) -> str:
     """Why the second round was formed, without names that differ from run to run."""
     why = re.findall(r"round=2 .*why=(?:'(.*)'|\"(.*)\")", log)[0]
     text = re.sub(r"; (infrastructure )?restart \d+ of .*", "", why[0] or why[1])
-    return re.sub(r"(vm|host\d)-\d+-[0-9a-f]{4}", "N", text).replace("\\'", "'")
+    text = re.sub(r"node \S+-\d+-[0-9a-f]{4}", "the node", text)
+    return re.sub(r"/\S+/(logs/e2e|tmp) \(", "its directory (", text)
 
 
 def write_row(row: dict[str, object]) -> None:
