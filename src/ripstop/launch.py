@@ -346,6 +346,7 @@ def _job_settings(config: RunConfig | CoordinatorConfig, own: str = "") -> JobSe
         fixed_ranks=isinstance(config, RunConfig) and config.backend is Backend.STATIC,
         rank_by=config.rank_by,
         own=own,
+        allow_chaos=config.allow_chaos,
         quarantine=QuarantineLimits(failures=0) if is_local else config.quarantine,
     )
 

@@ -5,6 +5,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -75,6 +76,23 @@ def _modules(package: Path) -> str:
     return ", ".join(sorted(path.stem for path in package.glob("*.py") if not path.name.startswith("__")))
 
 
+def of_fault_matrix() -> str:
+    """One row for each fault and number of nodes, as `tests/hosts/test_fault_matrix.py` measured it."""
+    rows = json.loads((ROOT / "bench" / "results" / "fault_matrix.json").read_text(encoding="utf-8"))
+    return _table(("fault", "nodes", "detected", "training", "lost steps"), [_matrix_row(row) for row in rows])
+
+
+def _matrix_row(row: dict[str, Any]) -> tuple[str, ...]:
+    seconds = f"{row['seconds'] or 0:.1f} s"
+    training = {
+        "restart": f"again after {seconds}",
+        "goes on": f"goes on; longest pause {seconds}",
+        "ends": "ends: the only agent is gone, and its workers with it",
+    }[row["outcome"]]
+    lost = "-" if row["lost_steps"] is None else str(row["lost_steps"])
+    return row["fault"], str(row["nodes"]), row["detected"] or "-", training, lost
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |" for line in lines)
@@ -86,6 +104,7 @@ TABLES = {
     "metrics": of_metrics,
     "source tree": of_source_tree,
     "causes": of_causes,
+    "fault matrix": of_fault_matrix,
 }
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -48,11 +49,16 @@ from ripstop.logs.console import Console
 from ripstop.logs.directory import LogDirectory, LogsSource
 from ripstop.model.config import RunConfig
 from ripstop.model.events import AgentEnded, AgentMessage, AgentStarted, Sink, WarmedUp
+from ripstop.model.fault_injection import INJECT_QUERY, Injection
 from ripstop.model.round import Node
-from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Replicate
+from ripstop.model.text_formatting import ascii_json
+from ripstop.protocol.messages import FromCoordinator, Left, Query, Rejected, Replicate, Reply
 from ripstop.telemetry.run_settings import changed_settings, program_text, torch_version
 from ripstop.transport.link import Link
 from ripstop.workers.spawner import Starter
+
+if TYPE_CHECKING:
+    from ripstop.agent.fault_injector import FaultInjector
 
 log = logging.getLogger("ripstop.agent")
 
@@ -117,10 +123,23 @@ class Driver:
         self._describe_wait = describe_wait
         self._activity_reporter = ActivityReporter(self._activity, self._console.live)
         self._queries = QueryHandler(self._runner.workers, find_standbys=self._runner.standbys)
+        self._faults = self._open_fault_injector() if config.allow_chaos else None
         self._health_probe = HealthProbe(config.health, str(directory.path), environ)
         self._health_checks: asyncio.Task[None] | None = None
         self._signals = _signals_to_handle(config.signals)
         self._last_message: Left | None = None  # sent when the log followers are done
+
+    def _open_fault_injector(self) -> "FaultInjector":
+        from ripstop.agent.fault_injector import FaultInjector  # only with --allow-chaos
+
+        return FaultInjector(
+            find_workers=self._runner.workers,
+            signal_worker=self._runner.signal_worker,
+            link=self._link,
+            recorder=self._recorder,
+            directory=self._directory.path,
+            run_task=self._run_task,
+        )
 
     async def run(self) -> ExitAgent:
         """Take part in the job until this node's part is over."""
@@ -164,6 +183,8 @@ class Driver:
         self._feed(CoordinatorConnected(self._link.local_host or "127.0.0.1"))
         self._recorder.send_again()
         self._runner.replication.send_again()
+        if self._faults is not None:
+            self._faults.on_connected()
         if self._health_checks is None and not self._end.done():  # a check needs the coordinator's clock
             self._health_checks = self._run_task(self._check_health())
 
@@ -182,7 +203,12 @@ class Driver:
         self._feed(CoordinatorMessage(Rejected(why)))
 
     async def _answer(self, query: Query) -> None:
-        self._link.send(await self._queries.answer(query))
+        if query.name != INJECT_QUERY:
+            self._link.send(await self._queries.answer(query))
+        elif self._faults is not None:
+            self._link.send(self._faults.answer(query))
+        else:
+            self._link.send(Reply(query.number, ascii_json(Injection(refused=True))))
 
     async def _warm_up(self) -> None:
         ready = await self._spawner.wait_ready()

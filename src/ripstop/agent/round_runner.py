@@ -42,6 +42,7 @@ from ripstop.model import events
 from ripstop.model.config import RunConfig, Script
 from ripstop.model.errors import StartError
 from ripstop.model.failure import Failure
+from ripstop.model.fault_injection import EXIT_SIGNAL
 from ripstop.model.round import Place
 from ripstop.model.text_formatting import rank_list
 from ripstop.model.usage import StandbySample
@@ -181,6 +182,11 @@ class RoundRunner:
             return "the workers have exited, their child processes have not"
         return f"{rank_list(ranks)} still {'run' if ranks[1:] else 'runs'}"
 
+    def signal_worker(self, pid: int, signum: int) -> None:
+        """Signal a process, if it belongs to a live worker."""
+        if self._round is not None and self._round.group is not None:
+            self._round.group.send(pid, signum)
+
     async def stop_all(self) -> None:
         """Kill the workers and close every socket and pipe, however the agent ends."""
         if self._standbys is not None:
@@ -291,7 +297,8 @@ class RoundRunner:
         stacks = (DUMP_SIGNAL, logs.stack_file(local_rank)) if needs_stacks else None
         recorder = round.recorder_sockets[local_rank] if round.recorder_sockets else ""
         outputs = logs.stdout(local_rank), logs.stderr(local_rank)
-        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank)
+        exit_signal = EXIT_SIGNAL if self._config.allow_chaos else 0
+        return ProcessSpec(env, self._config.entry, *outputs, binding, stacks, recorder, local_rank, exit_signal)
 
     def _record_start(self, place: Place, pids: tuple[int, ...], why: str, began: float) -> None:
         now = self._loop.time()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
-from msgspec import Struct, to_builtins
+from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ripstop.api import routes
 from ripstop.api.job_interface import JobInterface, NodeQueries, RequestRefused, ask_all, node_of_rank, nodes_in_round
@@ -22,6 +22,7 @@ from ripstop.api.replies import (
     Done,
     Error,
     EventPage,
+    FaultReply,
     HistoryColumns,
     LogText,
     Members,
@@ -32,10 +33,19 @@ from ripstop.api.replies import (
 )
 from ripstop.api.routes import MAX_TAIL_LINES, PREFIX, ApiRoute, InvalidRequest, Parameter
 from ripstop.api.streams import LOG_WAIT_S, LogChunk, OpenStreams, StreamKind
-from ripstop.model import operator_commands
+from ripstop.model import fault_injection, operator_commands
 from ripstop.model.errors import QueryFailed
 from ripstop.model.event_json import to_dict
 from ripstop.model.events import OperatorAction
+from ripstop.model.fault_injection import (
+    INJECT_QUERY,
+    MAX_BYTES,
+    MAX_PERCENT,
+    MAX_SECONDS,
+    Fault,
+    FaultKind,
+    Injection,
+)
 from ripstop.model.operator_commands import DrainNode, OperatorCommand, RestartRound, ScaleJob, StopJob
 from ripstop.model.status import JobStatus, NodeStatus
 
@@ -301,6 +311,51 @@ class Api:
         self._apply(call, StopJob(f"stopped by {call.user}" + (f": {why}" if why else "")))
         return Done("stopping the job")
 
+    async def may_inject_fault(self, call: ApiCall) -> Done:
+        """Check that the job and all nodes of its round allow injected faults."""
+        job = self._chaos_job()
+        nodes = nodes_in_round(job.status())
+        for node, reply in await self._ask_all(job, nodes, INJECT_QUERY, {}):
+            if isinstance(reply, dict) and reply["refused"]:
+                raise _chaos_not_allowed(f"node {node.name} was")
+        return Done(f"faults can be injected into {len(nodes)} nodes")
+
+    async def inject_fault(self, call: ApiCall) -> FaultReply:
+        """Inject a fault, to test that the job heals; only with --allow-chaos."""
+        job, given = self._chaos_job(), call.parameters
+        fault = Fault(
+            id=secrets.token_hex(4),
+            kind=FaultKind(given["kind"]),
+            rank=-1 if given["rank"] is None else given["rank"],
+            seconds=given["seconds"],
+            percent=given["percent"],
+            bytes=given["bytes"],
+        )
+        what = fault_injection.describe(fault.kind, given["node"] or "", fault.rank)
+        try:
+            node, injection = await self._inject(job, fault, given["node"])
+        except RequestRefused as refused:
+            job.record(OperatorAction(what, call.user, f"refused: {refused}"))
+            raise
+        job.record(OperatorAction(what, call.user, f"skipped: {why}" if (why := injection.skipped) else "accepted"))
+        return FaultReply(fault.id, node, injection.round, injection.skipped)
+
+    async def _inject(self, job: JobInterface, fault: Fault, given_node: str | None) -> tuple[str, Injection]:
+        node = _fault_target(job.status(), fault, given_node)
+        try:
+            reply = await self._queries.ask(job, node, INJECT_QUERY, to_builtins(fault), QUERY_TIMEOUT_S)
+            injection = convert(reply, Injection)
+        except (QueryFailed, ValidationError) as error:
+            raise RequestRefused(409, str(error)) from error
+        if injection.refused:
+            raise _chaos_not_allowed(f"node {node} was")
+        return node, injection
+
+    def _chaos_job(self) -> JobInterface:
+        if not self.job.allows_chaos:
+            raise _chaos_not_allowed("the coordinator was")
+        return self.job
+
     def _apply(self, call: ApiCall, command: OperatorCommand) -> JobStatus:
         """Pass a command to the job, or reject it (rule 2).  Returns the job's status before the command."""
         job, status = self.job, self.job.status()
@@ -338,6 +393,25 @@ async def _parse(request: web.Request, route: ApiRoute, user: str) -> ApiCall:
     return ApiCall(request, user, parameters)
 
 
+def _chaos_not_allowed(who: str) -> RequestRefused:
+    return RequestRefused(
+        403, f"faults are injected only with --allow-chaos, and {who} started without it; add it on every node"
+    )
+
+
+def _fault_target(status: JobStatus, fault: Fault, node: str | None) -> str:
+    """The node that injects the fault."""
+    if fault.kind.has_rank:
+        if fault.rank < 0 or node is not None:
+            raise InvalidRequest(f"{fault.kind} is a fault of a worker; give its rank, and no node")
+        return node_of_rank(status, fault.rank).name
+    if node is None or fault.rank >= 0:
+        raise InvalidRequest(f"{fault.kind} is a fault of a node; give the node, and no rank")
+    if not operator_commands.is_member(node, status):
+        raise RequestRefused(404, f"no node {node} is part of the job; `status` lists them")
+    return node
+
+
 def _json(content: object, status: int = 200) -> web.Response:
     return web.json_response(to_builtins(content), status=status, headers={"Cache-Control": "no-store"})
 
@@ -359,6 +433,12 @@ FOLLOW = Parameter("follow", bool, "continue with new output", default=False)
 STACKS_RANK = Parameter("rank", int, "only this worker")
 NODE = Parameter("node", str, "its name, as in status", minimum=1, maximum=256, required=True)
 NODES = Parameter("nodes", int, "the number of nodes", minimum=1, required=True)
+FAULT = Parameter("kind", str, "the kind of fault", choices=tuple(FaultKind), required=True)
+FAULT_RANK = Parameter("rank", int, "the worker's rank", maximum=2**31 - 1)
+FAULT_NODE = Parameter("node", str, "the node's name, for a fault of no worker", minimum=1, maximum=256)
+SECONDS = Parameter("seconds", int, "how long a lasting fault lasts", minimum=1, maximum=MAX_SECONDS, default=10)
+PERCENT = Parameter("percent", int, "of the time, a slow worker is stopped", minimum=1, maximum=MAX_PERCENT, default=50)
+BYTES = Parameter("bytes", int, "of the disk that are taken", minimum=1, maximum=MAX_BYTES, default=64 << 20)
 WHY = Parameter("why", str, "the reason, for the report", maximum=MAX_REASON_CHARACTERS, default="")
 
 ROUTES = (
@@ -384,4 +464,13 @@ ROUTES = (
     ApiRoute("POST", f"{PREFIX}/drain", Api.drain, Done, body=(NODE,), errors=(404, 409)),
     ApiRoute("POST", f"{PREFIX}/scale", Api.scale, Done, body=(NODES,), errors=(409,)),
     ApiRoute("POST", f"{PREFIX}/stop", Api.stop, Done, body=(WHY,), errors=(409,)),
+    ApiRoute("GET", f"{PREFIX}/faults", Api.may_inject_fault, Done),
+    ApiRoute(
+        "POST",
+        f"{PREFIX}/faults",
+        Api.inject_fault,
+        FaultReply,
+        body=(FAULT, FAULT_RANK, FAULT_NODE, SECONDS, PERCENT, BYTES),
+        errors=(404, 409),
+    ),
 )

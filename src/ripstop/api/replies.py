@@ -147,6 +147,15 @@ class Stacks(Struct, frozen=True):
     unanswered: tuple[UnansweredNode, ...]
 
 
+class FaultReply(Struct, frozen=True):
+    """An injected fault: its id in events, its node and its round; or why it was skipped."""
+
+    id: str
+    node: str
+    round: int
+    skipped: str
+
+
 class Done(Struct, frozen=True):
     """The effect of a command."""
 

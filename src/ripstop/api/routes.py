@@ -144,7 +144,7 @@ def _names(known: Mapping[str, Parameter]) -> str:
 ERROR_DESCRIPTIONS = {
     400: "The request does not match this description.",
     401: "The token is missing or wrong.",
-    403: "The job has no secret, so it cannot be controlled from here.",
+    403: "The job has no secret, so it cannot be controlled from here; or it does not allow this command.",
     404: "Not found.",
     405: "Method not allowed.",
     409: "Not possible in the job's current state.",

@@ -34,6 +34,7 @@ control a running job
   ripstop drain NODE                    remove a node
   ripstop scale N                       change the number of nodes
   ripstop stop                          end the job
+  ripstop chaos --plan FILE             inject faults and measure how the job heals; only with --allow-chaos
   ripstop token                         print the access token of its API
 
 other commands
@@ -53,6 +54,7 @@ JOB_COMMANDS = {  # and their modules in `commands/`
     "metrics": "status",
     "report": "report",
     "compare": "report",
+    "chaos": "chaos",
     **dict.fromkeys(("restart", "drain", "scale", "stop", "token"), "control"),
 }
 COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "completion", "version")

@@ -128,6 +128,10 @@ class Coordinator:
         """Whether this coordinator leads the job; another one ignores all commands."""
         return self._may_decide()
 
+    @property
+    def allows_chaos(self) -> bool:
+        return self.settings.allow_chaos
+
     def status(self) -> JobStatus:
         status = self._job.status(self._now())
         return replace(status, nodes=tuple(self._with_processes(node, status.round) for node in status.nodes))

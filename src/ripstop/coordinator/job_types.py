@@ -22,6 +22,7 @@ class JobSettings(Struct, frozen=True):
     own: str = ""  # the node in the coordinator's process; it needs no lease
     rank_by: RankBy = RankBy.JOIN
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    allow_chaos: bool = False  # operators may inject faults
     target: int | None = None  # nodes that the job uses until an operator scales it; None: as many as possible
 
 

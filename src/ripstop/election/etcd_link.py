@@ -114,6 +114,10 @@ class EtcdLink:
         if self._link is not None:
             self._link.send(message)
 
+    def drop(self) -> None:
+        if self._link is not None:
+            self._link.drop()
+
     async def close(self) -> None:
         """Disconnect.  A coordinator in this process stops; if the job has ended, it first publishes the outcome."""
         self._listener = None

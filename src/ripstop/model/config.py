@@ -307,6 +307,7 @@ class RunConfig(Redacted, frozen=True):
     api: Address | None = None  # address of the HTTP API of a job on one node; None: no network API
     probe_port: int | None = None  # port of the health probes; None: no probes
     termination_log: Path | None = None  # file for this agent's termination message
+    allow_chaos: bool = False  # operators may inject faults into this node
     linger: bool = False  # stay after the end of the job, until a signal
     notes: tuple[str, ...] = ()  # logged once at the start: assumptions, flags without effect
 
@@ -323,6 +324,7 @@ class CoordinatorConfig(Redacted, frozen=True):
     budget: Budget = field(default_factory=Budget)
     timing: Timing = field(default_factory=Timing)
     quarantine: QuarantineLimits = field(default_factory=QuarantineLimits)
+    allow_chaos: bool = False
     log_dir: Path | None = None  # for the job's event file; None: no file
     own_log: OwnLog = field(default_factory=OwnLog)
     tracing: Tracing | None = None

@@ -410,6 +410,28 @@ class WorkerHangs(_Event, frozen=True):
     where: str
 
 
+class FaultInjected(_Event, frozen=True):
+    """`ripstop chaos` injects a fault: into the worker of this rank, or into the node (-1).
+
+    `pid` is the worker or the agent.  The agent undoes the fault after `seconds`; 0: there is nothing to undo.
+    """
+
+    id: str
+    fault: str
+    round: Int64
+    rank: Int64
+    pid: Int64
+    seconds: float
+
+
+class FaultEnded(_Event, frozen=True):
+    """An injected fault is over: it is done, or it has been undone.  `why` says if it ended early or fell short."""
+
+    id: str
+    fault: str
+    why: str
+
+
 class WorkersSucceeded(_Event, frozen=True):
     """All workers of this node exited with code 0."""
 
@@ -451,7 +473,7 @@ Event = (
     | StateReplicated
     | AgentStarted | WarmedUp | StandbysReady | StandbyDiscarded | WorkersStarted | Recovered | FirstStep | StepsDone
     | CheckpointSaved | StateRestored | WorkerFailed | WorkerEvidence | TimersMissed | WorkerHangs | WorkersSucceeded
-    | WorkersStopping | WorkersStopped
+    | WorkersStopping | WorkersStopped | FaultInjected | FaultEnded
     | AgentMessage | AgentEnded
 )  # fmt: skip
 

@@ -213,7 +213,10 @@ class Inspect(ProtocolMessage, frozen=True):
 
 
 class Query(ProtocolMessage, frozen=True):
-    """An operator's query.  The agent sends a `Reply` with the same number; the query changes nothing."""
+    """An operator's query.  The agent sends a `Reply` with the same number.
+
+    A query changes nothing.  The exception is a fault to inject (`agent/fault_injector.py`).
+    """
 
     number: Int64
     name: str

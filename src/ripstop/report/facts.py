@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ripstop.diagnostics.evidence_events import Evidence, from_event
-from ripstop.model import events
+from ripstop.model import events, fault_injection
 from ripstop.model.events import MAX_TEXT, EventRecord, RoundEndCause
 from ripstop.model.failure import Failure, Hang
 from ripstop.model.text_formatting import truncate
@@ -151,6 +151,7 @@ class Facts:
                 (events.HangDiagnosed, self._on_diagnosed),
                 (events.ScaleRequested, self._on_scale),
                 (events.OperatorAction, self._on_operator),
+                (events.FaultInjected, self._on_fault_injected),
                 (events.JobClosing, self._on_closing),
                 (events.JobClosed, self._on_closed),
                 (events.AgentStarted, self._on_agent_started),
@@ -211,6 +212,9 @@ class Facts:
 
     def _on_operator(self, record: EventRecord, event: events.OperatorAction) -> None:
         self._act(record.at, "operator", f"{event.action} by {event.by}: {event.result}")
+
+    def _on_fault_injected(self, record: EventRecord, event: events.FaultInjected) -> None:
+        self._act(record.at, "injected", fault_injection.describe(event.fault, record.node, event.rank))
 
     def _act(self, at: float, kind: str, text: str) -> None:
         self.action_count += 1

@@ -318,7 +318,7 @@ class Spans:
                 return number
             case events.HangDiagnosed(number) | events.BudgetCharged(number) | events.BudgetRefunded(number):
                 return number
-            case events.RoundFormed(number) | events.RoundEnded(number):
+            case events.RoundFormed(number) | events.RoundEnded(number) | events.FaultInjected(round=number):
                 return number
             case events.NodeGone(name) | events.NodeLeaving(name) | events.NodeUnhealthy(name):
                 nodes = self._round.nodes if self._round else None

@@ -52,6 +52,9 @@ class Link(Protocol):
     def send(self, message: FromAgent) -> None:
         """Queue a message; messages keep their order."""
 
+    def drop(self) -> None:
+        """Break the connection to another process, as a network fault does; the link reconnects."""
+
     async def close(self) -> None:
         """Write the queued messages within a short time limit, and disconnect."""
 
@@ -84,6 +87,9 @@ class InProcessLink:
 
     def send(self, message: FromAgent) -> None:
         self._loop.call_soon(self._to_coordinator, message)
+
+    def drop(self) -> None:
+        """There is no connection to another process."""
 
     async def close(self) -> None:
         self._listener = None

@@ -57,7 +57,7 @@ class Outbox:
 
     def __init__(self, ws: WebSocket, abort: Callable[[], None]) -> None:
         self._ws = ws
-        self._abort = abort
+        self.abort = abort
         self._queue: deque[tuple[str, bool]] = deque()  # text, and whether it is a reply
         self._bytes = 0
         self._reply_bytes = 0
@@ -75,7 +75,7 @@ class Outbox:
             self._reply_bytes += len(text)
         self._bytes += len(text)
         if self._bytes > MAX_BACKLOG_BYTES:
-            self._abort()
+            self.abort()
             return
         self._queue.append((text, is_reply))
         self._wake.set()
@@ -83,7 +83,7 @@ class Outbox:
     def finish(self) -> None:
         """Accept no more messages.  `run` returns when all are written, after `FLUSH_TIMEOUT_S` seconds at most."""
         if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().call_later(FLUSH_TIMEOUT_S, self._abort)
+            self._deadline = asyncio.get_running_loop().call_later(FLUSH_TIMEOUT_S, self.abort)
             self._wake.set()
 
     async def run(self) -> None:

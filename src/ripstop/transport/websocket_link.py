@@ -98,6 +98,10 @@ class WebSocketLink:
         if self._outbox is not None:
             self._outbox.put(message)
 
+    def drop(self) -> None:
+        if self._outbox is not None:
+            self._outbox.abort()
+
     async def close(self) -> None:
         self._listener = None
         if self._task is None:

@@ -89,6 +89,7 @@ class ProcessSpec(Struct, frozen=True):
     stacks: tuple[int, Path] | None = None  # a forked worker writes its stacks to this file at this signal
     recorder: str = ""  # a forked worker with torch serves its flight recorders on this socket
     local_rank: int | None = None  # of a worker
+    exit_signal: int = 0  # a forked worker exits at this signal, with its number as exit code; 0: none
 
 
 class Starter(Protocol):
@@ -334,6 +335,7 @@ class Spawner:
             "memory": _memory_policy(spec.binding),
             "stacks": spec.stacks and (int(spec.stacks[0]), os.fspath(spec.stacks[1])),
             "recorder": spec.recorder,
+            "exit_signal": int(spec.exit_signal),
         }
         key = entry_key(self._entry)
         match spec.entry:

@@ -60,6 +60,8 @@ const CATEGORY = {
   warmed_up: "node",
   agent_ended: "node",
   operator_action: "operator",
+  fault_injected: "operator",
+  fault_ended: "operator",
   scale_requested: "operator",
   first_step: "step",
   steps_done: "step",
@@ -219,6 +221,9 @@ export class Model {
         break;
       case "operator_action":
         this.mark("operator", event, `${event.action} by ${event.by}`);
+        break;
+      case "fault_injected":
+        this.mark("operator", event, describe(event));
         break;
       case "checkpoint_saved":
         this.mark("checkpoint", event, `checkpoint of step ${event.step}`);
@@ -445,6 +450,9 @@ const TEXTS = {
   job_closing: (e) => `closing (${e.outcome}): ${e.why}`,
   job_closed: (e) => `closed (${e.outcome}): ${e.why}`,
   operator_action: (e) => `${e.action} by ${e.by}: ${e.result}`,
+  fault_injected: (e) =>
+    `injected fault ${e.fault}${e.rank >= 0 ? ` of rank ${e.rank}` : ""} (pid ${e.pid})${e.seconds ? ` for ${e.seconds} s` : ""}`,
+  fault_ended: (e) => `injected fault ${e.fault} is over${e.why ? `: ${e.why}` : ""}`,
   warmed_up: (e) => `workers can start (${e.start}) after ${e.seconds.toFixed(2)} s`,
   workers_started: (e) => `round ${e.round}: ranks ${e.first_rank}–${e.first_rank + e.pids.length - 1} run: ${e.why}`,
   recovered: (e) => `round ${e.round} recovered in ${((e.detect + e.decide + e.stop + e.start) * 1000).toFixed(0)} ms`,

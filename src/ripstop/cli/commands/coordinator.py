@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ripstop.cli.options.flags import Flag, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url, own_log
+from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
 from ripstop.model.config import COORDINATOR_PORT, CoordinatorConfig, Timing
@@ -27,6 +27,7 @@ Runs the coordinator of a job, without workers, until the job ends.  The nodes u
   --restart-backoff TIME        longest delay before a restart if workers fail again within seconds; 0: no delay (30)
   --max-infra-restarts N        how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --notify-url URL              send a message to this webhook when the job ends, hangs, or has few restarts left
+  --allow-chaos                 let operators inject faults into the job (ripstop chaos)
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, target, tls_cert,
                                 tls_key, tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
   --log-dir DIR                 write the job's events to DIR/NAME/job-events.jsonl (no file)
@@ -87,6 +88,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorCon
         rank_by=parsers.rank_by(conf_name, conf),
         budget=budget(args, notes),
         timing=timeouts,
+        allow_chaos=allow_chaos(args, notes),
         log_dir=Path(log_dir) if log_dir not in ("", os.devnull) else None,
         own_log=own_log(args),
         tracing=tracing(environ, notes),

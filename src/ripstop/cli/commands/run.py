@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from ripstop.cli.options.devices import bindings, note_omp_threads, virtual_local_rank, workers_per_node
 from ripstop.cli.options.flags import Flag, ParsedArguments, parse
-from ripstop.cli.options.job import JOB_FLAGS, budget, certificates, no_secret_warning, notify_url, own_log
+from ripstop.cli.options.job import JOB_FLAGS, allow_chaos, budget, certificates, no_secret_warning, notify_url, own_log
 from ripstop.cli.options.monitoring import hang_timeout, health, probe_port, timer_pipe
 from ripstop.cli.options.output import checkpoints, event_handler, logs
 from ripstop.cli.options.program import entrypoint, preload, shutdown_timeout, standby, start_method
@@ -80,6 +80,7 @@ failures
   --max-infra-restarts N      how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --notify-url URL            send a message to this webhook (Slack or other) when the job ends, hangs, or has few
                               restarts left; the coordinator's node sends it
+  --allow-chaos               let operators inject faults into this node (ripstop chaos)
   --shutdown-timeout TIME     time between SIGTERM and SIGKILL when workers are stopped (30)
   --signals-to-handle NAME,…  signals that stop this node and its workers (SIGTERM,SIGINT,SIGHUP,SIGQUIT)
   --monitor-interval TIME     accepted, because torchrun has it; no effect: worker exits are detected without polling
@@ -239,6 +240,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         rdzv = handler_options(args, notes)
     if handler is not None and "--notify-url" in args:
         notes.append(f"{args.label('--notify-url')} has no effect with another package's rendezvous handler")
+    if handler is not None and "--allow-chaos" in args:
+        notes.append(f"{args.label('--allow-chaos')} has no effect with another package's rendezvous handler")
     rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
@@ -295,6 +298,7 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         api=api,
         probe_port=probe_port(args, environ),
         termination_log=Path(file) if (file := environ.get("RIPSTOP_TERMINATION_LOG")) else None,
+        allow_chaos=allow_chaos(args, notes),
         linger="--linger" in args,
         notes=(*notes, *timeout_notes, *token_notes),
     )

@@ -22,6 +22,7 @@ JOB_FLAGS = (
     Flag("--quiet", short="-q", ours=True),
     Flag("--log-level", "LEVEL", choices=tuple(level.value for level in LogLevel), ours=True),
     Flag("--log-format", "FORMAT", choices=tuple(form.value for form in LogFormat), ours=True),
+    Flag("--allow-chaos", ours=True),
 )
 MAX_RESTARTS = 1_000_000
 
@@ -63,6 +64,13 @@ def _choice(args: ParsedArguments, flag: str, known: type[Chosen], default: Chos
         if value.value == text:
             return value
     raise UsageError(f"{args.quoted(flag)}: unknown value; write one of {', '.join(value.value for value in known)}")
+
+
+def allow_chaos(args: ParsedArguments, notes: list[str]) -> bool:
+    is_allowed = "--allow-chaos" in args
+    if is_allowed:
+        notes.append(f"{args.label('--allow-chaos')}: operators may inject faults into this job (ripstop chaos)")
+    return is_allowed
 
 
 def certificates(name: str, conf: Mapping[str, str], notes: list[str]) -> Tls | None:

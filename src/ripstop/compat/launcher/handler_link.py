@@ -152,6 +152,9 @@ class HandlerLink:
             case _:
                 pass  # for a coordinator only
 
+    def drop(self) -> None:
+        """There is no coordinator."""
+
     async def close(self) -> None:
         self._listener = None
         if self._task is not None:

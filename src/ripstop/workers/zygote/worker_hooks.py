@@ -113,6 +113,15 @@ def install_stack_dump(signum: int, path: str) -> None:
         sys.stderr.write(f"ripstop: stacks cannot be written to {path}: {error.strerror}.\n")
 
 
+def install_exit(signum: int) -> None:
+    """Exit at this signal, with its number as exit code, whatever Python does: the handler is the C function _exit."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signum, ctypes.cast(libc._exit, ctypes.c_void_p))
+
+
 def serve_flight_recorder(path: str) -> None:
     """Start a thread that sends torch's flight recorders to every client of this socket."""
     import _thread

@@ -141,6 +141,8 @@ class Worker:
         worker_hooks.install_excepthook(os.environ.get("TORCHELASTIC_ERROR_FILE"), self.zygote.import_root)
         if self.request["stacks"]:
             worker_hooks.install_stack_dump(*self.request["stacks"])
+        if self.request["exit_signal"]:
+            worker_hooks.install_exit(self.request["exit_signal"])
         if self.request["recorder"] and "torch" in sys.modules:
             worker_hooks.serve_flight_recorder(self.request["recorder"])
         gc.enable()

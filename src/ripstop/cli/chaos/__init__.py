@@ -1,0 +1,1 @@
+"""`ripstop chaos`: `plan` makes the schedule, `experiment` decides, both pure; `driver` talks to the job."""

@@ -1,0 +1,122 @@
+"""Runs an experiment on a job: follows its events in a thread, injects faults and reads samples through its API.
+
+After a lost connection the job is looked for again, because its coordinator may have moved.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, Queue
+
+from ripstop.cli.chaos.experiment import (
+    Experiment,
+    Finish,
+    Inject,
+    Injected,
+    Input,
+    Report,
+    Result,
+    Sample,
+    Sampled,
+    Tick,
+)
+from ripstop.cli.chaos.plan import Plan, ScheduledFault, find_target, make_schedule
+from ripstop.cli.commands.events import follow_events
+from ripstop.cli.job_client import RunningJob
+from ripstop.model.errors import RipstopError
+from ripstop.model.event_json import from_json
+
+RETRY_S = 0.5
+
+
+def run_experiment(
+    find_job: Callable[[], RunningJob], plan: Plan, seed: int, on_result: Callable[[Result], None]
+) -> list[Result]:
+    """Inject the faults of the plan, one after the other; `on_result` is called for each as soon as it has healed."""
+    driver = _Driver(find_job, Experiment(make_schedule(plan, seed), plan.heal_within, time.monotonic()), on_result)
+    return driver.run()
+
+
+class _Driver:
+    def __init__(
+        self, find_job: Callable[[], RunningJob], experiment: Experiment, on_result: Callable[[Result], None]
+    ) -> None:
+        self._find_job = find_job
+        self._job = find_job()
+        self._experiment = experiment
+        self._on_result = on_result
+        self._results: list[Result] = []
+        self._inputs: Queue[Input] = Queue()
+        self._is_finished = False
+
+    def run(self) -> list[Result]:
+        threading.Thread(target=self._follow_events, daemon=True).start()
+        while not self._is_finished:
+            deadline = self._experiment.deadline()
+            try:
+                event = self._inputs.get(timeout=max(0.0, (deadline or 0.0) - time.monotonic()))
+            except Empty:
+                event = Tick()
+            self._feed(event)
+        return self._results
+
+    def _feed(self, event: Input) -> None:
+        for command in self._experiment.on(event, time.monotonic()):
+            match command:
+                case Inject(fault):
+                    self._feed(self._inject(fault))
+                case Sample():
+                    if (sample := self._sample()) is not None:
+                        self._inputs.put(sample)
+                case Report(result):
+                    self._results.append(result)
+                    self._on_result(result)
+                case Finish():
+                    self._is_finished = True
+
+    def _follow_events(self) -> None:
+        seen: set[tuple[str, int, float]] = set()  # a new coordinator has events that the old one had
+        while not self._is_finished:
+            try:
+                for event in follow_events(self._job, 0):
+                    key = (event["node"], event["seq"], event["at"])
+                    record = from_json(json.dumps(event)) if key not in seen else None
+                    seen.add(key)
+                    if record is not None:
+                        self._inputs.put(record)
+            except RipstopError:
+                self._find_again()
+            time.sleep(RETRY_S)
+
+    def _find_again(self) -> None:
+        with suppress(RipstopError):  # the experiment has a time limit
+            self._job = self._find_job()
+
+    def _inject(self, fault: ScheduledFault) -> Injected:
+        spec = fault.spec
+        try:
+            target = find_target(fault, self._job.get("/status")["nodes"], self._experiment.coordinator)
+            if target.why_none:
+                return Injected(skipped=target.why_none)
+            where = {"rank": target.rank} if spec.kind.has_rank else {"node": target.node}
+            reply = self._job.post("/faults", kind=spec.kind, **where, **spec.options)
+        except RipstopError as error:
+            return Injected(skipped=str(error))
+        return Injected(reply["id"], reply["node"], target.rank, reply["round"], reply["skipped"])
+
+    def _sample(self) -> Sampled | None:
+        try:
+            status, usage = self._job.get("/status"), self._job.get("/usage")
+        except RipstopError:
+            self._find_again()
+            return None
+        ranks = usage["ranks"]
+        return Sampled(
+            usage["round"],
+            tuple(node["name"] for node in status["nodes"] if node["first_rank"] >= 0),
+            usage["at"],
+            dict(zip(ranks["rank"], zip(ranks["step"], ranks["age"], strict=True), strict=True)),
+            is_complete=len(ranks["rank"]) == status["world_size"] > 0 and usage["round"] == status["round"],
+        )

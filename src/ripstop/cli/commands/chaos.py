@@ -1,0 +1,104 @@
+"""`ripstop chaos`: inject faults into a running job, and measure how long it takes to heal."""
+
+import json
+import random
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from msgspec import to_builtins
+
+from ripstop.cli.chaos.experiment import Outcome, Result
+from ripstop.cli.chaos.plan import parse_plan
+from ripstop.cli.job_client import JOB_FLAGS, JOB_HELP, JobCommand, ParsedCommand
+from ripstop.cli.options.flags import Flag
+from ripstop.model.errors import UsageError
+from ripstop.model.fault_injection import FaultKind
+from ripstop.model.parsers import integer, read_file
+
+HELP = f"""\
+usage: ripstop chaos --plan FILE [--seed N] [--report FILE] [FLAGS]
+
+Injects faults into a running job, one at a time, and prints how long the job took to heal from each.  The job must have
+been started with --allow-chaos on every node.  The exit code is 0 if the job healed from every fault that was injected.
+
+  --plan FILE                 the faults, as TOML (below)
+  --seed N                    order, times and targets; the same seed makes the same schedule (a random one, printed)
+  --report FILE               also write the results as JSON
+
+  every = "20s"               mean time between two faults (30s)
+  count = 10                  number of faults (each [[fault]] once)
+  heal_within = "60s"         a fault that takes longer is not healed (120s)
+  [[fault]]
+  kind = "worker-kill"        {", ".join(list(FaultKind)[:5])},
+                              {", ".join(list(FaultKind)[5:])}
+  rank = 3                    of a worker- kind: the rank ("any")
+  node = "gpu1"               of another kind: the node; "coordinator": the coordinator's ("any": any but that)
+  duration = "10s"            of a stop, slow, oom or fill: how long it lasts (10s)
+  percent = 50                of worker-slow: the share of time in which the worker is stopped (50)
+  size = "64M"                of disk-fill: space that is taken in the log directory (64M)
+{JOB_HELP}"""
+
+
+def chaos(command: ParsedCommand) -> int:
+    args = command.args
+    if "--plan" not in args:
+        raise UsageError("--plan is missing; write ripstop chaos --plan=FILE; --help shows what is in the file")
+    name = args.text("--plan")
+    try:
+        plan = parse_plan(name, read_file(name).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"--plan={name}: cannot be read: {why}; name a TOML file") from None
+    seed = integer("--seed", args.text("--seed", str(random.randrange(10_000))), minimum=0, maximum=2**31 - 1)
+    report = Path(args.text("--report")) if "--report" in args else None
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UsageError(f"--report={report}: {report.absolute().parent} is not a directory; make it first")
+    from ripstop.cli.chaos.driver import run_experiment
+
+    def show(result: Result) -> None:
+        if not command.as_json:
+            print(render(result), flush=True)
+
+    command.find_job().get("/faults")  # an error if the job or one of its nodes does not allow faults
+    if not command.as_json:
+        print(f"seed {seed}, {plan.count} faults", flush=True)
+    results = run_experiment(command.find_job, plan, seed, show)
+    summary = summarize(results, seed)
+    if report is not None:
+        report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    command.print(render_summary(results), summary)
+    return 0 if has_passed(results) else 1
+
+
+def render(result: Result) -> str:
+    """`  8.2 s  worker-kill   rank 1 on gpu2-55-31   healed in 0.62 s, round 2`"""
+    target = f"rank {result.rank} on {result.node}" if result.rank >= 0 else result.node
+    text: str = result.outcome
+    if result.seconds is not None:
+        how, which = ("in", f"round {result.round}") if result.restarted else ("within", "without a restart")
+        text = f"healed {how} {result.seconds:.2f} s, {which}"
+    elif result.why:
+        text += f": {result.why}"
+    return f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}"
+
+
+def render_summary(results: list[Result]) -> str:
+    counts = [f"{len([r for r in results if r.outcome is outcome])} {outcome}" for outcome in Outcome]
+    healed = [result.seconds for result in results if result.seconds is not None]
+    times = f" (median {median(healed):.2f} s, longest {max(healed):.2f} s)" if healed else ""
+    return f"{len(results)} faults: {counts[0]}{times}, {', '.join(counts[1:])}"
+
+
+def summarize(results: list[Result], seed: int) -> dict[str, Any]:
+    return {"seed": seed, "passed": has_passed(results), "faults": to_builtins(results)}
+
+
+def has_passed(results: list[Result]) -> bool:
+    """Every fault was healed or skipped, and not all were skipped."""
+    outcomes = {result.outcome for result in results}
+    return Outcome.HEALED in outcomes and outcomes <= {Outcome.HEALED, Outcome.SKIPPED}
+
+
+FLAGS = (*JOB_FLAGS, Flag("--plan", "FILE"), Flag("--seed", "N"), Flag("--report", "FILE"))
+COMMANDS = {"chaos": JobCommand(chaos, HELP, FLAGS)}

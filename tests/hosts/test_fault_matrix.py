@@ -1,0 +1,330 @@
+"""The fault matrix: one fault each, on one node and on three, and what it costs.  `docs/fault-matrix.md` has the rows.
+
+With $FAULT_MATRIX=FILE, each test adds its row to this JSON file, from which `python -m tests.docs.tables` makes the
+table.  The victim is the last node and its worker; the coordinator is on the first.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ripstop.diagnostics.evidence import memory_cgroup
+from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
+from tests.hosts.network import PORT, Host, hosts, needs_hosts, needs_loss
+
+pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(240)]
+
+TRAINING = SCRIPTS / "matrix.py"
+WARM_UP_STEPS = 30
+QUIET_S = 12.0  # a fault that does not disturb training is watched for this time: longer than a lease
+FLAGS = ("--max-restarts=5", "--restart-backoff=0", "--shutdown-timeout=5")
+DISK_BYTES = 48 << 20
+DNS_FAILURE_S = 10.0
+
+
+@dataclass(frozen=True)
+class FullStep:
+    """A step that all ranks of a round have done, when the last one had."""
+
+    round: str
+    world: int
+    step: int
+    at: float
+
+
+@dataclass
+class Bed:
+    """A job on one node with two workers, or on three hosts with one worker each."""
+
+    job: Job
+    machines: list[Host]
+    agents: list[Agent] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)  # before the end of the job
+    clean_up: list[Callable[[], object]] = field(default_factory=list)  # after it
+
+    @property
+    def host(self) -> Host:
+        """The victim's."""
+        return self.machines[-1]
+
+    @property
+    def agent(self) -> Agent:
+        """The victim's."""
+        return self.agents[-1]
+
+    def start(self, *flags: str, wrap: list[str] | None = None, endpoint: str = "") -> None:
+        wrap = wrap or []
+        if not self.machines:
+            self.agents.append(
+                self.job.run("--standalone", "--nproc-per-node=2", *FLAGS, *flags, str(TRAINING), wrap=wrap)
+            )
+            return
+        for number, host in enumerate(self.machines):
+            is_victim = number == len(self.machines) - 1
+            agent = self.job.node(
+                "--rdzv-conf=last_call_timeout=30",
+                f"--node-rank={number}",
+                *FLAGS,
+                *flags,
+                nnodes="2:3",
+                script=TRAINING,
+                endpoint=endpoint or f"{self.machines[0].address}:{PORT}",
+                wrap=[*host.namespace.enter, *(wrap if is_victim else [])],
+            )
+            self.agents.append(agent)
+            self.agents[0].wait_for_log(rf"joined from ({host.address}|host{host.number}) ")
+
+    @property
+    def world(self) -> int:
+        return 3 if self.machines else 2
+
+    def worker(self) -> int:
+        """The pid of the victim, the worker of the highest rank."""
+        return int(self.job.worker_events(rank=self.world - 1)[-1]["pid"])
+
+    def order(self, text: str) -> None:
+        path = Path(self.job.env["ORDERS"], str(self.world - 1))
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").rename(path)
+
+    def full_steps(self) -> list[FullStep]:
+        ranks: dict[tuple[str, int, int], set[int]] = {}
+        found = []
+        for event in self.job.worker_events(event="step"):
+            key = event["round"], event["world"], event["step"]
+            ranks.setdefault(key, set()).add(event["rank"])
+            if len(ranks[key]) == event["world"]:
+                found.append(FullStep(*key, event["t"]))
+        return found
+
+    def wait_for_steps(self, count: int, timeout: float, *, other_than: str = "") -> None:
+        """Wait for so many full steps of the latest round, which is not this one."""
+
+        def enough() -> bool | None:
+            steps = self.full_steps()
+            latest = [step for step in steps if step.round == steps[-1].round != other_than]
+            return len(latest) >= count or None
+
+        wait_until(enough, timeout, self.job.describe)
+
+
+@contextmanager
+def bed(nodes: int, folder: Path) -> Iterator[Bed]:
+    (folder / "orders").mkdir()
+    with ExitStack() as stack:
+        machines = stack.enter_context(hosts(3, folder)) if nodes == 3 else []
+        names = "".join(f"{host.address} host{host.number}\n" for host in machines)
+        for host in machines:
+            (folder / f"etc-hosts-host{host.number}").write_text(f"127.0.0.1 localhost\n{names}")
+        (folder / "run").mkdir()
+        job = Job(folder, ORDERS=str(folder / "orders"), XDG_RUNTIME_DIR=str(folder / "run"))
+        made = Bed(job, machines)
+        stack.callback(lambda: [clean_up() for clean_up in made.clean_up])
+        stack.enter_context(job)
+        stack.callback(lambda: [undo() for undo in made.undo])
+        yield made
+
+
+# the faults -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`prepare` starts the job, `inject` does it; the outcome is expected on one node and on three (None: no row).
+
+    "restart": a new round trains.  "goes on": the round trains on.  "ends": the job ends.
+    """
+
+    name: str
+    inject: Callable[[Bed], object]
+    one: str | None = "restart"
+    three: str | None = "restart"
+    prepare: Callable[[Bed], object] = Bed.start
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+def signalled(signum: int) -> Callable[[Bed], object]:
+    return lambda bed: os.kill(bed.worker(), signum)
+
+
+def with_hang_detection(bed: Bed) -> None:
+    bed.start("--hang-timeout=5")
+
+
+def stop_agent(bed: Bed) -> None:
+    bed.agent.signal(signal.SIGSTOP)
+    bed.undo.append(lambda: bed.agent.signal(signal.SIGCONT))
+
+
+def cut(bed: Bed) -> None:
+    bed.host.cut()
+    bed.undo.append(bed.host.heal)
+
+
+def cut_one_way(bed: Bed) -> None:
+    """What the victim sends is lost; what is sent to it arrives."""
+    for other in bed.machines[:-1]:
+        bed.host.speaks_past(other)
+
+
+def lose_packets(bed: Bed) -> None:
+    bed.host.loses(0.3)
+
+
+def in_small_cgroup(bed: Bed) -> None:
+    version, path = memory_cgroup(Path("/proc/self/cgroup").read_text())
+    group = Path(f"/sys/fs/cgroup/memory{path}/ripstop_matrix_{os.getpid()}")
+    if version != 1 or not os.access(group.parent, os.W_OK):
+        pytest.skip("needs the right to make a memory cgroup (version 1)")
+    group.mkdir()
+    bed.clean_up.append(lambda: wait_until(lambda: _removed(group), 20))
+    (group / "memory.limit_in_bytes").write_text(str(1536 << 20))
+    bed.start(wrap=["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")])
+
+
+def _removed(group: Path) -> bool | None:
+    try:
+        group.rmdir()
+    except OSError:
+        return None
+    return True
+
+
+def on_small_disk(variable: str) -> Callable[[Bed], object]:
+    """The victim's log directory, or its directory for temporary files, is a small file system of its own."""
+
+    def start(bed: Bed) -> None:
+        folder = bed.job.logs if variable == "logs" else bed.job.folder / "tmp"
+        folder.mkdir()
+        if variable == "tmp":
+            bed.job.env["TMPDIR"] = str(folder)
+        mount = f'mount -t tmpfs -o size={DISK_BYTES} none "$0" && exec "$@"'
+        bed.start("--tee=3", "--health-interval=2", wrap=["unshare", "--mount", "sh", "-c", mount, str(folder)])
+        bed.job.env["SMALL_DISK"] = str(folder)
+
+    return start
+
+
+def fill_disk(bed: Bed) -> None:
+    disk = Path(f"/proc/{bed.agent.pid}/root{bed.job.env['SMALL_DISK']}")
+    assert os.statvfs(disk).f_blocks * os.statvfs(disk).f_frsize == DISK_BYTES, "not the small disk"
+    subprocess.run(["dd", "if=/dev/zero", f"of={disk}/filler", "bs=64k"], check=False, capture_output=True)
+    assert os.statvfs(disk).f_bavail == 0
+
+
+def take_descriptors(bed: Bed) -> None:
+    """The worker may open no file that it has not open; its next line for the log fails."""
+    pid = bed.worker()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
+
+
+def by_name(bed: Bed) -> None:
+    bed.start(endpoint=f"host1:{PORT}")
+
+
+def break_dns(bed: Bed) -> None:
+    """For ten seconds, every host knows only its own name, and a worker dies."""
+    files = [bed.job.folder / f"etc-hosts-host{host.number}" for host in bed.machines]
+    texts = [file.read_text() for file in files]
+    for file, host in zip(files, bed.machines, strict=True):
+        file.write_text(f"127.0.0.1 localhost\n{host.address} host{host.number}\n")
+    timer = threading.Timer(DNS_FAILURE_S, lambda: [f.write_text(t) for f, t in zip(files, texts, strict=True)])
+    timer.start()
+    bed.undo += [timer.cancel, timer.join]
+    os.kill(bed.worker(), signal.SIGKILL)
+
+
+FAULTS = (
+    Fault("worker: SIGKILL", signalled(signal.SIGKILL)),
+    Fault("worker: SIGSEGV", signalled(signal.SIGSEGV)),
+    Fault("worker: exception", lambda bed: bed.order("raise")),
+    Fault("worker: exit code 7", lambda bed: bed.order("exit")),
+    Fault("worker: SIGSTOP, with `--hang-timeout=5`", signalled(signal.SIGSTOP), prepare=with_hang_detection),
+    Fault("worker: out of memory in its cgroup", lambda bed: bed.order("allocate"), prepare=in_small_cgroup),
+    Fault("worker: no file descriptors", take_descriptors),
+    Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
+    Fault("agent: SIGSTOP", stop_agent, one="goes on"),
+    Fault("host: cut off", cut, one=None),
+    Fault("host: cut off one way, its packets get lost", cut_one_way, one=None),
+    Fault("host: 30 % of arriving packets get lost", lose_packets, one=None, three="goes on", marks=(needs_loss,)),
+    Fault("disk of the logs: full", fill_disk, one="goes on", prepare=on_small_disk("logs")),
+    Fault("/tmp: full", fill_disk, one="goes on", prepare=on_small_disk("tmp")),
+    Fault("DNS: fails for 10 s, and a worker gets SIGKILL; `--rdzv-endpoint` is an address", break_dns, one=None),
+    Fault("DNS: the same; `--rdzv-endpoint` is a name", break_dns, one=None, prepare=by_name),
+)
+ROWS = [
+    pytest.param(fault, nodes, marks=fault.marks, id=f"{fault.name}-{nodes}")
+    for fault in FAULTS
+    for nodes in (1, 3)
+    if (fault.one if nodes == 1 else fault.three) is not None
+]
+
+
+# the test -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "nodes"), ROWS)
+def test_a_fault_is_detected_and_healed(fault: Fault, nodes: int, tmp_path: Path) -> None:
+    expected = fault.one if nodes == 1 else fault.three
+    with bed(nodes, tmp_path) as job:
+        fault.prepare(job)
+        job.wait_for_steps(WARM_UP_STEPS, 90)
+        before = job.full_steps()[-1]
+        assert before.world == job.world
+        at = time.time()
+        fault.inject(job)
+        row = {"fault": fault.name, "nodes": nodes, "outcome": expected}
+        if expected == "ends":
+            job.agent.wait()
+            wait_until(lambda: None if job.job.leftovers() else True, why=job.job.describe)
+            write_row(row | {"detected": "", "seconds": None, "lost_steps": None})
+            return
+        if expected == "restart":
+            job.wait_for_steps(5, 90, other_than=before.round)
+        else:
+            wait_until(lambda: time.time() > at + QUIET_S or None)
+            job.wait_for_steps(5, 60)
+        steps = job.full_steps()
+        after = [step for step in steps if step.at > at]
+        assert (after[-1].round != before.round) == (expected == "restart"), job.job.describe()
+        if expected == "restart":
+            first = next(step for step in after if step.round != before.round)
+            done = max(step.step for step in steps if step.round == before.round)
+            row |= {"seconds": first.at - at, "lost_steps": max(0, done + 1 - first.step)}
+            row |= {"detected": reason(job.agents[0].err)}
+        else:
+            times = [before.at, *(step.at for step in after)]
+            row |= {"seconds": max(b - a for a, b in pairwise(times)), "lost_steps": 0}
+            row |= {"detected": ""}
+        write_row(row)
+
+
+def reason(log: str) -> str:
+    """Why the second round was formed, without names that differ from run to run."""
+    why = re.findall(r"round=2 .*why=(?:'(.*)'|\"(.*)\")", log)[0]
+    text = re.sub(r"; (infrastructure )?restart \d+ of .*", "", why[0] or why[1])
+    text = re.sub(r"node \S+-\d+-[0-9a-f]{4}", "the node", text)
+    return re.sub(r"/\S+/(logs/e2e|tmp) \(", "its directory (", text)
+
+
+def write_row(row: dict[str, object]) -> None:
+    print(row)
+    if file := os.environ.get("FAULT_MATRIX"):
+        path = Path(file)
+        rows = json.loads(path.read_text()) if path.exists() else []
+        rows = [old for old in rows if (old["fault"], old["nodes"]) != (row["fault"], row["nodes"])]
+        order = [fault.name for fault in FAULTS]
+        rows = sorted([*rows, row], key=lambda row: (order.index(row["fault"]), row["nodes"]))
+        path.write_text(json.dumps(rows, indent=1) + "\n")
