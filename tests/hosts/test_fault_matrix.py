@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ripstop.diagnostics.evidence import memory_cgroup
+from ripstop.system.cgroup_memory import memory_cgroup_path
 from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
 from tests.hosts.network import PORT, Host, hosts, needs_hosts, needs_loss
 
@@ -184,7 +184,7 @@ def lose_packets(bed: Bed) -> None:
 
 
 def in_small_cgroup(bed: Bed) -> None:
-    version, path = memory_cgroup(Path("/proc/self/cgroup").read_text())
+    version, path = memory_cgroup_path(Path("/proc/self/cgroup").read_text())
     group = Path(f"/sys/fs/cgroup/memory{path}/ripstop_matrix_{os.getpid()}")
     if version != 1 or not os.access(group.parent, os.W_OK):
         pytest.skip("needs the right to make a memory cgroup (version 1)")

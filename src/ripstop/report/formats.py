@@ -2,6 +2,8 @@
 
 from datetime import UTC, datetime
 
+MAX_SECONDS = 1e12  # more is no duration: a broken clock, or a number of another program
+
 
 def duration(seconds: float) -> str:
     """`38 ms`, `4.2 s`, `3 min 20 s`, `1 h 12 min`, `2 d 3 h`."""
@@ -13,6 +15,8 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
+    if not seconds < MAX_SECONDS:
+        return f"{seconds:g} s"
     whole = round(seconds)
     for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
