@@ -5,6 +5,7 @@ import os
 import re
 import select
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -42,7 +43,8 @@ def print_result(end: ExitAgent, directory: LogDirectory, printer: Printer) -> N
         return
     if end.report is not None:
         if printer.settings.format is LogFormat.TEXT:
-            print(file=sys.stderr)
+            with suppress(OSError):  # the console is closed
+                print(file=sys.stderr)
         print_report(_without_deleted_files(end.report, directory), printer)
         if directory.kept:
             result = str(path := directory.path / "report.json")

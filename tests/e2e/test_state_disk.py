@@ -127,7 +127,7 @@ def test_a_directory_that_cannot_be_made_is_one_line_and_nothing_starts(job: Dis
 def test_without_memory_for_commits_a_killed_worker_continues_from_disk(job: DiskJob) -> None:
     with limited_memory(LIMIT) as group:
         env = {"SHARD_BYTES": str(STATE_BYTES), "PAUSE_S": "0.05"}
-        flags = job.flags[0], "--checkpoint-interval=0.2", str(SCRIPTS / "shards.py")
+        flags = job.flags[0], "--max-restarts=2", "--checkpoint-interval=0.2", str(SCRIPTS / "shards.py")
         agent = job.run("--standalone", *flags, env=env, wrap=command_in(group))
         agent.wait_for_log(r"state 'state' is kept on disk only from now on, about every 0.2 s: a buffer needs 0.1 GB")
         agent.wait_for_log(r"commit \d+ is saved path=")

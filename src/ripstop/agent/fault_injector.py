@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,13 +39,16 @@ REPLY_TIME_S = 0.1  # in which the reply leaves, before a fault that would stop 
 SLOW_PERIOD_S = 0.2
 DISK_CHUNK_BYTES = 16 << 20
 SMALL_CGROUP_BYTES = 4 << 20
-CONTINUE_AGENT = """
+MAX_MOVES = 100
+STOP_AGENT = """
 import os, signal, sys, time
-agent = int(sys.argv[1])
-print(flush=True)
-time.sleep(float(sys.argv[2]))
-if os.getppid() == agent:
-    os.kill(agent, signal.SIGCONT)
+agent, before, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_IGN)
+for wait, number in ((before, signal.SIGSTOP), (seconds, signal.SIGCONT)):
+    time.sleep(wait)
+    if os.getppid() == agent:
+        os.kill(agent, number)
 """
 
 
@@ -114,7 +117,7 @@ class FaultInjector:
         result = ""
         try:
             result = await work
-        except OSError as error:
+        except Exception as error:  # an experiment must not end the agent
             result = f"failed: {error}"
         finally:
             self._active = None
@@ -174,7 +177,7 @@ class FaultInjector:
             _move(pid, group)
             return await _end_within(pid, seconds) or "the worker allocated too little to be killed"
         finally:
-            _close_cgroup(pid, group)
+            _close_cgroup(group)
 
     # the agent --------------------------------------------------------------------------------------------------------
 
@@ -184,8 +187,13 @@ class FaultInjector:
         return ""
 
     async def _stop_agent(self, seconds: float) -> str:
-        async with _continued_later(seconds):
-            await self._signal_agent(signal.SIGSTOP)
+        """By another process, which continues this one, too.  No signal to the agent's process group ends it."""
+        process = subprocess.Popen(  # noqa: ASYNC220  # not in a thread: it ends with the thread that started it
+            [sys.executable, "-ISc", STOP_AGENT, str(os.getpid()), str(REPLY_TIME_S), str(seconds)],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
+        )
+        await run_in_daemon_thread(process.wait, timeout=None)
         return ""
 
     async def _drop_connection(self) -> str:
@@ -239,6 +247,8 @@ def _small_cgroup(pid: int) -> Path:
         base = Path("/sys/fs/cgroup/memory" if version == 1 else "/sys/fs/cgroup")
         group = Path(f"{base}{path}/ripstop-chaos-{pid}")
         limit = group / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+        with suppress(OSError):  # of an agent that was killed
+            group.rmdir()
         group.mkdir()
         try:
             if not limit.exists():
@@ -256,41 +266,41 @@ def _move(pid: int, group: Path) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
-def _close_cgroup(pid: int, group: Path) -> None:
-    with suppress(OSError):  # it has ended
-        _move(pid, group.parent)
-    group.rmdir()
-
-
-@asynccontextmanager
-async def _continued_later(seconds: float) -> AsyncIterator[None]:
-    """Start a process that continues this one after some seconds, and wait for its end at the end."""
-    process = subprocess.Popen(  # noqa: ASYNC220  # not in a thread: the process ends with the thread that started it
-        [sys.executable, "-ISc", CONTINUE_AGENT, str(os.getpid()), str(seconds)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        preexec_fn=exit_with_parent(os.getpid()),  # noqa: PLW1509  # it only calls prctl and getppid
-    )
-    assert process.stdout is not None
-    try:
-        await run_in_daemon_thread(process.stdout.readline)
-        yield
-        await run_in_daemon_thread(process.wait, timeout=None)
-    finally:
-        process.stdout.close()
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+def _close_cgroup(group: Path) -> None:
+    """Move the worker and its children back; they may fork meanwhile."""
+    for _ in range(MAX_MOVES):
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it has ended
+                _move(int(pid), group.parent)
+        with suppress(OSError):
+            group.rmdir()
+            return
+    raise OSError(errno.EBUSY, f"processes stay in {group}")
 
 
 def _unnamed_file(directory: Path) -> BinaryIO:
-    """A file without a name: the kernel frees it when the agent ends."""
+    """A file without a name: the kernel frees it when the agent ends.  Links are not followed."""
     from tempfile import TemporaryFile  # rarely needed
 
     try:
-        return TemporaryFile(dir=directory, buffering=0)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _is_in_memory(fd):
+                raise _Impossible(f"{directory} is in memory; choose a directory on disk with --log-dir")
+            return TemporaryFile(dir=f"/proc/self/fd/{fd}", buffering=0)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise _Impossible(f"no file can be made in {directory}: {error.strerror}") from error
+
+
+def _is_in_memory(fd: int) -> bool:
+    device = os.fstat(fd).st_dev
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        fields = line.split()
+        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+            return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
+    return False
 
 
 def _fill(file: BinaryIO, size: int, is_over: threading.Event) -> int:

@@ -316,7 +316,7 @@ class Api:
         job = self._chaos_job()
         nodes = nodes_in_round(job.status())
         for node, reply in await self._ask_all(job, nodes, INJECT_QUERY, {}):
-            if isinstance(reply, dict) and reply["refused"]:
+            if isinstance(reply, dict) and reply.get("refused"):
                 raise _chaos_not_allowed(f"node {node.name} was")
         return Done(f"faults can be injected into {len(nodes)} nodes")
 
@@ -345,7 +345,7 @@ class Api:
         try:
             reply = await self._queries.ask(job, node, INJECT_QUERY, to_builtins(fault), QUERY_TIMEOUT_S)
             injection = convert(reply, Injection)
-        except (QueryFailed, ValidationError) as error:
+        except (QueryFailed, ValidationError, ValueError) as error:
             raise RequestRefused(409, str(error)) from error
         if injection.refused:
             raise _chaos_not_allowed(f"node {node} was")

@@ -76,8 +76,10 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
         print(help, end="")
         return 0
     except RipstopError as error:
+        from ripstop.model.text_formatting import one_line  # rarely needed
+
         prefix = f"ripstop {name}" if name in COMMANDS and name not in SELF_NAMING else "ripstop"
-        print(f"{prefix}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"{prefix}: error: {one_line(' '.join(str(error).splitlines()))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # raised after everything was stopped
         return 130

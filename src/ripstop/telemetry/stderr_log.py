@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from msgspec import Struct
@@ -130,4 +130,5 @@ class Printer(Struct, frozen=True):
         if self.settings.format is LogFormat.JSON:
             kind = {"levelno": level, "levelname": logging.getLevelName(level)}
             shown = json_line(logging.makeLogRecord({"name": "ripstop", "msg": "%s", "args": (text,), **kind}))
-        print(shown or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the console is closed; the files and the exit code matter more
+            print(shown or f"ripstop {self.command}: {text}", file=sys.stderr, flush=True)

@@ -111,9 +111,9 @@ def is_first_to_complete(path: Path) -> bool:
 
 
 def remove_parts(path: Path) -> None:
-    """What only savers need."""
+    """What only savers need.  COMPLETING stays until the checkpoint has its name: no other node may complete it too."""
     for file in list(path.iterdir()):
-        if file.name == COMPLETING or _PART.fullmatch(file.name):
+        if _PART.fullmatch(file.name):
             file.unlink()
 
 

@@ -43,11 +43,11 @@ class CommitBuffer:
     def __init__(self, fd: int, *, is_on_disk: bool = False) -> None:
         self.fd = fd
         self.is_on_disk = is_on_disk
-        self.inode = os.fstat(fd).st_ino
+        self.identity = file_identity(fd)
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.size = len(self._map)
-        _open[self.inode] = self
+        _open[self.identity] = self
         weakref.finalize(self, os.close, fd)
 
     @classmethod
@@ -66,12 +66,17 @@ class CommitBuffer:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)
-            return cls(os.dup(file.fileno()), is_on_disk=True)
+            fd = os.dup(file.fileno())
+            try:
+                return cls(fd, is_on_disk=True)
+            except BaseException:
+                os.close(fd)
+                raise
 
     @classmethod
     def adopt(cls, fd: int) -> "CommitBuffer":
         """The buffer of this descriptor, which the caller gives away."""
-        if (found := _open.get(os.fstat(fd).st_ino)) is not None:
+        if (found := _open.get(file_identity(fd))) is not None:
             os.close(fd)
             return found
         return cls(fd)
@@ -111,4 +116,9 @@ class CommitBuffer:
         return self.bytes[offset : offset + size].view(dtype).view(shape)
 
 
-_open: "weakref.WeakValueDictionary[int, CommitBuffer]" = weakref.WeakValueDictionary()  # by inode
+def file_identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+_open: "weakref.WeakValueDictionary[tuple[int, int], CommitBuffer]" = weakref.WeakValueDictionary()

@@ -77,7 +77,10 @@ class Found(NamedTuple):
         return any(found["flags"] & IS_SHARDED for found in self.description["ranks"].values())
 
     def read_pickle(self) -> bytes:
-        return (self.path / checkpoint_files.pickle_name(self.shard)).read_bytes()
+        """Its digest is checked here too: `find` leaves most files to other ranks."""
+        name = checkpoint_files.pickle_name(self.shard)
+        checkpoint_files.verify(self.path, {name: self.description["files"][name]})
+        return (self.path / name).read_bytes()
 
     @property
     def tensor_names(self) -> list[str]:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePr
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ripstop.commit_memory import IS_REPLICATED, CommitId, Header
+from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header
 from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
 from ripstop.train.sharding import Parts
@@ -65,7 +65,9 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return {"skipped": "the node of rank 0 saves the state, which is equal on all ranks"}
     folder = checkpoint_files.folder(settings["directory"], settings["name"])
     unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number)
-    needed = max(shard.header.end for shard in shards.values())
+    sizes = [shard.header.end for shard in shards.values()]
+    is_sharded = any(shard.header.flags & IS_SHARDED for shard in shards.values())
+    needed = sum(sizes) if is_sharded else max(sizes)  # what is equal is written once
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if 0 in shards:
@@ -89,6 +91,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         try:
             size = _complete(unfinished, id, settings["world_size"], parts)
             saved = unfinished.rename(folder / checkpoint_files.saved_name(id.round, id.number))
+            (saved / checkpoint_files.COMPLETING).unlink(missing_ok=True)
         except BaseException:
             checkpoint_files.remove(unfinished)
             raise

@@ -334,9 +334,15 @@ class State:
                 buffer = CommitBuffer.create(taken.room)
                 self._memory.keep(self._name, slot, buffer.fd)
             except (NotEnoughMemory, AgentError) as error:
+                oldest = self._buffers.get(next_slot(self._slots, wanted))
+                if held and oldest is not None and taken.fits(oldest) and isinstance(error, NotEnoughMemory):
+                    return self._reused_buffer(next_slot(self._slots, wanted))  # other ranks were faster
                 self._continue_without_memory(f"{error}; it needs {wanted} buffers of {taken.room / 1e9:.3g} GB")
                 return None
             self._buffers[slot] = buffer  # last: the old one is freed here, and not in the agent
+        return self._reused_buffer(slot)
+
+    def _reused_buffer(self, slot: int) -> CommitBuffer:
         assert self._comparison is not None
         self._comparison.release(self._buffers[slot])
         self._slots = newest_last(self._slots, slot)

@@ -15,6 +15,7 @@ from ripstop.cli.options.flags import Flag
 from ripstop.model.errors import UsageError
 from ripstop.model.fault_injection import FaultKind
 from ripstop.model.parsers import integer, read_file
+from ripstop.model.text_formatting import clean
 
 HELP = f"""\
 usage: ripstop chaos --plan FILE [--seed N] [--report FILE] [FLAGS]
@@ -80,7 +81,7 @@ def render(result: Result) -> str:
         text = f"healed {how} {result.seconds:.2f} s, {which}"
     elif result.why:
         text += f": {result.why}"
-    return f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}"
+    return clean(f"{result.at:7.1f} s  {result.kind:<15}  {target + '  ' if target else ''}{text}").replace("\n", " ")
 
 
 def render_summary(results: list[Result]) -> str:
