@@ -452,7 +452,8 @@ def _log_start(config: RunConfig, directory: LogDirectory) -> None:
     least, most = config.min_nodes, config.max_nodes
     text = "ripstop=%s job=%s nnodes=%s workers=%d logs=%s"
     nodes = f"{least}:{most}" if least < most else most
-    log.info(text, ripstop.__version__, config.run_id, nodes, config.slots, directory.path)
+    logs = directory.path if directory.kept else os.devnull
+    log.info(text, ripstop.__version__, config.run_id, nodes, config.slots, logs)
 
 
 def _live_line(config: RunConfig) -> LiveLine | None:
