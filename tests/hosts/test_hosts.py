@@ -69,7 +69,8 @@ def test_a_host_that_is_cut_off_is_lost_after_its_lease_and_comes_back_as_a_newc
     assert again == {**without, "host2": 2}, "who stayed keeps its rank"
     restarts = {h["restart"] for h in three.job.worker_events(event="step") if h["t"] > cut}
     assert restarts == {0}, "the stale round cost a restart"
-    worlds = [h["world"] for h in three.job.worker_events(event="step") if h["t"] > cut and h["host"] == "host1"]
+    steps = [h["world"] for h in three.job.worker_events(event="step") if h["t"] > cut and h["host"] == "host1"]
+    worlds = steps[steps.index(2) :]  # a last step of three may have begun before
     assert worlds == sorted(worlds), "the stale round disturbed the one that ran"
     finish(*agents)
 
