@@ -125,6 +125,18 @@ def test_without_a_zygote_there_are_none():
     assert policy.deadline() is None
 
 
+def test_a_failure_at_the_deadline_does_not_delay_what_is_due() -> None:
+    policy = running(2)
+    policy.on(WarmedUp(0), 2.0)
+    policy.on(WarmedUp(1), 2.0)
+    policy.on(Taken(1), 3.0)
+    policy.on(Idle(), 4.0)
+    due = policy.deadline()
+    assert due is not None
+    assert Make(1) in policy.on(StandbyFailed(0, "why"), due)
+    assert policy.deadline() > due
+
+
 RANKS = st.integers(0, 2)
 EVENTS = st.one_of(
     st.sampled_from([Idle(), RoundStarted(), FirstStep(), RoundStopping(), Unavailable(), Tick()]),

@@ -139,7 +139,7 @@ class StandbyPolicy:
                 self._failures[rank] = 0
                 self._has_reported = False
             case StandbyFailed(rank, why) if self.states[rank] in (State.WARMING, State.READY):
-                return self._on_failure(rank, why)
+                return self._on_failure(rank, why) + self._on_time(now)
             case Declined(rank) if self.states[rank] is State.WARMING:
                 del self._warming_since[rank]
                 self.states[rank] = State.FAILED
