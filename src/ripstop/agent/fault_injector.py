@@ -32,7 +32,7 @@ from ripstop.model.text_formatting import ascii_json, format_bytes
 from ripstop.protocol.messages import Query, Reply
 from ripstop.system import linux
 from ripstop.system.blocking_calls import run_in_daemon_thread, start_daemon_thread
-from ripstop.system.cgroup_memory import memory_cgroup_path
+from ripstop.system.cgroup_memory import limit_below
 from ripstop.transport.link import Link
 
 REPLY_TIME_S = 0.1  # in which the reply leaves, before a fault that would stop it
@@ -243,10 +243,8 @@ async def _end_within(pid: int, seconds: float) -> str:
 def _small_cgroup(pid: int) -> Path:
     """A new memory cgroup with a small limit, below the worker's own."""
     try:
-        version, path = memory_cgroup_path(Path(f"/proc/{pid}/cgroup").read_text())
-        base = Path("/sys/fs/cgroup/memory" if version == 1 else "/sys/fs/cgroup")
-        group = Path(f"{base}{path}/ripstop-chaos-{pid}")
-        limit = group / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+        limit = limit_below(pid, f"ripstop-chaos-{pid}")
+        group = limit.parent
         with suppress(OSError):  # of an agent that was killed
             group.rmdir()
         group.mkdir()

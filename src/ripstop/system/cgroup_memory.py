@@ -62,6 +62,13 @@ def memory_cgroups(root: Path = ROOT) -> Iterator[MemoryCgroup]:
         group = group.parent
 
 
+def limit_below(process: int | str, name: str) -> Path:
+    """The file with the limit of a cgroup of this name, below the one of a process; it may not exist."""
+    version, path = memory_cgroup_path(_text(ROOT / f"proc/{process}/cgroup"))
+    files = _FILES[version or 2]
+    return ROOT / files.mount / path.lstrip("/") / name / files.limit
+
+
 def memory_cgroup_path(text: str) -> tuple[int, str]:
     """The version of the memory controller (0: none) and the path of the cgroup, from `/proc/self/cgroup`."""
     version, path = 0, ""
