@@ -107,14 +107,17 @@ def step(model, optimizer, number: int) -> None:
     optimizer.step()
 
 
+def state_tensors(model, optimizer) -> list:
+    return [t for p in model for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", "exp_avg_sq")))]
+
+
 def sums(model, optimizer):
     """A checksum of each tensor, on its device."""
     import torch
 
-    tensors = list(model)
-    for parameter in model:
-        tensors += [optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]]
-    return torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
+    return torch.stack(
+        [tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in state_tensors(model, optimizer)]
+    )
 
 
 def size(model) -> int:
@@ -153,7 +156,7 @@ def commit_worker(args: argparse.Namespace) -> dict:
     if args.device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
 
-    live = [t for p in model for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", "exp_avg_sq")))]
+    live = state_tensors(model, optimizer)
     target = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=args.device == "cuda") for t in live]
 
     def copy() -> None:
@@ -197,7 +200,7 @@ def overlapped(args: argparse.Namespace, state, model, optimizer) -> dict:
     product_s = timed(args, lambda: products(50)) / 50
     count = max(1, round((args.step_ms / 1000 - optimizer_s) / product_s))
     calls = []
-    live = [t for p in model for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", "exp_avg_sq")))]
+    live = state_tensors(model, optimizer)
     pinned = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=True) for t in live]
     side = torch.cuda.Stream()
 

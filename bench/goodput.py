@@ -355,6 +355,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="keep each launcher's output and events there")
     a = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs are stopped
     faults = schedule(a.seed, a.seconds, a.mean)
     print("faults: " + ", ".join(f"{f.at:.0f} s {f.kind} {f.node}" for f in faults))
     rates = [fault_free_rate(sys.executable, min(a.seconds, 30.0))]
