@@ -118,13 +118,18 @@ def test_a_command_without_the_token_is_rejected(job: Job) -> None:
 
 def test_an_agent_undoes_a_fault_whose_command_was_killed(job: Job) -> None:
     start(job, "--allow-chaos")
-    pids = wait_until(lambda: [pid for n in status(job)["nodes"] for pid in n["pids"]] or None, why=job.describe)
+    pids = wait_until(lambda: pids_of_all_nodes(job), why=job.describe)
     command = job.ripstop("chaos", f"--plan={plan_file(job, {'kind': 'worker-stop', 'duration': 2})}")
     stopped = wait_until(lambda: next((pid for pid in pids if state(pid) == "T"), None), why=job.describe)
     command.signal(signal.SIGKILL)
     wait_until(lambda: state(stopped) != "T" or None, why=job.describe)
     wait_until(lambda: job_events(job, "fault_ended") or None, why=job.describe)
     assert alive(stopped) and status(job)["round"] == 1
+
+
+def pids_of_all_nodes(job: Job) -> list[int] | None:
+    pids = [pid for node in status(job)["nodes"] for pid in node["pids"]]
+    return pids if len(pids) == 2 else None
 
 
 def state(pid: int) -> str:

@@ -131,12 +131,13 @@ def test_a_stop_names_who_still_runs(job: Job) -> None:
 
 
 def test_a_job_in_the_background_leaves_the_terminal_alone(job: Job) -> None:
-    command = f"set -m; {ripstop(*two_nodes(job, script(job, PRINTING)))} & sleep 1000000"
+    command = f"set -m; {ripstop(*two_nodes(job, script(job, PRINTING)))} & wait $!"
     with terminal(job, command, 80, 24) as screen:
         screen.shows("ripstop=")
         job.ripstop(*map(str, two_nodes(job, job.folder / "script.py")))
-        screen.shows(r"(?m)^job report: ")
-        assert not [line for line in screen.lines() if "waiting, " in line]
+        screen.shows("exit code 0")
+        text = "\n".join(screen.lines())
+        assert "\njob report: " in text and "waiting, " not in text
 
 
 # without a terminal ---------------------------------------------------------------------------------------------------
