@@ -311,6 +311,7 @@ def measure(launcher: Launcher, faults: list[Fault], seconds: float, logs: Path 
     finally:
         job.stop()
         if logs:
+            logs.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(logs / launcher.name, ignore_errors=True)
             shutil.move(directory, logs / launcher.name)
         shutil.rmtree(directory, ignore_errors=True)
