@@ -56,7 +56,7 @@ def chaos(job: Job, *faults: dict[str, Any], code: int = 0, **plan: Any) -> dict
 
 def job_events(job: Job, kind: str) -> list[dict[str, Any]]:
     (file,) = job.logs.glob("*/job-events.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]  # the last may be cut
     return [event for event in found if event["kind"] == kind]
 
 
