@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -242,9 +241,10 @@ def test_the_old_launcher_warns_and_needs_use_env_for_programs(module: ModuleTyp
 
 
 def test_a_no_op_launch_is_quick(tmp_path: Path) -> None:
-    """torch's takes seconds; the bound is generous for a busy machine."""
+    """torch's takes seconds.  This is the time on a processor: that on the clock depends on what else runs."""
     script = tmp_path / "nothing.py"
     script.touch()
-    began = time.monotonic()
+    before = os.times()
     assert execute("-m", "ripstop.compat.run", str(script)).returncode == 0
-    assert time.monotonic() - began < 5
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 5

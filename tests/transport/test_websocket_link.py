@@ -20,6 +20,7 @@ from ripstop.model.round import Address, Outcome
 from ripstop.protocol.messages import Assign, Closed, Left, Status, Succeeded
 from ripstop.transport import agent_authentication, websocket, websocket_link
 from ripstop.transport.websocket_link import WebSocketLink
+from tests.e2e.harness import free_port
 
 DEADLINE = 20.0
 
@@ -91,12 +92,6 @@ def test_a_job_without_a_secret_works_the_same(harness: Any) -> None:
             await agent.until(lambda a: a.count("linked") == 1)
 
     asyncio.run(scenario())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
