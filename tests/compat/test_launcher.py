@@ -280,9 +280,7 @@ def test_a_function_that_cannot_be_pickled_is_rejected_before_anything_starts(me
 
 @pytest.mark.parametrize("static", (False, True))
 def test_a_rejected_launch_can_be_retried_at_the_same_endpoint(static: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     backend = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0}} if static else {}
     place = {"rdzv_endpoint": f"localhost:{port}", **backend}
     kept: list[BaseException] = []  # with its frames: they would keep what they hold

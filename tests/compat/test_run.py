@@ -15,6 +15,7 @@ import torch.distributed.launch as torch_launch
 import torch.distributed.run as torch_run
 
 from ripstop.compat import launch, run
+from tests.e2e.harness import free_port
 
 MODULES = [torch_run, run]
 DEADLINE = 60.0
@@ -171,11 +172,7 @@ def test_run_path_runs_the_script_in_the_workers_interpreter(script: Path) -> No
 
 
 def test_a_static_job_is_two_launches(script: Path) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     nodes = [
         subprocess.Popen(
             [

@@ -101,7 +101,7 @@ def tracked(cluster: Shelf, api: Talkative, story: Callable[[Operator], Awaitabl
 
 
 async def until(look: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not look():  # noqa: ASYNC110 - threads do what is waited for
             await asyncio.sleep(0.01)
 

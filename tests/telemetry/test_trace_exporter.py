@@ -16,6 +16,7 @@ from ripstop.telemetry import trace_exporter
 from ripstop.telemetry.spans import Context, Span, SpanEvent
 from ripstop.telemetry.trace_exporter import TraceExporter, sdk_span
 from tests.collector import Collector, Received, decode
+from tests.e2e.harness import free_port
 
 EVENTS = (
     NodeJoined("a", "h", 1),
@@ -159,8 +160,7 @@ def test_a_redirect_is_not_followed(run_job: Run, caplog: pytest.LogCaptureFixtu
 def test_an_unreachable_collector_is_reported_once_and_does_not_delay_the_job(
     run_job: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     waited = run_job(f"http://me:s3cret@127.0.0.1:{port}/?key=s3cret", lambda: asyncio.sleep(0.5))
     first, last = warnings(caplog)
     assert "spans cannot be sent" in first
