@@ -49,7 +49,8 @@ def test_the_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_rec
     for agent in agents:
         assert logged(agent, f"stopping: {stacks}; {recorded}; infrastructure restart 1 of 3 in 3600 s")
     if spied():  # native frames
-        assert "(libc" in hang_file(job, 1) and "c10d::" in hang_file(job, 0)
+        for rank, frame in ((1, r"\(libc"), (0, "c10d::")):
+            assert re.search(rf"{frame}|no native stack: py-spy took more than ", hang_file(job, rank))
     else:
         assert "no native stack: py-spy" in hang_file(job, 1)
     assert "all_reduce #4, 4 Float: scheduled" in hang_file(job, 0)
