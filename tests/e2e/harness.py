@@ -25,7 +25,7 @@ from ripstop.diagnostics import stack_dump
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 T = TypeVar("T")
 WorkerEvent = dict[str, Any]
