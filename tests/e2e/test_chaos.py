@@ -33,7 +33,7 @@ def start(job: Job, *flags: str, nnodes: str = "2", script: Path = REPORTING) ->
     return first, second
 
 
-def plan_file(job: Job, *faults: dict[str, Any], every: str = "0.2s", count: int = 0, heal_within: int = 40) -> Path:
+def plan_file(job: Job, *faults: dict[str, Any], every: str = "0.2s", count: int = 0, heal_within: int = 100) -> Path:
     lines = [f'every = "{every}"', f"count = {count or len(faults)}", f"heal_within = {heal_within}"]
     for fault in faults:
         lines += ["[[fault]]", *(f"{key} = {json.dumps(value)}" for key, value in fault.items())]
@@ -60,7 +60,7 @@ def job_events(job: Job, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["kind"] == kind]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_job_of_two_nodes_heals_from_every_fault_of_a_seeded_plan(job: Job) -> None:
     start(job, "--allow-chaos", "--hang-timeout=20", "--rdzv-conf=lease=20")
     restarting = ("worker-kill", "worker-segv", "worker-exit")
