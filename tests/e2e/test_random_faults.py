@@ -24,10 +24,7 @@ FIRST_FAULT = 8  # by then the ranks have found that their state is equal, so th
 LENGTH, BATCH = 40, 6  # of the script's data set, of a step
 
 
-def seeds(few: int, many: int) -> list[object]:
-    """Seeds of every run of the tests, and more for the long one."""
-    slow = [pytest.mark.long, pytest.mark.timeout(300)]
-    return [*range(few), *(pytest.param(seed, marks=slow) for seed in range(few, many))]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ def check_losses(rounds: list[Round], reference: list[list[str]]) -> None:
         assert len(round.of("loss", step)) == len(reference), f"step {step} lacks ranks"
 
 
-@pytest.mark.parametrize("seed", seeds(1, 30))
+@pytest.mark.parametrize("seed", range(30))
 def test_killed_workers_and_lost_jobs_change_no_bit(tmp_path: Path, seed: int, references: References) -> None:
     """One agent.  If it is killed, the job is lost as a whole, and the next one continues from disk."""
     ranks = 2 + seed % 2
@@ -229,7 +226,7 @@ def test_killed_workers_and_lost_jobs_change_no_bit(tmp_path: Path, seed: int, r
         assert rounds[-1].agreed == STEPS
 
 
-@pytest.mark.parametrize("seed", seeds(1, 20))
+@pytest.mark.parametrize("seed", range(20))
 def test_killed_workers_and_nodes_change_no_bit(tmp_path: Path, seed: int, references: References) -> None:
     """Two agents with one rank each; the one without the coordinator is killed, and another takes its place."""
     faults = schedule(seed, {**WORKER_FAULTS, "node": True}, 2)
@@ -264,7 +261,7 @@ def test_killed_workers_and_nodes_change_no_bit(tmp_path: Path, seed: int, refer
 # other numbers of ranks: the samples of committed steps of an epoch are the epoch, each once --------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(2, 20))
+@pytest.mark.parametrize("seed", range(20))
 def test_resizes_lose_no_step_and_give_every_sample_once(tmp_path: Path, seed: int) -> None:
     """One to three nodes with one rank each: nodes come, leave and are killed, and workers are killed."""
     kinds = {**WORKER_FAULTS, "join": False, "leave": True, "node": True}

@@ -233,7 +233,7 @@ def test_the_newest_two_stay_and_foreign_files_are_left_alone(
     (mine / "weights.pt").write_text("mine")
     link = folder / checkpoint_files.saved_name(0, 2)
     link.symlink_to(mine)
-    left = folder / checkpoint_files.unfinished_name(0, 9)  # of a killed saver
+    left = folder / checkpoint_files.unfinished_name(0, 9, is_shared=False)  # of a killed saver
     left.mkdir()
     (left / "__0_0.distcp").write_text("part")
     commit(saving, count=4, step=1)

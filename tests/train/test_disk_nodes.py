@@ -18,7 +18,7 @@ from tests.e2e.harness import wait_until
 from tests.train.cluster import KEY, Cluster
 from tests.train.conftest import SaverInAThread
 from tests.train.test_restoring import Messages, column, rank
-from tests.train.test_sharding import check, sharded
+from tests.train.test_sharding import check, sharded, wait_for_saver
 
 
 class DiskCluster(Cluster):
@@ -124,6 +124,7 @@ def unequal(steps: int) -> dict[str, Any]:
         state.own += 1
         state.weights += 1
         state.commit()
+        wait_for_saver(state)
     store.wait_for_all("end")
     return {**found, "messages": messages.found}
 

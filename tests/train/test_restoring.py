@@ -119,7 +119,7 @@ def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(clus
     assert "different values of best" in column(found, "messages")[0][0]
 
 
-@pytest.mark.parametrize(("steps", "restored"), [(4, 0), (6, 6)])
+@pytest.mark.parametrize(("steps", "restored"), [(3, 0), (6, 6)])
 def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps: int, restored: int) -> None:
     cluster.run(replicated, "ab", steps, False, 400_000)  # 1.2 MB: portions of commits 1 to 3
     cluster.lose("b")

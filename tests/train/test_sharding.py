@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ripstop import train
 from ripstop.commit_memory import HEAD_BYTES, read_header
+from tests.e2e.harness import wait_until
 from tests.train.cluster import Cluster, Node
 
 
@@ -42,6 +43,11 @@ def commits(node: Node) -> list[int]:
     fds = [fd for slots in node.memory._buffers.values() for fd in slots.values()]
     headers = [read_header(os.pread(fd, HEAD_BYTES, 0), crc32(b"test")) for fd in fds]
     return sorted(header.id.number for header in headers if header is not None)
+
+
+def wait_for_saver(state: train.State) -> None:
+    """Until this node has saved the commit, if it is saved: then every node saves the same commits."""
+    wait_until(lambda: None if state._saves.slots_in_use() else True)
 
 
 def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -71,6 +77,7 @@ def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
         optimizer.zero_grad()
         state.step += 1
         state.commit()
+        wait_for_saver(state)
         losses.append(loss.item())
         ends.append([full(model.state_dict()), full(optimizer.state_dict())])
     dist.barrier()

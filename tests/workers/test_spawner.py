@@ -242,6 +242,7 @@ def test_an_edited_script_is_read_again_at_the_next_start(stage):
     assert (stage.directory / "out").read_text() == "old\nnew\n"
 
 
+@pytest.mark.long  # it needs a thread that is never kept waiting for a CPU
 def test_files_that_never_stop_changing_are_an_error_with_a_remedy(stage):
     module = stage.script("value = 0", "restless.py")
     path = stage.script("import restless")

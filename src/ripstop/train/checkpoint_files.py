@@ -4,8 +4,9 @@ Beside torch's files there are `ripstop.json`, which describes the commit and ha
 one pickle for each rank, with everything but tensors.  Plain DCP ignores both.  Rules
 1.  A checkpoint is written below `.saving-ROUND-NUMBER`, synced, and renamed.  So a directory `commit-…` is whole,
     unless its files were changed later; sizes and digests tell.
-2.  If several nodes write, each adds a file `part-RANK.pickle` when its files are synced.  Who finds the parts of all
-    ranks completes the checkpoint; the file `completing`, which only one can create, says who.
+2.  If several nodes write, they write below `.saving-ROUND-NUMBER-parts`.  Each adds a file `part-RANK.pickle` when its
+    files are synced.  Who finds the parts of all ranks completes the checkpoint; the file `completing`, which only one
+    can create, says who.
 3.  Only directories with these names, and only with files that a saver writes, are ever removed.
 """
 
@@ -29,7 +30,7 @@ FORMAT = 1
 DESCRIPTION = "ripstop.json"
 OWN = "_ripstop."  # begins the names of tensors that only one rank has, as it has them
 _SAVED = re.compile(r"commit-(\d+)-(\d+)")
-_UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)")
+_UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)(-parts)?")
 COMPLETING = "completing"
 _PART = re.compile(r"part-\d+\.pickle")
 _OURS = re.compile(
@@ -59,8 +60,9 @@ def saved_name(round: int, number: int) -> str:
     return f"commit-{round:06d}-{number:012d}"
 
 
-def unfinished_name(round: int, number: int) -> str:
-    return f".saving-{round:06d}-{number:012d}"
+def unfinished_name(round: int, number: int, *, is_shared: bool) -> str:
+    """Of a directory to which one node writes, or several (`is_shared`)."""
+    return f".saving-{round:06d}-{number:012d}{'-parts' if is_shared else ''}"
 
 
 def pickle_name(rank: int) -> str:

@@ -64,7 +64,8 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     if is_replicated and 0 not in shards:
         return {"skipped": "the node of rank 0 saves the state, which is equal on all ranks"}
     folder = checkpoint_files.folder(settings["directory"], settings["name"])
-    unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number)
+    is_shared = not is_replicated and len(shards) < settings["world_size"]
+    unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number, is_shared=is_shared)
     sizes = [shard.header.end for shard in shards.values()]
     is_sharded = any(shard.header.flags & IS_SHARDED for shard in shards.values())
     needed = sum(sizes) if is_sharded else max(sizes)  # what is equal is written once
@@ -74,8 +75,8 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
             checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise NotSaved(f"{folder} has {free} bytes free, and the checkpoint needs {needed}")
-        if is_replicated or len(shards) == settings["world_size"]:
-            checkpoint_files.remove(unfinished)  # of a killed saver; else other nodes may be writing
+        if not is_shared:
+            checkpoint_files.remove(unfinished)  # of a killed saver
         unfinished.mkdir(exist_ok=True)
         try:
             part = _write(unfinished, shards)
@@ -83,10 +84,12 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
                 raise NotSaved(f"the buffer of rank {changed[0]} has changed meanwhile")
             checkpoint_files.sync(*(unfinished / name for name in part.files))
             checkpoint_files.write_part(unfinished, min(shards), pickle.dumps(part))
-        except BaseException:
+        except BaseException as error:
             checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
+            if is_shared and isinstance(error, FileNotFoundError):
+                return {"skipped": "another node has removed what was written: it failed, or saves a later commit"}
             raise
-        if (parts := [part] if is_replicated else _parts_of_all(unfinished, settings["world_size"])) is None:
+        if (parts := _parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
             return {"skipped": "another node completes the checkpoint, or says why it cannot"}
         try:
             size = _complete(unfinished, id, settings["world_size"], parts)
