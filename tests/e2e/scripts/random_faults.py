@@ -63,7 +63,9 @@ def main() -> None:
     inputs = torch.randn(LENGTH, 8)
     dataset = TensorDataset(torch.arange(LENGTH), inputs, inputs.sum(1, keepdim=True).sin())
     dropout = nn.Dropout(0.2 if "DROPOUT" in os.environ else 0.0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), dropout, nn.Linear(32, 1)))
+    network = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), dropout, nn.Linear(32, 1))
+    # DDP orders gradients anew after its first step, and so sums those of three ranks in another order; not with this:
+    model = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
     torch.manual_seed(RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
