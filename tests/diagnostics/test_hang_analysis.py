@@ -2,7 +2,8 @@
 
 import pytest
 
-from ripstop.diagnostics.failure_report import order, render, root_cause
+from ripstop.diagnostics.failure_ranking import order, root_cause
+from ripstop.diagnostics.failure_report import render
 from ripstop.diagnostics.hang_analysis import (
     describe,
     describe_collectives,

@@ -16,7 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, cause_of
-from ripstop.diagnostics.failure_report import how, looks_like_victim, order, root_cause, trim
+from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trim
+from ripstop.diagnostics.failure_report import how
 from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause

@@ -1,13 +1,14 @@
 """Finds the incidents of a job: what ended a round that nobody planned to end, and its root cause.  Pure.
 
-The root cause is the one that the coordinator decided on, or else the likeliest one by `diagnostics/failure_report.py`.
+The root cause is the one that the coordinator decided on, or else the first one of `diagnostics/failure_ranking.py`.
 """
 
 from itertools import pairwise
 
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_report import how, order, tail_without_traceback
+from ripstop.diagnostics.failure_ranking import order
+from ripstop.diagnostics.failure_report import how, tail_without_traceback
 from ripstop.model.events import HangDiagnosed, RoundEndCause
 from ripstop.model.text_formatting import rank_list, truncate
 from ripstop.report.facts import PLANNED, Facts, FailedWorker, RoundFacts
