@@ -2,7 +2,7 @@
 
 When one worker dies, its peers die a moment later in a collective that lost its partner.  So among the failures of one
 round, those that a peer can explain come last, regardless of the clocks of their hosts.  Among equals, the earlier one
-comes first.  In a round that hangs, the odd ranks come first (`hang_analysis.py`).
+comes first.  In a round that hangs, the suspect ranks come first (`hang_analysis.py`).
 """
 
 import re
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from msgspec.structs import replace
 
-from ripstop.diagnostics.hang_analysis import hangs_among, odd_ranks
+from ripstop.diagnostics.hang_analysis import hangs_among, suspect_ranks
 from ripstop.model.failure import Failure
 
 # compiled at first use: most jobs never need them
@@ -50,10 +50,10 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """The root cause first, its victims after it; the latest round before earlier rounds."""
     failures = tuple(failures)
     rounds = {failure.round for failure in failures if failure.hang}
-    odd = {(round, rank) for round in rounds for rank in odd_ranks(hangs_among(failures, round))}
+    suspects = {(round, rank) for round in rounds for rank in suspect_ranks(hangs_among(failures, round))}
 
     def blame(failure: Failure) -> _Blame:
-        return _Blame.CAUSE if (failure.round, failure.rank) in odd else _blame(failure)
+        return _Blame.CAUSE if (failure.round, failure.rank) in suspects else _blame(failure)
 
     return tuple(sorted(failures, key=lambda failure: (-failure.round, blame(failure), failure.at, failure.rank)))
 
