@@ -64,7 +64,7 @@ def hung(rank: int, hang: Hang, at: float = 100.0) -> Failure:
     return Failure(rank, 0, 1, "host", at, pid=70 + rank, message="m", traceback="thread Main\n  f (x.py:1)", hang=hang)
 
 
-def test_the_report_of_a_hang_names_the_odd_rank_and_shows_its_stack() -> None:
+def test_the_report_of_a_hang_names_the_suspect_and_shows_its_stack() -> None:
     failures = (hung(0, waiting(), 99.0), hung(1, waiting(), 98.0), hung(2, busy(), 100.0))
     cause = root_cause(failures)
     assert cause is not None and cause.rank == 2
@@ -156,7 +156,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
         ),
     ],
 )
-def test_the_odd_ranks_have_not_entered_the_collective(
+def test_the_suspects_have_not_entered_the_collective(
     ranks: list[list[CollectiveProgress]], suspects: set[int], text: str
 ) -> None:
     recorded = dict(enumerate(ranks))
@@ -164,7 +164,7 @@ def test_the_odd_ranks_have_not_entered_the_collective(
     assert describe_collectives(recorded) == text
 
 
-def test_groups_with_an_odd_rank_come_first_and_the_rest_are_counted() -> None:
+def test_groups_with_a_suspect_come_first_and_the_rest_are_counted() -> None:
     ranks = {n: [inside(3, group=f"g{n // 2}")] for n in range(20)} | {21: [done(2, group="g7")]}
     text = describe_collectives(ranks)
     assert text.startswith(
@@ -183,7 +183,7 @@ def hang(standings: list[CollectiveProgress] | None, waits: bool, call: str = "s
     )
 
 
-def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
+def test_the_recorder_shows_the_suspect_where_stacks_do_not() -> None:
     hangs = {0: hang([inside(42)], False), 1: hang([done(41)], False), 2: hang([inside(42)], False)}
     assert suspect_ranks(hangs) == {1}
     assert describe(hangs) == (

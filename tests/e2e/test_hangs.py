@@ -68,7 +68,7 @@ def test_a_worker_without_heartbeats_that_never_ends_is_detected(job: Job) -> No
     assert not list(job.logs.glob("*/round_1/hang/rank_0.txt"))  # it had ended
 
 
-def test_a_stopped_worker_is_the_odd_rank(job: Job) -> None:
+def test_a_stopped_worker_is_the_suspect(job: Job) -> None:
     env = {"HANG": "beat", "BEAT": "1"}
     agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=2", str(HANG), env=env)
     stopped = job.wait_for(event="steps", rank=1)["pid"]
@@ -125,7 +125,7 @@ def test_an_unmodified_script_that_hangs_in_a_collective_is_restarted(job: Job) 
 
 
 @pytest.mark.long
-def test_a_rank_that_enters_another_collective_is_the_odd_rank(job: Job) -> None:
+def test_a_rank_that_enters_another_collective_is_the_suspect(job: Job) -> None:
     env = {"HANG": "other:1", "GLOO": "1", "BEAT": "1"}
     agent = job.run("--standalone", "--nproc-per-node=3", "--hang-timeout=3", TORCH, str(HANG), env=env)
     assert agent.wait() == 0
