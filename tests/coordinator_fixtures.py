@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ripstop.coordinator.coordinator import Coordinator, Session
+from ripstop.coordinator.driver import Coordinator, Session
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing, Tls
 from ripstop.model.round import Address, Node

@@ -28,6 +28,8 @@ HEADER_BYTES: Final = _HEADER.size
 STAMP_BYTES: Final = _STAMP.size
 HEAD_BYTES: Final = STAMP_OFFSET + STAMP_BYTES
 ROUNDS_OF_A_JOB: Final = 1_000_000
+RESERVE_BYTES: Final = 256 << 20  # of the node's memory that buffers never use
+MAX_ALLOCATORS: Final = 64  # processes of a node that allocate buffers at the same time
 FIRST_COPY_SLOT: Final = 8  # of commits that another node has sent; the lower slots are for this node's workers
 
 
@@ -95,18 +97,37 @@ class NotEnoughMemory(Exception):
 
 
 def create_memory(size: int) -> int:
-    """The descriptor of new memory of at least this size, sealed; NotEnoughMemory if the node has too little."""
+    """The descriptor of new memory of at least this size, sealed; NotEnoughMemory if the node has too little.
+
+    Several processes of a node allocate at the same time.  So each takes a small part of what is free and looks again:
+    as long as they are at most MAX_ALLOCATORS, all of them together never use more than there is.
+    """
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    if (free := available_memory()) < size:
-        raise NotEnoughMemory(f"a buffer needs {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free")
+    needs = f"a buffer needs {size / 1e9:.3g} GB"
+    if (free := usable_memory()) < size:
+        raise NotEnoughMemory(f"{needs} and {free / 1e9:.3g} GB are free")
     fd = os.memfd_create("ripstop-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, size)  # now, rather than page by page during the copy
+        start = 0
+        while start < size:  # now, rather than page by page during the copy
+            free = usable_memory()
+            part = min(size - start, max(RESERVE_BYTES, free) // MAX_ALLOCATORS // mmap.PAGESIZE * mmap.PAGESIZE)
+            if free < part:
+                raise NotEnoughMemory(f"{needs}, and other processes took the memory meanwhile")
+            os.posix_fallocate(fd, start, part)
+            start += part
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
+    except (OSError, NotEnoughMemory) as error:
         os.close(fd)
-        raise NotEnoughMemory(f"a buffer needs {size / 1e9:.3g} GB: {error.strerror}") from error
+        if isinstance(error, NotEnoughMemory):
+            raise
+        raise NotEnoughMemory(f"{needs}: {error.strerror}") from error
     return fd
+
+
+def usable_memory() -> int:
+    """Bytes that buffers can still use."""
+    return max(0, available_memory() - RESERVE_BYTES)
 
 
 def available_memory(root: Path = ROOT) -> int:

@@ -22,7 +22,7 @@ from ripstop.agent.driver import Driver
 from ripstop.agent.machine_io import ExitAgent
 from ripstop.api import probe_server
 from ripstop.api.job_socket import JobSocket
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.diagnostics.failure_log import FailureLog
 from ripstop.final_output import print_report, print_result, write_job_report, write_termination_message

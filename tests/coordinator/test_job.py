@@ -1545,7 +1545,7 @@ def test_a_crash_during_a_diagnosis_is_a_failure_as_usual() -> None:
     ] * 2
 
 
-def test_a_spent_infrastructure_budget_fails_the_job_and_names_the_odd_rank() -> None:
+def test_a_spent_infrastructure_budget_fails_the_job_and_names_the_suspect() -> None:
     job = Job(JobSettings("job7", 2, 2, TIMING, Budget(5, max_infra_restarts=0)))
     for name in ("a", "b"):
         job.on(NodeMessage(name, join(job, name)), 0.0)

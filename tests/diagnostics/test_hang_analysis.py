@@ -1,13 +1,14 @@
-"""The odd ranks of a hang, from stacks and from torch's flight recorder."""
+"""The suspect ranks of a hang, from stacks and from torch's flight recorder."""
 
 import pytest
 
-from ripstop.diagnostics.failure_report import order, render, root_cause
+from ripstop.diagnostics.failure_ranking import order, root_cause
+from ripstop.diagnostics.failure_report import render
 from ripstop.diagnostics.hang_analysis import (
     describe,
     describe_collectives,
-    odd_in_collectives,
-    odd_ranks,
+    suspect_ranks,
+    suspects_in_collectives,
 )
 from ripstop.model.failure import CollectiveProgress, Failure, Hang, JobReport
 from ripstop.model.round import Outcome
@@ -22,7 +23,7 @@ def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", 
 
 
 @pytest.mark.parametrize(
-    ("hangs", "odd"),
+    ("hangs", "suspects"),
     [
         ([waiting(), waiting(), busy(), waiting()], {2}),
         ([waiting(), busy()], {1}),
@@ -39,8 +40,8 @@ def busy(call: str = "load_batch", where: str = "data.py:17", state: str = "S", 
         ([], set()),
     ],
 )
-def test_the_odd_ranks_are_those_that_the_others_wait_for(hangs: list[Hang], odd: set[int]) -> None:
-    assert odd_ranks(dict(enumerate(hangs))) == odd
+def test_the_suspect_ranks_are_those_that_the_others_wait_for(hangs: list[Hang], suspects: set[int]) -> None:
+    assert suspect_ranks(dict(enumerate(hangs))) == suspects
 
 
 def test_a_hang_in_words_has_the_location_of_every_rank() -> None:
@@ -63,7 +64,7 @@ def hung(rank: int, hang: Hang, at: float = 100.0) -> Failure:
     return Failure(rank, 0, 1, "host", at, pid=70 + rank, message="m", traceback="thread Main\n  f (x.py:1)", hang=hang)
 
 
-def test_the_report_of_a_hang_names_the_odd_rank_and_shows_its_stack() -> None:
+def test_the_report_of_a_hang_names_the_suspect_and_shows_its_stack() -> None:
     failures = (hung(0, waiting(), 99.0), hung(1, waiting(), 98.0), hung(2, busy(), 100.0))
     cause = root_cause(failures)
     assert cause is not None and cause.rank == 2
@@ -94,7 +95,7 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
 
 
 @pytest.mark.parametrize(
-    ("ranks", "odd", "text"),
+    ("ranks", "suspects", "text"),
     [
         (
             [[inside(42)], [done(41, "broadcast")], [inside(42)]],
@@ -155,15 +156,15 @@ MESSAGE = CollectiveProgress("nccl:", "", 3, 3, "recv 1<-0", "4 Float", p2p=True
         ),
     ],
 )
-def test_the_odd_ranks_have_not_entered_the_collective(
-    ranks: list[list[CollectiveProgress]], odd: set[int], text: str
+def test_the_suspects_have_not_entered_the_collective(
+    ranks: list[list[CollectiveProgress]], suspects: set[int], text: str
 ) -> None:
     recorded = dict(enumerate(ranks))
-    assert odd_in_collectives(recorded) == odd
+    assert suspects_in_collectives(recorded) == suspects
     assert describe_collectives(recorded) == text
 
 
-def test_groups_with_an_odd_rank_come_first_and_the_rest_are_counted() -> None:
+def test_groups_with_a_suspect_come_first_and_the_rest_are_counted() -> None:
     ranks = {n: [inside(3, group=f"g{n // 2}")] for n in range(20)} | {21: [done(2, group="g7")]}
     text = describe_collectives(ranks)
     assert text.startswith(
@@ -182,9 +183,9 @@ def hang(standings: list[CollectiveProgress] | None, waits: bool, call: str = "s
     )
 
 
-def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
+def test_the_recorder_shows_the_suspect_where_stacks_do_not() -> None:
     hangs = {0: hang([inside(42)], False), 1: hang([done(41)], False), 2: hang([inside(42)], False)}
-    assert odd_ranks(hangs) == {1}
+    assert suspect_ranks(hangs) == {1}
     assert describe(hangs) == (
         "ranks 0-2 are in synchronize (train.py:3); "
         "flight recorder: ranks 0,2 are in all_reduce #42, not entered by rank 1 (last: all_reduce #41)"
@@ -192,7 +193,7 @@ def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hangs", "odd"),
+    ("hangs", "suspects"),
     [
         (
             [hang([inside(5)], True), hang([done(4)], True), hang([done(4)], False)],
@@ -204,5 +205,5 @@ def test_the_recorder_shows_the_odd_rank_where_stacks_do_not() -> None:
         ([hang(None, True), hang(None, False)], {1}),
     ],
 )
-def test_without_recorders_the_stacks_decide(hangs: list[Hang], odd: set[int]) -> None:
-    assert odd_ranks(dict(enumerate(hangs))) == odd
+def test_without_recorders_the_stacks_decide(hangs: list[Hang], suspects: set[int]) -> None:
+    assert suspect_ranks(dict(enumerate(hangs))) == suspects

@@ -58,7 +58,7 @@ def test_the_rank_that_the_others_wait_for_is_named_on_all_nodes_and_the_job_rec
     kinds = [event["kind"] for event in events(job, "job-events.jsonl")]
     assert kinds.index("hang_diagnosed") < kinds.index("workers_stopping")
     (diagnosed,) = [event for event in events(job, "job-events.jsonl") if event["kind"] == "hang_diagnosed"]
-    assert diagnosed["odd"] == [1]
+    assert diagnosed["suspects"] == [1]
 
 
 def test_a_worker_without_heartbeats_that_never_ends_is_detected(job: Job) -> None:
@@ -69,7 +69,7 @@ def test_a_worker_without_heartbeats_that_never_ends_is_detected(job: Job) -> No
     assert not list(job.logs.glob("*/round_1/hang/rank_0.txt"))  # it had ended
 
 
-def test_a_stopped_worker_is_the_odd_rank(job: Job) -> None:
+def test_a_stopped_worker_is_the_suspect(job: Job) -> None:
     env = {"HANG": "beat", "BEAT": "1"}
     agent = job.run("--standalone", "--nproc-per-node=2", "--hang-timeout=2", str(HANG), env=env)
     stopped = job.wait_for(event="steps", rank=1)["pid"]
@@ -126,14 +126,14 @@ def test_an_unmodified_script_that_hangs_in_a_collective_is_restarted(job: Job) 
 
 
 @pytest.mark.long
-def test_a_rank_that_enters_another_collective_is_the_odd_rank(job: Job) -> None:
+def test_a_rank_that_enters_another_collective_is_the_suspect(job: Job) -> None:
     env = {"HANG": "other:1", "GLOO": "1", "BEAT": "1"}
     agent = job.run("--standalone", "--nproc-per-node=3", "--hang-timeout=3", TORCH, str(HANG), env=env)
     assert agent.wait() == 0
     same = "ranks 0,2 are in all_reduce of 4 Float, rank 1 is in broadcast of 4 Float"
     assert logged(agent, f"flight recorder: #4 is not the same for all: {same}")
     (diagnosed,) = [event for event in events(job, "job-events.jsonl") if event["kind"] == "hang_diagnosed"]
-    assert diagnosed["odd"] == [1]
+    assert diagnosed["suspects"] == [1]
 
 
 @pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU of NVIDIA's")

@@ -81,7 +81,7 @@ def replicators(agents: list[Agent]) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"ripstop.replication.process" in command:
+            if b"ripstop.replication.replicator" in command:
                 found.append(int(entry.name))
     return found
 

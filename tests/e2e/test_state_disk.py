@@ -11,9 +11,11 @@ import pytest
 
 from tests.e2e.harness import SCRIPTS, Agent, Job, wait_until
 from tests.e2e.test_nodes import tree
+from tests.memory_cgroup import command_in, limited_memory
 
 STATE = SCRIPTS / "state.py"
 STEPS = 40
+LIMIT, STATE_BYTES = 700 << 20, 100_000_000  # the job needs about half of it; buffers for two commits are too much
 
 
 class DiskJob(Job):
@@ -120,3 +122,20 @@ def test_a_directory_that_cannot_be_made_is_one_line_and_nothing_starts(job: Dis
     assert agent.wait() == 2
     assert "--checkpoint-dir=/proc/here: cannot be written to: " in agent.err
     assert len(agent.err.strip().splitlines()) == 1
+
+
+def test_without_memory_for_commits_a_killed_worker_continues_from_disk(job: DiskJob) -> None:
+    with limited_memory(LIMIT) as group:
+        env = {"SHARD_BYTES": str(STATE_BYTES), "PAUSE_S": "0.05"}
+        flags = job.flags[0], "--max-restarts=2", "--checkpoint-interval=0.2", str(SCRIPTS / "shards.py")
+        agent = job.run("--standalone", *flags, env=env, wrap=command_in(group))
+        agent.wait_for_log(r"state 'state' is kept on disk only from now on, about every 0.2 s: a buffer needs 0.1 GB")
+        agent.wait_for_log(r"commit \d+ is saved path=")
+        os.kill(job.worker_events(event="start")[0]["pid"], signal.SIGKILL)
+        start = job.wait_for(event="start", count=2)  # the script checks what is restored
+        assert start["source"] == "disk"
+        assert start["step"] == start["commits"] > 0
+        job.wait_for(event="step", step=start["step"] + 10)
+        agent.signal(signal.SIGTERM)
+        agent.wait()
+        assert "OOM" not in agent.err

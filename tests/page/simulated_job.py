@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from ripstop.coordinator.coordinator import Coordinator, Session
+from ripstop.coordinator.driver import Coordinator, Session
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.model.config import Budget, Timing
 from ripstop.model.event_json import to_json

@@ -26,7 +26,7 @@ class Replicator:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(TIMEOUT_S)
         with theirs:
-            argv = [sys.executable, "-P", "-m", "ripstop.replication.process", str(theirs.fileno())]
+            argv = [sys.executable, "-P", "-m", "ripstop.replication.replicator", str(theirs.fileno())]
             self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))

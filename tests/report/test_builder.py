@@ -90,7 +90,7 @@ def test_a_lost_node_is_the_cause_and_the_workers_that_lost_it_are_victims() -> 
     assert [(node.name, node.is_lost, node.root_causes) for node in report.nodes] == [("a", False, 0), ("b", True, 1)]
 
 
-def test_the_odd_rank_of_a_hang_is_the_cause_with_its_stack() -> None:
+def test_the_suspect_rank_of_a_hang_is_the_cause_with_its_stack() -> None:
     job = Transcript()
     job.round(1.0, 1)
     job.add(9.0, events.WorkerHangs(1, 0, 100, 5.0, "no heartbeat", "in all_reduce (train.py:3)"), "a")

@@ -56,18 +56,21 @@ class Cluster:
         """The node's memory is gone; a node of this name may come back."""
         self.nodes.pop(name).close()
 
+    def node(self, name: str) -> Node:
+        """The node of this name, which is made if there is none."""
+        if name not in self.nodes:
+            self._made += 1
+            self.nodes[name] = Node(str(self._folder / f"{name}{self._made}"))
+        return self.nodes[name]
+
     def start(self, function: Callable[..., Any], nodes: Sequence[str], *args: Any) -> "Round":
         """Start one worker for each name of a node; consecutive equal names are workers of one node."""
         self._round += 1
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         round = Round(store, len(nodes))
         groups = list(dict.fromkeys(nodes))
-        for name in groups:
-            if name not in self.nodes:
-                self._made += 1
-                self.nodes[name] = Node(str(self._folder / f"{name}{self._made}"))
         for rank, name in enumerate(nodes):
-            node = self.nodes[name]
+            node = self.node(name)
             env = {
                 "RIPSTOP_SOCKET": node.path, "TORCHELASTIC_RUN_ID": "test", "RANK": str(rank),
                 "WORLD_SIZE": str(len(nodes)), "GROUP_RANK": str(groups.index(name)), "OMP_NUM_THREADS": "1",

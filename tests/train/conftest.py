@@ -1,6 +1,7 @@
 """The agent's memory for state, served from a thread, and this process as its worker."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,9 +9,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from ripstop.model.config import Checkpoints
+from ripstop.train import saver
+from ripstop.workers.saver import Save, Saver
 from ripstop.workers.state_memory import StateMemory, WorkerIdentity
 
 Result = TypeVar("Result")
+RUN_ID = "test"
 
 
 class Agent:
@@ -52,6 +57,32 @@ class Agent:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class SaverInAThread(Saver):
+    """Saves without a process of its own; end-to-end tests have the process."""
+
+    def __init__(self, directory: Path) -> None:
+        config = Checkpoints(directory, interval=1e-9)
+        tasks: set[Any] = set()
+        super().__init__(config, RUN_ID, None, {}, None, lambda task: tasks.add(asyncio.ensure_future(task)))  # type: ignore[arg-type]
+        self.results: list[dict[str, Any]] = []
+
+    async def _start(self, save: Save) -> None:
+        ranks = sorted(save.buffers)
+        settings = {
+            "directory": str(self.config.directory), "keep": 2, "run_id": RUN_ID, "name": save.name, "ranks": ranks,
+            "round": save.commit[0], "number": save.commit[1], "world_size": save.world_size,
+        }  # fmt: skip
+        fds = [os.dup(save.buffers[rank][1]) for rank in ranks]
+        try:
+            self.results.append(await asyncio.to_thread(saver.save, settings, fds))
+        except Exception as error:
+            self.results.append({"problem": repr(error)})
+        self._forget(save)
+
+    def is_busy(self) -> bool:
+        return any(save.is_started for save in list(self._saves.values()))
 
 
 @pytest.fixture

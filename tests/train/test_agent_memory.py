@@ -220,3 +220,25 @@ def test_buffers_of_ranks_elsewhere_stay_until_the_round_has_a_complete_set(
     assert agent.memory._ranks("state") == [0, 1], "the set of round 1 is the only complete one"
     agent.call(agent.memory.hold, "state", [CommitId(2, 7), CommitId(2, 9)], CommitId(2, 7))
     assert agent.memory._ranks("state") == [1]
+
+
+def test_copies_of_a_set_that_never_became_complete_are_freed(agent: Agent, client: AgentMemory) -> None:
+    for number in (5, 9):
+        assert agent.call(agent.memory.keep_copy, 3, "state", CommitId(1, number), os.memfd_create("copy"))
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5)], None)
+    assert len(agent.memory._copies) == 2
+    agent.call(agent.memory.hold, "state", [CommitId(1, 8)], None)  # some node has missed 5
+    assert list(agent.memory._copies.values()) == [CommitId(1, 9)], "newer ones may be of the next set"
+
+
+def test_without_sets_the_next_drop_frees_copies_too(agent: Agent, client: AgentMemory, buffer: int) -> None:
+    client.keep("state", 0, buffer)
+    agent.call(agent.memory.keep_copy, 3, "state", CommitId(1, 5), os.memfd_create("copy"))
+    agent.call(agent.memory.hold, "state", [CommitId(1, 5)], CommitId(1, 5))
+    client.drop_others("state")
+    assert agent.memory._ranks("state") == [0, 3], "a complete set is kept"
+    agent.call(agent.memory.forget_sets)
+    assert AgentMemory(agent.path + "-state").held("state") == set()
+    assert agent.memory._ranks("state") == [0, 3]
+    client.drop_others("state")
+    assert agent.memory._ranks("state") == [0]

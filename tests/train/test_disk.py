@@ -1,6 +1,5 @@
 """Commits on disk: what the saver writes, what plain DCP reads, what `restore` does with damaged or foreign files."""
 
-import asyncio
 import gc
 import json
 import logging
@@ -20,41 +19,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripstop import train
+from ripstop import commit_memory, train
 from ripstop.commit_memory import ROUNDS_OF_A_JOB, STAMP_OFFSET, CommitId, commit_round
-from ripstop.model.config import Checkpoints
 from ripstop.train import checkpoint_files, intervals, saver
 from ripstop.train import state as state_module
 from ripstop.train.agent_memory import AgentMemory
-from ripstop.workers.saver import Save, Saver
-from tests.train.conftest import Agent
+from ripstop.workers.saver import Save
+from tests.train.conftest import RUN_ID, Agent, SaverInAThread
 from tests.train.test_state import equal, network, step
 
-RUN_ID = "test"
 NEXT_JOB = 9 * ROUNDS_OF_A_JOB + 9  # a round of a later job
-
-
-class SaverInAThread(Saver):
-    """Saves without a process of its own; end-to-end tests have the process."""
-
-    def __init__(self, directory: Path) -> None:
-        config = Checkpoints(directory, interval=1e-9)
-        tasks: set[Any] = set()
-        super().__init__(config, RUN_ID, None, {}, None, lambda task: tasks.add(asyncio.ensure_future(task)))  # type: ignore[arg-type]
-        self.results: list[dict[str, Any]] = []
-
-    async def _start(self, save: Save) -> None:
-        ranks = sorted(save.buffers)
-        settings = {
-            "directory": str(self.config.directory), "keep": 2, "run_id": RUN_ID, "name": save.name, "ranks": ranks,
-            "round": save.commit[0], "number": save.commit[1], "world_size": save.world_size,
-        }  # fmt: skip
-        fds = [os.dup(save.buffers[rank][1]) for rank in ranks]
-        try:
-            self.results.append(await asyncio.to_thread(saver.save, settings, fds))
-        except Exception as error:
-            self.results.append({"problem": repr(error)})
-        self._forget(save)
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +233,7 @@ def test_the_newest_two_stay_and_foreign_files_are_left_alone(
     (mine / "weights.pt").write_text("mine")
     link = folder / checkpoint_files.saved_name(0, 2)
     link.symlink_to(mine)
-    left = folder / checkpoint_files.unfinished_name(0, 9)  # of a killed saver
+    left = folder / checkpoint_files.unfinished_name(0, 9, is_shared=False)  # of a killed saver
     left.mkdir()
     (left / "__0_0.distcp").write_text("part")
     commit(saving, count=4, step=1)
@@ -274,16 +248,16 @@ def test_the_newest_two_stay_and_foreign_files_are_left_alone(
 def test_a_buffer_that_changes_while_it_is_read_is_not_saved(
     agent: Agent, saving: SaverInAThread, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe = checkpoint_files.describe
+    table = checkpoint_files.table
 
-    def describe_and_change(path: Path, content: dict[str, Any]) -> None:
-        describe(path, content)
+    def table_and_change(path: Path, names: set[str]) -> dict[str, list[int]]:
         memory = AgentMemory(f"{agent.path}-state")
         for fd in memory.get("state").values():
             os.pwrite(fd, bytes(8), STAMP_OFFSET)
             os.close(fd)
+        return table(path, names)
 
-    monkeypatch.setattr(checkpoint_files, "describe", describe_and_change)
+    monkeypatch.setattr(checkpoint_files, "table", table_and_change)
     commit(saving, step=1)
     assert "has changed meanwhile" in saving.results[0]["problem"]
     folder = checkpoint_files.folder(str(directory), "state")
@@ -302,7 +276,7 @@ def test_buffers_that_are_being_saved_are_not_overwritten(agent: Agent, saving: 
     while not held:
         state.step += 1
         state.commit()
-    (slot, fd), number = held[0].buffers[0], state.step
+    (slot, fd), number = held[0].buffers[0], held[0].commit[1]  # later ones may be committed before it starts
     assert saving.slots_in_use(0, "state") == [slot]
     buffer = saver.CommitBuffer(os.dup(fd))
     for _ in range(10):
@@ -419,6 +393,67 @@ def test_a_read_only_disk_is_a_named_problem(agent: Agent, small_disk: Path) -> 
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     commit(saving, step=1)
     assert "Read-only file system" in saving.results[0]["problem"]
+
+
+# too little memory ----------------------------------------------------------------------------------------------------
+
+
+def test_without_memory_commits_go_to_disk_and_come_back_from_there(
+    agent: Agent, saving: SaverInAThread, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(commit_memory, "available_memory", lambda: 0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    commits = []
+    state = train.State(model=model, optimizer=optimizer, step=0)
+    state.restore()
+    for _ in range(100):
+        state.step += 1
+        torch.manual_seed(state.step)
+        commits.append(state.commit())
+        while saving._saves:
+            time.sleep(0.001)
+    assert len(caplog.messages) == 1
+    assert "is kept on disk only from now on, about every 1e-09 s: a buffer needs " in caplog.text
+    assert "it needs 2 buffers of" in caplog.text
+    assert commits.count(True) == len(saving.results) > 2
+    assert all("path" in result for result in saving.results)
+    assert agent.memory._buffers == {}
+    number = max(number for number, is_kept in enumerate(commits, 1) if is_kept)
+    del state
+    gc.collect()
+    new = network()
+    new_optimizer = torch.optim.AdamW(new.parameters())
+    state = train.State(model=new, optimizer=new_optimizer, step=0)
+    assert state.restore()
+    assert (state.restored_from, state.step, state.commits) == ("disk", number, number)
+    assert equal(dict(model.state_dict()), dict(new.state_dict()))
+    assert equal(optimizer.state_dict(), new_optimizer.state_dict())
+    torch.rand(1)
+    found = torch.get_rng_state()
+    torch.manual_seed(number)
+    torch.rand(1)
+    assert equal(torch.get_rng_state(), found)
+    assert {path.name[:7] for path in checkpoint_files.folder(str(directory), "state").iterdir()} == {"commit-"}
+
+
+def test_a_rank_without_memory_keeps_the_pace_of_those_that_have_it(agent: Agent, saving: SaverInAThread) -> None:
+    """Its commits have the same numbers, and it is asked for the same checkpoints."""
+    state = train.State(value=torch.zeros(1000), step=0)
+    state.restore()
+    for _ in range(5):
+        state.commit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_memory, "available_memory", lambda: 0)
+        state.value = torch.zeros(100_000)  # needs another buffer
+        for _ in range(50):
+            state.commit()
+            while saving._saves:
+                time.sleep(0.001)
+    assert state.commits == 55
+    assert int(saved(saving.config.directory)[0].name.split("-")[2]) > 5
 
 
 # kills ----------------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_ranks_that_differ_start_from_the_beginning_if_their_number_changes(clus
     assert "different values of best" in column(found, "messages")[0][0]
 
 
-@pytest.mark.parametrize(("steps", "restored"), [(4, 0), (6, 6)])
+@pytest.mark.parametrize(("steps", "restored"), [(3, 0), (6, 6)])
 def test_a_large_state_is_compared_over_several_commits(cluster: Cluster, steps: int, restored: int) -> None:
     cluster.run(replicated, "ab", steps, False, 400_000)  # 1.2 MB: portions of commits 1 to 3
     cluster.lose("b")
@@ -246,3 +246,42 @@ def test_a_value_is_accepted_with_the_mac_of_its_topic_only(cluster: Cluster) ->
     no = "train.State accepts only values of this round's workers"
     assert cluster.run(opened, "a", KEY) == [[{"x": 1}, no, no, no, 5]]
     assert cluster.run(opened, "a", "") == [[no, no, no, no, no]]
+
+
+# ranks without an agent -----------------------------------------------------------------------------------------------
+
+
+def without_agent(absent: int, variable: str | None) -> dict[str, Any]:
+    """One rank does not reach the memory of its agent."""
+    if rank() == absent and variable is None:
+        del os.environ["RIPSTOP_SOCKET"]
+    elif rank() == absent:
+        os.environ["RIPSTOP_SOCKET"] = variable
+    messages = Messages()
+    state = train.State(step=0)
+    restored = state.restore()
+    store = RankStore("steps", rank(), int(os.environ["WORLD_SIZE"]), bytes.fromhex(KEY))
+    store.wait_for_all("restored")
+    return {"restored": restored, "commit": state.commit(), "timed": state.commit("10s"), "messages": messages.found}
+
+
+@pytest.mark.parametrize("variable", [None, "/nowhere/agent"])
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_without_memory_is_known_to_all_at_once(cluster: Cluster, absent: int, variable: str | None) -> None:
+    found = cluster.run(without_agent, "abc", absent, variable)
+    assert column(found, "restored") == column(found, "commit") == column(found, "timed") == [False] * 3
+    for number, messages in enumerate(column(found, "messages")):
+        if number != absent:
+            assert messages[0].startswith(f"state 'state' is not kept: rank {absent}: "), messages
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_commits_are_not_lost_because_a_rank_has_no_memory(cluster: Cluster, absent: int) -> None:
+    cluster.run(replicated, "ab", 4)
+    found = cluster.start(without_agent, "ab", absent, None)
+    other = found.workers[1 - absent]
+    assert other[1].poll(100)
+    error = other[1].recv()[1]
+    assert isinstance(error, RuntimeError)
+    assert f"has commits, and all ranks must be able to restore them; rank {absent}: its agent has" in str(error)
+    assert column(cluster.run(replicated, "ab", 1), "restored") == [4, 4]

@@ -1,8 +1,10 @@
 """Sharded state (FSDP2, tensor parallelism) and its restore onto another number of ranks or another mesh."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ripstop import train
-from tests.train.cluster import Cluster
+from ripstop.commit_memory import HEAD_BYTES, read_header
+from tests.e2e.harness import wait_until
+from tests.train.cluster import Cluster, Node
 
 
 @pytest.fixture
@@ -34,9 +38,21 @@ def full(value: Any) -> Any:
     return [full(part) for part in value] if isinstance(value, list) else value
 
 
+def commits(node: Node) -> list[int]:
+    """The numbers of the complete commits in a node's memory."""
+    fds = [fd for slots in node.memory._buffers.values() for fd in slots.values()]
+    headers = [read_header(os.pread(fd, HEAD_BYTES, 0), crc32(b"test")) for fd in fds]
+    return sorted(header.id.number for header in headers if header is not None)
+
+
+def wait_for_saver(state: train.State) -> None:
+    """Until this node has saved the commit, if it is saved: then every node saves the same commits."""
+    wait_until(lambda: None if state._saves.slots_in_use() else True)
+
+
 def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
-    """FSDP2 over all ranks; with a mesh, FSDP2 and tensor parallelism.  Returns the whole state, as restored and at the
-    end."""
+    """FSDP2 over all ranks; with a mesh, FSDP2 and tensor parallelism.  Returns the whole state, as restored and
+    after each step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 14), nn.ReLU(), nn.Linear(14, 5, bias=False))  # some ranks have no rows of these
@@ -52,7 +68,7 @@ def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
     state = train.State(model=model, optimizer=optimizer, step=0)
     found = {"is restored": state.restore(), "restored at": state.step, "from": state.restored_from}
     found["restored"] = [full(model.state_dict()), full(optimizer.state_dict())]
-    losses = []
+    losses, ends = [], []
     for _ in range(steps):
         torch.manual_seed(state.step)
         loss = model(torch.randn(3, 6)).square().mean()
@@ -61,11 +77,12 @@ def sharded(steps: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
         optimizer.zero_grad()
         state.step += 1
         state.commit()
+        wait_for_saver(state)
         losses.append(loss.item())
-    found["end"] = [full(model.state_dict()), full(optimizer.state_dict())]
+        ends.append([full(model.state_dict()), full(optimizer.state_dict())])
     dist.barrier()
     dist.destroy_process_group()
-    return {**found, "losses": losses}
+    return {**found, "losses": losses, "ends": ends, "end": ends[-1]}
 
 
 def check(results: list[Any]) -> list[Any]:
@@ -109,3 +126,9 @@ def test_a_lost_shard_is_a_problem(cluster: Cluster) -> None:
     check(cluster.run(sharded, "ab", 3))
     cluster.lose("b")
     assert [each["is restored"] for each in check(cluster.run(sharded, "ab", 1))] == [False, False]
+
+
+def test_the_first_commit_after_another_mesh_leaves_the_restored_one(cluster: Cluster) -> None:
+    check(cluster.run(sharded, "aa", 3))
+    check(cluster.run(sharded, "aa", 1, (1, 2)))
+    assert commits(cluster.nodes["a"]) == [3, 3, 4, 4], "if a rank dies in commit 4, the others must have 3"

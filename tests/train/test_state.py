@@ -451,3 +451,27 @@ def test_a_commit_of_another_run_is_not_restored(agent: Agent, monkeypatch: pyte
 def test_one_mapping_of_a_buffer_in_a_process(agent: Agent) -> None:
     first = CommitBuffer.create(5000)
     assert CommitBuffer.adopt(os.dup(first.fd)) is first
+
+
+def test_a_copy_from_another_node_is_restored_and_never_overwritten(agent: Agent) -> None:
+    state = train.State(value=torch.zeros(10), step=0)
+    state.restore()
+    state.step = 1
+    state.commit()
+    buffer, header = state._newest
+    copy = commit_memory.create_memory(buffer.size)
+    os.pwrite(copy, buffer.memory(0, buffer.size), 0)
+    kept = os.dup(copy)
+    agent.call(agent.memory.keep_copy, 0, "state", header.id, kept)
+    agent.call(agent.memory._free, 0, "state", 0)  # this node had no commit of this rank
+    del state, buffer
+    gc.collect()
+    content = os.pread(copy, os.fstat(copy).st_size, 0)
+    new = train.State(value=None, step=0)
+    assert new.restore()
+    assert new.step == 1
+    for _ in range(6):
+        new.step += 1
+        assert new.commit()
+    assert os.pread(copy, os.fstat(copy).st_size, 0) == content
+    os.close(copy)

@@ -331,7 +331,7 @@ def test_a_node_that_was_connected_retries_when_an_impostor_rejects_it(harness: 
 COORDINATOR = """
 import asyncio, sys
 from ripstop.model.config import Timing
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.transport.endpoint import bind
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.transport.server import Server

@@ -11,7 +11,7 @@ import pytest
 
 from ripstop.model.config import Module, Script, StartMethod
 from ripstop.workers.spawner import ProcessSpec
-from ripstop.workers.zygote import verdicts
+from ripstop.workers.zygote import preload_cache
 from tests.worker_fixtures import Stage, new_spawner
 
 NOTE = "import os; PID = os.getpid()\n"  # who has imported this
@@ -194,7 +194,7 @@ assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))
 def test_a_terminal_stays_a_terminal_for_an_import(tmp_path):
     program = """
 import sys
-from ripstop.workers.zygote.observer import Observer, Unfit
+from ripstop.workers.zygote.import_observer import Observer, Unfit
 found = []
 with Observer(set()) as observer:
     observer.run(lambda: found.append(sys.stdout.isatty()))
@@ -284,9 +284,9 @@ PLAN = {"steps": [("a", []), ("b", ["b", "b.c"])], "left_out": {"d": "it reads R
 
 
 def test_a_plan_is_recalled(cache):
-    verdicts.remember("k", PLAN)
-    assert verdicts.recall("k") == {**PLAN, "careful": False, "fit": 0}
-    assert verdicts.recall("other") is None
+    preload_cache.remember("k", PLAN)
+    assert preload_cache.recall("k") == {**PLAN, "careful": False, "fit": 0}
+    assert preload_cache.recall("other") is None
     assert oct(cache.stat().st_mode & 0o777) == "0o700"
 
 
@@ -294,32 +294,32 @@ def test_a_plan_is_recalled(cache):
     "text", ["", "{", "[]", '{"steps": 1}', '{"steps": [1], "left_out": {}, "variables": []}', "\0"]
 )
 def test_a_broken_entry_is_ignored(cache, text):
-    verdicts.remember("k", PLAN)
+    preload_cache.remember("k", PLAN)
     (cache / "k").write_text(text)
-    assert verdicts.recall("k") is None
+    assert preload_cache.recall("k") is None
 
 
 def test_a_linked_entry_is_ignored(cache):
-    verdicts.remember("k", PLAN)
+    preload_cache.remember("k", PLAN)
     (cache / "link").symlink_to("k")
-    assert verdicts.recall("link") is None
+    assert preload_cache.recall("link") is None
 
 
 def test_old_entries_are_ignored_and_removed(cache):
-    verdicts.remember("old", PLAN)
+    preload_cache.remember("old", PLAN)
     os.utime(cache / "old", (1, 1))
-    assert verdicts.recall("old") is None
-    verdicts.remember("new", PLAN)
+    assert preload_cache.recall("old") is None
+    preload_cache.remember("new", PLAN)
     assert [path.name for path in cache.iterdir()] == ["new"]
 
 
 def test_of_too_many_entries_the_oldest_are_removed(cache, monkeypatch):
     now = time.time()
     for age in range(5):
-        verdicts.remember(f"aged {age}", PLAN)
+        preload_cache.remember(f"aged {age}", PLAN)
         os.utime(cache / f"aged {age}", (now - age - 1, now - age - 1))
-    monkeypatch.setattr(verdicts, "MAX_ENTRIES", 3)
-    verdicts.remember("new", PLAN)
+    monkeypatch.setattr(preload_cache, "MAX_ENTRIES", 3)
+    preload_cache.remember("new", PLAN)
     assert sorted(path.name for path in cache.iterdir()) == ["aged 0", "aged 1", "new"]
 
 

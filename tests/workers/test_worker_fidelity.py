@@ -39,8 +39,8 @@ json.dump({
     "package": __package__, "cached": globals().get("__cached__"), "doc": __doc__, "loader": type(__loader__).__name__,
     "builtins": type(__builtins__).__name__, "main": sys.modules["__main__"].__dict__ is globals(),
     "ours": [m for m in modules if m.split(".")[0] in
-             ("ripstop", "channel", "imports", "observer", "preload", "process", "sitecustomize", "store_process",
-              "title", "usercustomize", "verdicts", "worker_hooks", "worker_setup", "zygote")],
+             ("ripstop", "channel", "imports", "import_observer", "preload", "preload_cache", "process",
+              "sitecustomize", "store_process", "title", "usercustomize", "worker_hooks", "worker_setup", "zygote")],
     "cache": sorted(p for p in sys.path_importer_cache if "ripstop" in p),
     "cwd": os.getcwd(), "environ": dict(os.environ),
     "signals": {str(s): str(signal.getsignal(s)) for s in signal.valid_signals()},

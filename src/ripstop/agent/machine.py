@@ -48,7 +48,7 @@ from ripstop.agent.machine_io import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from ripstop.diagnostics.failure_report import trim
+from ripstop.diagnostics.failure_ranking import trim
 from ripstop.model.config import Timing
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Node, Outcome, Place, RankBy

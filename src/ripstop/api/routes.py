@@ -1,4 +1,4 @@
-"""The table types of an HTTP API: requests are parsed by the table, and the OpenAPI description is generated from it.
+"""The types of a table of routes: the API parses requests by it, and generates its OpenAPI description from it.
 
 Pure; the handlers are in `http_api.py`.  Parameters and fields that the table does not name are rejected, so a misspelt
 one is never silently ignored.

@@ -7,7 +7,8 @@ failed: its rank and host, how it ended, and its message or its last line on std
 
 import json
 
-from ripstop.diagnostics.failure_report import how, root_cause
+from ripstop.diagnostics.failure_ranking import root_cause
+from ripstop.diagnostics.failure_report import how
 from ripstop.model.failure import Failure, JobReport
 
 MAX_BYTES = 4096

@@ -13,7 +13,7 @@ from ripstop.model.round import Address, Place
 from ripstop.telemetry.run_settings import setting_text, settings
 from ripstop.workers.environment import worker_environment
 from ripstop.workers.spawner import entry_key
-from ripstop.workers.zygote import verdicts
+from ripstop.workers.zygote import preload_cache
 from ripstop.workers.zygote.imports import to_preload
 
 AFTER_RENDEZVOUS = "(after the rendezvous)"
@@ -42,7 +42,7 @@ def _left_out(config: RunConfig) -> Iterator[str]:
     home = str(Path(target).resolve() if Path(target).is_dir() else Path(target).resolve().parent)
     path = [home if kind == "script" else str(Path.cwd()), *sys.path[1:]]
     names, sources = to_preload(kind, target, path, config.entry.args)
-    plan = verdicts.recall(verdicts.key(names, sources, path))
+    plan = preload_cache.recall(preload_cache.key(names, sources, path))
     for name, why in plan["left_out"].items() if plan else ():
         yield f"preload: {name} left out: {why}"
 

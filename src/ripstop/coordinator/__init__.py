@@ -1,1 +1,1 @@
-"""Decides for the whole job: membership, ranks, restarts and the end.  `job` decides, `coordinator` executes."""
+"""Decides for the whole job: membership, ranks, restarts and the end.  `job` decides, `driver` executes."""

@@ -16,8 +16,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ripstop.coordinator.restart_budget import Cause, RestartBudget, RestartDecision, cause_of
-from ripstop.diagnostics.failure_report import how, looks_like_victim, order, root_cause, trim
-from ripstop.diagnostics.hang_analysis import describe, hangs_among, odd_ranks
+from ripstop.diagnostics.failure_ranking import looks_like_victim, order, root_cause, trim
+from ripstop.diagnostics.failure_report import how
+from ripstop.diagnostics.hang_analysis import describe, hangs_among, suspect_ranks
 from ripstop.model.config import Budget
 from ripstop.model.events import BudgetCharged, BudgetRefunded, Event, HangDiagnosed, RoundEndCause
 from ripstop.model.failure import Failure
@@ -27,7 +28,7 @@ from ripstop.protocol.limits import truncate_reason
 PEER_LOSS_TIMEOUT_S = 0.5  # how long a failure that would fail the job waits for a lost node that explains it
 DIAGNOSIS_TIMEOUT_S = 5.0  # how long all nodes have to report the stacks of a round that hangs
 MAX_FAILURES = 256  # kept of a round
-MAX_HANGS = 16_384  # kept of a round, in short: any rank may be the odd one
+MAX_HANGS = 16_384  # kept of a round, in short: any rank may be the suspect
 
 
 class RoundState(Struct, frozen=True):
@@ -198,15 +199,15 @@ class FailurePolicy:
     def _rule_on_hang(self, state: RoundState, now: float) -> Ruling:
         self._diagnosis_end = None
         hangs = hangs_among(self._failures, self._round)
-        odd = tuple(sorted(odd_ranks(hangs)))
+        suspects = tuple(sorted(suspect_ranks(hangs)))
         decision, reason, charged = self._charge(Cause.INFRASTRUCTURE, state, now)
-        events = (HangDiagnosed(self._round, odd, truncate_reason(describe(hangs))), charged)
+        events = (HangDiagnosed(self._round, suspects, truncate_reason(describe(hangs))), charged)
         if not decision.allowed:
             return Ruling(FailJob(reason), events=events)
         fault = None
-        if len(odd) == 1:
+        if len(suspects) == 1:
             self.mark_explained()
-            fault = (_node_of(odd[0], state.places), f"rank {odd[0]} hung")
+            fault = (_node_of(suspects[0], state.places), f"rank {suspects[0]} hung")
         return Ruling(Restart(RoundEndCause.INFRASTRUCTURE, reason, decision.delay), fault, events)
 
     def _charge(self, cause: Cause, state: RoundState, now: float) -> tuple[RestartDecision, str, BudgetCharged]:

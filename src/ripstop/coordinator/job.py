@@ -1,9 +1,10 @@
 """The coordinator's state machine: all decisions about a job.  Pure.
 
 `Job.on(event, now)` changes the state and returns commands; `deadline()` is the time of the next `Tick`.  The driver
-(`coordinator.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
+(`driver.py`) owns the clock and the connections.  Parts with rules of their own: the nodes (`membership.py`,
 `liveness.py`), when a round forms (`formation.py`), its ranks (`ranks.py`), failures (`failure_policy.py`), the
-recovery of a round (`recovery.py`), the end (`job_end.py`), the status (`job_status.py`).  The rules of the whole:
+recovery of a round (`recovery.py`), copies of training state (`replication_plan.py`), the end (`job_end.py`), the
+status (`job_status.py`).  The rules of the whole:
 
 1.  At most one round is live, and round numbers only grow.  The ranks of a round are exactly 0 … n-1.
 2.  A message about any other round than the live one changes nothing; its failures are kept as evidence at most.
@@ -30,7 +31,7 @@ recovery of a round (`recovery.py`), the end (`job_end.py`), the status (`job_st
 
 from collections.abc import Iterable, Mapping
 
-from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication
+from ripstop.coordinator import failure_policy, job_end, job_status, job_types, ranks, recovery, replication_plan
 from ripstop.coordinator.formation import ChangeRound, Formation, GiveUp, Hold, Keep
 from ripstop.coordinator.job_types import Disconnect, JobCommand, JobInput, JobSettings, RecordEvent, Send
 from ripstop.coordinator.liveness import LATE_TICK_S
@@ -84,7 +85,7 @@ class Job:
         self.places: Mapping[str, Place] = self.membership.places
         self.formation = Formation(settings, self.membership, now)
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
-        self.replication = replication.Replication()
+        self.replication = replication_plan.ReplicationPlan()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
@@ -467,7 +468,7 @@ class Job:
         self.round = self.formation.highest_round = max(self.round, self.formation.highest_round) + 1
         store = self.membership.take_port(host, self.round)
         listening = [self.membership.replica_address(node.id) for node in nodes]
-        partners = replication.partners([node.label for node in nodes], listening)
+        partners = replication_plan.partners([node.label for node in nodes], listening)
         places = ranks.places(nodes, round=self.round, store=store, restarts=self.restarts.used, partners=partners)
         before = [n for n in self.places if n in self.members]
         self.start_round({node.id: place for node, place in zip(nodes, places, strict=True)}, now)

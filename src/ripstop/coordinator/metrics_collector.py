@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ripstop.api.job_interface import ask_all
 from ripstop.api.replies import GpuColumns, RankColumns, Usage
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError, QueryFailed
 from ripstop.model.status import JobStatus
 from ripstop.model.usage import NodeSample, StepSample

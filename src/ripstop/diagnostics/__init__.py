@@ -1,1 +1,1 @@
-"""Why a worker failed or hangs: progress, stacks, collectives, exit status and log tails, expired timers."""
+"""Why a worker failed or hangs, and which failure is the root cause: exit status, log tails, stacks, collectives."""

@@ -10,7 +10,7 @@ MAX_RECORDED = 8  # workers of one node in one round; the likeliest causes of al
 
 
 class Evidence(Struct, frozen=True):
-    """The evidence as a failure that `failure_report.py` can compare, and what a `Failure` has no field for.
+    """The evidence as a failure that `failure_ranking.py` can compare, and what a `Failure` has no field for.
 
     `is_recorded`: it is from an event of this kind, and not made up from another one.
     """

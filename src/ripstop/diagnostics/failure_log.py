@@ -6,7 +6,8 @@ A job that fails prints its report; this is for the failures that it survives.
 from collections.abc import Callable, Iterator
 
 from ripstop.diagnostics.evidence_events import Evidence, from_event
-from ripstop.diagnostics.failure_report import how, root_cause, tail_without_traceback
+from ripstop.diagnostics.failure_ranking import root_cause
+from ripstop.diagnostics.failure_report import how, tail_without_traceback
 from ripstop.model.events import EventRecord, RoundEndCause, RoundEnded, WorkerEvidence
 
 MAX_EVIDENCE = 64  # failures of one round that are compared

@@ -1,10 +1,10 @@
 """Finds the ranks that caused a hang, and describes the hang: from stacks and from torch's flight recorder.  Pure.
 
-In a round that hangs, workers that wait for others are victims.  The odd ranks, which caused the hang, are the first of
-these that exist and are not all ranks:
+In a round that hangs, workers that wait for others are victims.  The suspect ranks, which caused the hang, are the
+first of these that exist and are not all ranks:
 
 1. Processes stopped by a signal.
-2. Ranks that the flight recorder shows as odd, and of these the ones that do not wait by their stacks, if any.
+2. Ranks that the flight recorder shows as suspects, and of these the ones that do not wait by their stacks, if any.
 3. Ranks that do not wait.
 4. Ranks outside the one location that more than half of the ranks share.
 5. If no rank waits, ranks that made no progress while others did.
@@ -13,9 +13,9 @@ Rules for the flight recorder (`flight_recorder.py` says how far each rank is in
 
 6. A group is stuck in the oldest collective that any of its ranks is inside.  Ranks that have not entered it are
    behind.
-7. The odd ranks are members that are behind in one group and are inside no collective of another group.
-8. If no rank is behind, the odd ranks are members that entered another operation under this number than more than half
-   of the group, or another size where sizes must be equal.
+7. The suspect ranks are members that are behind in one group and are inside no collective of another group.
+8. If no rank is behind, the suspect ranks are members that entered another operation under this number than more than
+   half of the group, or another size where sizes must be equal.
 9. Messages between two ranks are reported and not compared: only the two ranks share their numbers.
 10. A rank that did not reply is not part of the comparison.
 """
@@ -42,12 +42,12 @@ def hangs_among(failures: Iterable[Failure], round: int) -> dict[int, Hang]:
     return {failure.rank: failure.hang for failure in failures if failure.hang and failure.round == round}
 
 
-def odd_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
+def suspect_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
     """The ranks that the others wait for (rules 1 to 5); empty if nothing distinguishes them."""
     if 0 < len(stopped := [rank for rank, hang in hangs.items() if _is_stopped(hang)]) < len(hangs):
         return frozenset(stopped)
-    if odd := odd_in_collectives(_recorded(hangs)):
-        return frozenset(rank for rank in odd if not hangs[rank].waits) or odd
+    if suspects := suspects_in_collectives(_recorded(hangs)):
+        return frozenset(rank for rank in suspects if not hangs[rank].waits) or suspects
     known = {rank: hang for rank, hang in hangs.items() if hang.where}
     not_waiting = {rank for rank, hang in known.items() if not hang.waits}
     if 0 < len(not_waiting) < len(known):
@@ -61,9 +61,9 @@ def odd_ranks(hangs: Mapping[int, Hang]) -> frozenset[int]:
 
 def describe(hangs: Mapping[int, Hang]) -> str:
     """`ranks 0,1,3 wait in all_reduce (train.py:41); rank 2 is in load_batch (data.py:17); flight recorder: …`."""
-    odd = odd_ranks(hangs)
-    groups = sorted(_locations(hangs).items(), key=lambda group: (group[1][0] in odd, -len(group[1])))
-    middle = groups[1 : 1 - _MAX_LOCATIONS]  # between the majority and as many of the odd groups as fit
+    suspects = suspect_ranks(hangs)
+    groups = sorted(_locations(hangs).items(), key=lambda group: (group[1][0] in suspects, -len(group[1])))
+    middle = groups[1 : 1 - _MAX_LOCATIONS]  # between the majority and as many of the suspect groups as fit
     shown = [groups[0], *groups[1 - _MAX_LOCATIONS :]] if middle else groups
     texts = [_describe_location(*group) for group in shown]
     if middle:
@@ -125,24 +125,24 @@ class _StuckGroup(Struct, frozen=True):
         )
 
 
-def odd_in_collectives(ranks: Ranks) -> frozenset[int]:
+def suspects_in_collectives(ranks: Ranks) -> frozenset[int]:
     """The ranks that the others wait for (rules 7 and 8); empty if the recorders do not show it."""
     stuck = _stuck_groups(ranks)
     waiting = {rank for rank, found in ranks.items() if any(progress.pending for progress in found)}
     if late := {rank for group in stuck for rank in group.behind} - waiting:
         return frozenset(late)
-    odd: set[int] = set()
+    suspects: set[int] = set()
     for group in stuck:
         majority = max(group.kinds().values(), key=len)
         if not group.behind and 2 * len(majority) > len(group.inside):
-            odd |= group.inside.keys() - set(majority)
-    return frozenset(odd)
+            suspects |= group.inside.keys() - set(majority)
+    return frozenset(suspects)
 
 
 def describe_collectives(ranks: Ranks) -> str:
     """`ranks 0,2,3 are in all_reduce #42, not entered by rank 1 (last: all_gather #41)`; empty if no rank is inside."""
-    odd = odd_in_collectives(ranks)
-    stuck = sorted(_stuck_groups(ranks), key=lambda group: not odd & (group.behind.keys() | group.inside.keys()))
+    suspects = suspects_in_collectives(ranks)
+    stuck = sorted(_stuck_groups(ranks), key=lambda group: not suspects & (group.behind.keys() | group.inside.keys()))
     messages = _grouped(
         (operation(one.op, 0, one.label), rank)
         for rank, found in sorted(ranks.items())

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from ripstop.diagnostics.evidence_events import MAX_RECORDED, to_event
-from ripstop.diagnostics.failure_report import order
+from ripstop.diagnostics.failure_ranking import order
 from ripstop.diagnostics.progress import (
     NO_HEARTBEAT,
     SAMPLES_PER_TIMEOUT,

@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.coordinator.job_end import FINAL_REPORT_TIMEOUT_S
 from ripstop.coordinator.job_types import JobSettings
 from ripstop.election import election

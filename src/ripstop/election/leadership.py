@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.election.election import Expired, Leader, Renewed
 from ripstop.election.etcd_client import Denied, EtcdClient, Unavailable
 from ripstop.model.errors import RipstopError

@@ -177,10 +177,10 @@ class BudgetCharged(_Event, frozen=True):
 
 
 class HangDiagnosed(_Event, frozen=True):
-    """A round hangs, and its nodes were inspected.  `odd` lists the suspect ranks, which the others wait for."""
+    """A round hangs, and its nodes were inspected.  `suspects` are the ranks that the others wait for."""
 
     round: Int64
-    odd: tuple[Int64, ...]
+    suspects: tuple[Int64, ...]
     why: str
 
 

@@ -10,7 +10,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from ripstop.diagnostics.evidence_events import from_event
-from ripstop.diagnostics.failure_report import how, root_cause
+from ripstop.diagnostics.failure_ranking import root_cause
+from ripstop.diagnostics.failure_report import how
 from ripstop.model import events
 from ripstop.model.events import EventRecord, RoundEndCause
 from ripstop.model.failure import Failure

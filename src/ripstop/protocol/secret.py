@@ -1,4 +1,4 @@
-"""Proofs of the job's secret.
+"""Proofs that a peer has the job's secret, and the tokens and keys that are derived from it.
 
 A proof is an HMAC-SHA256 over the side that proves (so that a proof cannot be reflected), the job, the node, and both
 sides' nonces (so that it cannot be replayed).  The caller makes the nonces.  An empty secret works too, and proves

@@ -1,3 +1,3 @@
-"""Copies of a node's commits in the memory of another node: the agent's side, the process that copies, and its wire."""
+"""Copies of a node's training state in another node's memory: `supervisor` runs in the agent, `replicator` copies."""
 
 MAX_CONTROL_BYTES = 65536  # of a message between an agent and its replicator

@@ -1,4 +1,4 @@
-"""The agent's side of replication: it starts the replicator (`process.py`) and passes it what it needs.
+"""The agent's side of replication: it starts the replicator (`replicator.py`) and passes it what it needs.
 
 The replicator starts when a worker first hands over a State buffer in a round with a partner.  If it dies, training
 goes on, and it is started again after a pause.  Copies stay: the agent holds their descriptors.
@@ -135,7 +135,7 @@ class Supervisor:
         self._channel.setblocking(False)
         with theirs:
             theirs.set_inheritable(True)
-            argv = [sys.executable, "-P", "-m", "ripstop.replication.process", str(theirs.fileno())]
+            argv = [sys.executable, "-P", "-m", "ripstop.replication.replicator", str(theirs.fileno())]
             try:
                 self._pid = os.posix_spawn(sys.executable, argv, os.environ, setsid=True)
                 self._children.watch(self._pid, self._on_end)

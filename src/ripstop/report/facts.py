@@ -344,7 +344,7 @@ class Facts:
 
     def _on_diagnosed(self, record: EventRecord, event: events.HangDiagnosed) -> None:
         if round := self._round(event.round, record.at):
-            round.hang = replace(event, odd=event.odd[:MAX_FAILURES], why=_short(event.why))
+            round.hang = replace(event, suspects=event.suspects[:MAX_FAILURES], why=_short(event.why))
 
     def _on_started(self, record: EventRecord, event: events.WorkersStarted) -> None:
         if round := self._round(event.round, record.at - event.seconds):

@@ -1,13 +1,14 @@
 """Finds the incidents of a job: what ended a round that nobody planned to end, and its root cause.  Pure.
 
-The root cause is the one that the coordinator decided on, or else the likeliest one by `diagnostics/failure_report.py`.
+The root cause is the one that the coordinator decided on, or else the first one of `diagnostics/failure_ranking.py`.
 """
 
 from itertools import pairwise
 
 from msgspec.structs import replace
 
-from ripstop.diagnostics.failure_report import how, order, tail_without_traceback
+from ripstop.diagnostics.failure_ranking import order
+from ripstop.diagnostics.failure_report import how, tail_without_traceback
 from ripstop.model.events import HangDiagnosed, RoundEndCause
 from ripstop.model.text_formatting import rank_list, truncate
 from ripstop.report.facts import PLANNED, Facts, FailedWorker, RoundFacts
@@ -61,7 +62,7 @@ def _incident(facts: Facts, round: RoundFacts, is_end: bool) -> Incident | None:
     else:
         first, *victims = ordered
         root, node = _worker_report(facts, first, round.number), first.node
-        if round.hang and first.rank in round.hang.odd:
+        if round.hang and first.rank in round.hang.suspects:
             root = replace(root, how="the other ranks wait for it")
         at, title = root.at, _title(root, round.hang)
         cause = round.cause or (RoundEndCause.INFRASTRUCTURE if root.is_hang else RoundEndCause.APPLICATION)
@@ -76,9 +77,9 @@ def _ordered(round: RoundFacts) -> list[FailedWorker]:
     """The failed workers, the root cause first."""
     if not round.workers:
         return []
-    odd = round.hang.odd if round.hang else ()
+    suspects = round.hang.suspects if round.hang else ()
     ranks = [failure.rank for failure in order(worker.failure(round.number) for worker in round.workers.values())]
-    ranks.sort(key=lambda rank: rank not in odd)
+    ranks.sort(key=lambda rank: rank not in suspects)
     return [round.workers[rank] for rank in ranks]
 
 
@@ -107,8 +108,9 @@ def _worker_report(facts: Facts, worker: FailedWorker, round: int) -> WorkerRepo
 def _title(root: WorkerReport, hang: HangDiagnosed | None) -> str:
     who = f"rank {root.rank} on {root.host}" if root.host else f"rank {root.rank}"
     if root.is_hang:
-        odd = who if hang is None or len(hang.odd) < 2 else rank_list(sorted(hang.odd))
-        return f"{odd} {'hung' if hang and hang.odd else 'made no progress'}: {hang.why if hang else root.message}"
+        ranks = who if hang is None or len(hang.suspects) < 2 else rank_list(sorted(hang.suspects))
+        did = "hung" if hang and hang.suspects else "made no progress"
+        return f"{ranks} {did}: {hang.why if hang else root.message}"
     message = root.message.split("\n", 1)[0]
     return f"{who} {root.how}" if message in ("", root.how) else f"{who}: {message}"
 

@@ -1,1 +1,1 @@
-"""Event files, the journal, log lines, metrics, goodput, traces, and torch's event handlers."""
+"""What becomes of events: event files, the journal, log lines, metrics, goodput, traces, and torch's event handlers."""

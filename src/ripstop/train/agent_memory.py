@@ -66,9 +66,13 @@ class AgentMemory:
         """Let the agent keep this buffer instead of the slot's old one."""
         self._ask({"keep": name, "slot": slot}, [descriptor])
 
-    def save(self, name: str, slot: int, round: int, number: int) -> bool:
-        """Have the agent save this commit to disk; False if it does not.  The buffer is in use until it is saved."""
-        reply, _ = self._ask({"save": name, "slot": slot, "commit": [round, number]}, [])
+    def save(self, name: str, slot: int, round: int, number: int, file: int | None = None) -> bool:
+        """Have the agent save this commit to disk; False if it does not.  The buffer is in use until it is saved.
+
+        The commit is in the buffer of this slot, or in a file.
+        """
+        files = [] if file is None else [file]
+        reply, _ = self._ask({"save": name, "slot": slot, "commit": [round, number]}, files)
         return bool(reply["accepted"])
 
     def slots_in_use(self, name: str) -> list[int]:

@@ -4,13 +4,17 @@ Beside torch's files there are `ripstop.json`, which describes the commit and ha
 one pickle for each rank, with everything but tensors.  Plain DCP ignores both.  Rules
 1.  A checkpoint is written below `.saving-ROUND-NUMBER`, synced, and renamed.  So a directory `commit-…` is whole,
     unless its files were changed later; sizes and digests tell.
-2.  Only directories with these names, and only with files that a saver writes, are ever removed.
+2.  If several nodes write, they write below `.saving-ROUND-NUMBER-parts`.  Each adds a file `part-RANK.pickle` when its
+    files are synced.  Who finds the parts of all ranks completes the checkpoint; the file `completing`, which only one
+    can create, says who.
+3.  Only directories with these names, and only with files that a saver writes, are ever removed.
 """
 
 import json
 import mmap
 import os
 import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +28,14 @@ from ripstop.train.digest import digest
 
 FORMAT = 1
 DESCRIPTION = "ripstop.json"
+OWN = "_ripstop."  # begins the names of tensors that only one rank has, as it has them
 _SAVED = re.compile(r"commit-(\d+)-(\d+)")
-_UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)")
-_OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|rank-\d+\.pickle|ripstop\.json")
+_UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)(-parts)?")
+COMPLETING = "completing"
+_PART = re.compile(r"part-\d+\.pickle")
+_OURS = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|rank-\d+\.pickle|part-\d+\.pickle(\.tmp)?|completing|ripstop\.json"
+)
 
 
 class Unusable(Exception):
@@ -51,8 +60,9 @@ def saved_name(round: int, number: int) -> str:
     return f"commit-{round:06d}-{number:012d}"
 
 
-def unfinished_name(round: int, number: int) -> str:
-    return f".saving-{round:06d}-{number:012d}"
+def unfinished_name(round: int, number: int, *, is_shared: bool) -> str:
+    """Of a directory to which one node writes, or several (`is_shared`)."""
+    return f".saving-{round:06d}-{number:012d}{'-parts' if is_shared else ''}"
 
 
 def pickle_name(rank: int) -> str:
@@ -67,11 +77,46 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return []
 
 
+def table(path: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """The sizes and digests of these files."""
+    return {name: [(path / name).stat().st_size, file_digest(path / name)] for name in sorted(names)}
+
+
 def describe(path: Path, content: dict[str, Any]) -> None:
-    """Write the description, with the sizes and digests of all files that are there."""
-    files = {file.name: [file.stat().st_size, file_digest(file)] for file in sorted(path.iterdir())}
-    text = json.dumps({**content, "format": FORMAT, "files": files})
+    """Write the description; `content["files"]` is a table of all other files."""
+    text = json.dumps({**content, "format": FORMAT})
     (path / DESCRIPTION).write_text(f"{text}\n{crc32(text.encode())}\n")
+
+
+def write_part(path: Path, rank: int, data: bytes) -> None:
+    """The files of this rank's node are synced: say so."""
+    part = path / f"part-{rank}.pickle"
+    unfinished = path / f"{part.name}.tmp"
+    unfinished.write_bytes(data)
+    sync(unfinished)
+    unfinished.rename(part)
+    sync(path)
+
+
+def parts(path: Path) -> list[bytes]:
+    """Those that are there, the first ranks first."""
+    found = [file for file in path.iterdir() if _PART.fullmatch(file.name)]
+    return [file.read_bytes() for file in sorted(found, key=lambda file: int(file.stem.split("-")[1]))]
+
+
+def is_first_to_complete(path: Path) -> bool:
+    try:
+        os.close(os.open(path / COMPLETING, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def remove_parts(path: Path) -> None:
+    """What only savers need.  COMPLETING stays until the checkpoint has its name: no other node may complete it too."""
+    for file in list(path.iterdir()):
+        if _PART.fullmatch(file.name):
+            file.unlink()
 
 
 def description(path: Path) -> dict[str, Any]:
@@ -88,7 +133,7 @@ def description(path: Path) -> dict[str, Any]:
     return found
 
 
-def verify(path: Path, files: dict[str, list[int]]) -> None:
+def verify(path: Path, files: Mapping[str, list[int]]) -> None:
     """Unusable names the first file that is not as it was written."""
     for name, (size, expected) in files.items():
         file = path / name
@@ -123,13 +168,21 @@ def sync(*paths: Path) -> None:
             os.close(fd)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and what killed savers left."""
-    for old in checkpoints(folder)[keep:]:
+def prune(folder: Path, keep: int, round: int, number: int) -> None:
+    """Remove all but the newest checkpoints, and what was not finished before this commit.
+
+    The newest unfinished one before it stays if no later commit is saved: a slow node may be writing to it.
+    """
+    saved = checkpoints(folder)
+    for old in saved[keep:]:
         remove(old.path)
-    for path in folder.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            remove(path)
+    matches = [(_UNFINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
+    unfinished = sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
+    older = [each for each in unfinished if (each.round, each.number) < (round, number)]
+    for place, each in enumerate(older):
+        is_of_use = place == 0 and each.round == round and not any(each < one for one in saved)
+        if not is_of_use:
+            remove(each.path)
 
 
 def remove(path: Path) -> None:
@@ -139,5 +192,6 @@ def remove(path: Path) -> None:
     files = list(path.iterdir())
     if all(_OURS.fullmatch(file.name) and file.is_file() for file in files):
         for file in sorted(files, key=lambda file: file.name != DESCRIPTION):
-            file.unlink()
-        path.rmdir()
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # another node has just written to it, or removes it too
+            path.rmdir()

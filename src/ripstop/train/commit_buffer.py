@@ -15,11 +15,22 @@ The pickle is made and read by workers of one user's job only; the agent does no
 import mmap
 import os
 import weakref
+from pathlib import Path
+from tempfile import TemporaryFile
 from zlib import crc32
 
 import torch
 
-from ripstop.commit_memory import HEAD_BYTES, STAMP_BYTES, STAMP_OFFSET, Header, create_memory, read_header, stamp
+from ripstop.commit_memory import (
+    HEAD_BYTES,
+    STAMP_BYTES,
+    STAMP_OFFSET,
+    Header,
+    NotEnoughMemory,
+    create_memory,
+    read_header,
+    stamp,
+)  # fmt: skip
 
 
 class Corrupted(Exception):
@@ -29,24 +40,43 @@ class Corrupted(Exception):
 class CommitBuffer:
     """A mapped memfd.  A process maps each memfd once, because CUDA registers memory only once."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_on_disk: bool = False) -> None:
         self.fd = fd
-        self.inode = os.fstat(fd).st_ino
+        self.is_on_disk = is_on_disk
+        self.identity = file_identity(fd)
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.size = len(self._map)
-        _open[self.inode] = self
+        _open[self.identity] = self
         weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, size: int) -> "CommitBuffer":
         """A new buffer of at least this size; NotEnoughMemory if the node cannot hold it."""
-        return cls(create_memory(size))
+        fd = create_memory(size)
+        try:
+            return cls(fd)
+        except OSError as error:  # a limit of this process, such as ulimit -v
+            os.close(fd)
+            raise NotEnoughMemory(f"a buffer of {size / 1e9:.3g} GB cannot be mapped: {error.strerror}") from error
+
+    @classmethod
+    def create_on_disk(cls, folder: Path, size: int) -> "CommitBuffer":
+        """A buffer in a file without a name, for lack of memory; the kernel writes its pages to disk as it needs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            fd = os.dup(file.fileno())
+            try:
+                return cls(fd, is_on_disk=True)
+            except BaseException:
+                os.close(fd)
+                raise
 
     @classmethod
     def adopt(cls, fd: int) -> "CommitBuffer":
         """The buffer of this descriptor, which the caller gives away."""
-        if (found := _open.get(os.fstat(fd).st_ino)) is not None:
+        if (found := _open.get(file_identity(fd))) is not None:
             os.close(fd)
             return found
         return cls(fd)
@@ -86,4 +116,9 @@ class CommitBuffer:
         return self.bytes[offset : offset + size].view(dtype).view(shape)
 
 
-_open: "weakref.WeakValueDictionary[int, CommitBuffer]" = weakref.WeakValueDictionary()  # by inode
+def file_identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+_open: "weakref.WeakValueDictionary[tuple[int, int], CommitBuffer]" = weakref.WeakValueDictionary()

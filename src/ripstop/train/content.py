@@ -239,6 +239,11 @@ class Stored:
     def tensor_count(self) -> int:
         return len(self._entries)
 
+    @property
+    def parts(self) -> dict[int, Part]:
+        """The tensors that are parts of larger ones."""
+        return {number: part for component in self._components.values() for number, part in component.parts.items()}
+
     def unpickle(self, name: str, tensor: Callable[[int], torch.Tensor]) -> Any:
         """A value, with these tensors by number."""
         return _Unpickler(self._components[name].pickle, tensor).load()
@@ -320,8 +325,8 @@ class Stored:
     def has_sharding_of(self, values: Mapping[str, Any]) -> bool:
         """Whether the tensors of these live values are sharded as those of the commit."""
         for name, live in values.items():
-            if name in self._components and self._components[name].parts:
-                own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+            own = dict(leaves(live.state_dict() if is_stateful(live) else live, torch.Tensor))
+            if name in self._components and (self._components[name].parts or any(map(is_dtensor, own.values()))):
                 for path, leaf in leaves(self.structure(name), Leaf):
                     if path in own and leaf.part != (part_of(own[path]) if is_dtensor(own[path]) else None):
                         return False
@@ -360,6 +365,22 @@ def load_resharded(name: str, live: Any, shards: Sequence[Stored], sources: Sequ
         sharding.copy_resharded(pieces, sources, {".".join(path): target for path, target in targets.items()})
 
     return sharding.load(live, shards[0].structure(name), _wholes(places[0]), fill)
+
+
+def load_from_files(
+    name: str, live: Any, stored: Stored, tensor_names: Sequence[str], fill: Callable[[dict[str, torch.Tensor]], None]
+) -> Any:
+    """Give a live value of any sharding its content; `fill` fills tensors by name, which is that of their number."""
+    structure = stored.structure(name)
+    names = {path: tensor_names[leaf.number] for path, leaf in leaves(structure, Leaf)}
+
+    def fill_all(targets: dict[tuple[str, ...], torch.Tensor]) -> None:
+        left = dict(targets)
+        while left:  # tied tensors have one name
+            paths = {names[path]: path for path in left}
+            fill({tensor_name: left.pop(path) for tensor_name, path in paths.items()})
+
+    return sharding.load(live, structure, _wholes(stored.pieces(name, 0)), fill_all)
 
 
 def _wholes(

@@ -1,24 +1,28 @@
 """Restore from disk: choose a checkpoint with all ranks, and make it a commit in memory, to load like any other.
 
 A checkpoint is used if all ranks can read it.  The log names one that is damaged, and the next older one is tried.
+Sharded state of another number of ranks or another mesh is read straight into the live tensors, as DCP plans it.
 """
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ripstop.commit_memory import CommitId, Header, NotEnoughMemory
+from ripstop.commit_memory import IS_SHARDED, CommitId, Header, NotEnoughMemory
 from ripstop.train import checkpoint_files, content
 from ripstop.train.agreement import Commit
 from ripstop.train.checkpoint_files import Unusable
 from ripstop.train.commit_buffer import CommitBuffer
 from ripstop.train.rank_store import RankStore
+from ripstop.train.sharding import Parts
 
 log = logging.getLogger("ripstop.train")
 
@@ -57,41 +61,115 @@ def plan(
     return Plan(*store.decide(topic, own, decide))
 
 
-def load(path: Path, run: int, rank: int, world_size: int) -> tuple[CommitBuffer, Header]:
-    """The commit of a rank, from disk into a new buffer; Unusable says why it cannot be used."""
+class Found(NamedTuple):
+    """A checkpoint that can be used."""
+
+    path: Path
+    description: dict[str, Any]
+    shard: int  # the rank whose values this one takes
+
+    @property
+    def id(self) -> CommitId:
+        return CommitId(self.description["round"], self.description["number"])
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(found["flags"] & IS_SHARDED for found in self.description["ranks"].values())
+
+    def read_pickle(self) -> bytes:
+        """Its digest is checked here too: `find` leaves most files to other ranks."""
+        name = checkpoint_files.pickle_name(self.shard)
+        checkpoint_files.verify(self.path, {name: self.description["files"][name]})
+        return (self.path / name).read_bytes()
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return list(self.description["ranks"][str(self.shard)]["tensors"])
+
+
+def find(path: Path, rank: int, world_size: int) -> Found:
+    """Unusable says why a checkpoint cannot be used.  Each rank looks at some of its files."""
     found = checkpoint_files.description(path)
-    checkpoint_files.verify(path, found["files"])
-    shard = rank
-    if found["world_size"] != world_size or str(rank) not in found["ranks"]:
-        shard = 0
-        if found["differing"]:
-            raise Unusable(
-                f"{path} is of {found['world_size']} ranks with different values of {', '.join(found['differing'])}, "
-                f"and this round has {world_size}"
-            )
-    described = found["ranks"][str(shard)]
-    data = (path / checkpoint_files.pickle_name(shard)).read_bytes()
-    offset = described["pickle_offset"]
-    try:
-        buffer = CommitBuffer.create(offset + content.PICKLE_ROOM * len(data))
-    except NotEnoughMemory as error:
-        raise Unusable(f"{path} does not fit into memory: {error}") from error
+    files = sorted(found["files"].items())
+    checkpoint_files.verify(path, dict(files[rank::world_size]))
+    if found["world_size"] == world_size and str(rank) in found["ranks"]:
+        return Found(path, found, rank)
+    if found["differing"]:
+        raise Unusable(
+            f"{path} is of {found['world_size']} ranks with different values of {', '.join(found['differing'])}, "
+            f"and this round has {world_size}"
+        )
+    return Found(path, found, 0)
+
+
+def has_sharding_of(found: Found, rank: int, values: Mapping[str, Any]) -> bool:
+    """Whether this rank can take the tensors as the checkpoint has them."""
+    is_own = found.shard == rank or not found.is_sharded
+    return is_own and content.Stored(None, found.read_pickle()).has_sharding_of(values)
+
+
+def load(found: Found, run: int) -> tuple[CommitBuffer, Header]:
+    """The commit of a rank, from disk into a new buffer; Unusable says why it cannot be used."""
+    described = found.description["ranks"][str(found.shard)]
+    data, offset = found.read_pickle(), described["pickle_offset"]
+    buffer = _buffer(found.path, offset + content.PICKLE_ROOM * len(data))
     buffer.write_pickle(offset, data)
     stored = content.Stored(buffer, data)
-    parts: dict[str, Any] = {}
-    for number, name in enumerate(described["tensors"]):
-        parts.setdefault(name, stored.separate_tensor(number))
+    parts, wanted = stored.parts, dict[str, torch.Tensor]()
+    for number, name in enumerate(found.tensor_names):
+        tensor = stored.separate_tensor(number)
+        if number in parts and not name.startswith(checkpoint_files.OWN):
+            tensor = Parts(parts[number], tensor)
+        wanted[name] = tensor
+    _fill(found.path, wanted)
+    header = Header(
+        run, found.id, found.shard, found.description["world_size"], offset, len(data), crc32(data), described["flags"]
+    )
+    buffer.complete(header)
+    return buffer, header
+
+
+class Resharded(NamedTuple):
+    """A checkpoint whose sharding is not that of this round."""
+
+    commit: Commit
+    stored: content.Stored
+    found: Found
+
+    @property
+    def names(self) -> list[str]:
+        return self.stored.names
+
+    def load(self, name: str, live: Any) -> Any:
+        def fill(tensors: dict[str, torch.Tensor]) -> None:
+            _fill(self.found.path, tensors)
+
+        return content.load_from_files(name, live, self.stored, self.found.tensor_names, fill)
+
+
+def resharded(found: Found) -> Resharded:
+    id, world_size = found.id, found.description["world_size"]
+    stored = content.Stored(None, found.read_pickle())
+    for number in stored.parts:
+        if found.tensor_names[number].startswith(checkpoint_files.OWN):
+            raise Unusable(f"{found.path} has parts of tensors that only ranks with the same sharding can read")
+    return Resharded(Commit(id.round, id.number, world_size), stored, found)
+
+
+def _fill(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP's about a single process
-            dcp.load(parts, storage_reader=FileSystemReader(path), no_dist=True)
+            dcp.load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=True)
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise Unusable(f"{path}: {' '.join(str(error).split())}") from error
-    for number, name in enumerate(described["tensors"]):  # two of one name are equal
-        mine = stored.separate_tensor(number)
-        if mine.data_ptr() != parts[name].data_ptr():
-            mine.copy_(parts[name])
-    id = CommitId(found["round"], found["number"])
-    header = Header(run, id, shard, found["world_size"], offset, len(data), crc32(data), described["flags"])
-    buffer.complete(header)
-    return buffer, header
+
+
+def _buffer(path: Path, size: int) -> CommitBuffer:
+    try:
+        return CommitBuffer.create(size)
+    except NotEnoughMemory as error:
+        try:
+            return CommitBuffer.create_on_disk(path.parent, size)
+        except OSError as on_disk:
+            raise Unusable(f"{path} does not fit into memory ({error}), nor beside it ({on_disk.strerror})") from error

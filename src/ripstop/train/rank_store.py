@@ -1,17 +1,39 @@
 """How the ranks of a round exchange small values: through the round's store, before or after `init_process_group`.
 
 Anyone who reaches torch's store can read and write it.  So each value has a MAC with the key of the round's workers,
-and a value without a valid one is an error.  Only the sums of `add` have none: they may be wrong.
+and a value without a valid one is an error.  The sums of `add` have none: they may be wrong.  Nor has the message of a
+rank without an agent, which has no key: it may be false, and can make the others go on without a State that has no
+commit yet, but never lose one.
 """
 
 import hmac
 import json
 import os
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 TIMEOUT = timedelta(minutes=10)  # for the slowest rank to arrive
 MAC_BYTES = 32
+MAX_REASON_BYTES = 500
+_ABSENT = b"this rank takes no part: "
+
+
+class Absent(NamedTuple):
+    """A rank has no agent that keeps its state."""
+
+    why: str
+
+
+def announce_absence(name: str, topic: str, why: str) -> None:
+    """Tell the ranks that wait for this one's value, or for its decision, that it gives none."""
+    rank, world_size = (int(os.environ.get(variable, "0")) for variable in ("RANK", "WORLD_SIZE"))
+    if world_size < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # there are no others, or no store that is there before all ranks
+    store = RankStore(name, rank, world_size, b"")
+    message = _ABSENT + f"rank {rank}: {why}".encode()[:MAX_REASON_BYTES]
+    with suppress(RuntimeError):  # without a store, the others notice it too
+        store._connected().set(store._key(f"{topic}/{rank}" if rank else topic), message)
 
 
 class RankStore:
@@ -25,7 +47,10 @@ class RankStore:
         self._store: Any = None
 
     def decide(self, topic: str, own: Any, decide: Any) -> Any:
-        """Every rank gives a value; rank 0 decides from all of them, in the order of ranks; all return its decision."""
+        """Every rank gives a value; rank 0 decides from all of them, in the order of ranks; all return its decision.
+
+        In the first decision of a restore, a value, or the decision, can be `Absent`.
+        """
         if self._world_size == 1:
             return decide([own])
         if self._rank > 0:
@@ -74,6 +99,8 @@ class RankStore:
         return self._mac("value", topic, text) + text
 
     def _opened(self, topic: str, data: bytes) -> Any:
+        if data.startswith(_ABSENT):
+            return Absent(data.removeprefix(_ABSENT).decode(errors="replace"))
         mac, text = data[:MAC_BYTES], data[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac("value", topic, text)):
             raise RuntimeError(

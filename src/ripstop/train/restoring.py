@@ -9,7 +9,8 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from ripstop.commit_memory import (
     CONTENT_OFFSET,
@@ -25,11 +26,15 @@ from ripstop.train import checkpoint_files, content, disk
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity
 from ripstop.train.agreement import Commit, Compare, Digests, Holding, Offer, Restore, Start, Transfer, agree
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
-from ripstop.train.rank_store import RankStore
+from ripstop.train.rank_store import Absent, RankStore
 from ripstop.train.sharding import Source
 from ripstop.train.transfer import Giver, LocalSource, PeerSource, Receiver, TransferError
 
 log = logging.getLogger("ripstop.train")
+
+T = TypeVar("T")
+
+NO_SLOT = -1  # of a buffer that the agent does not keep
 
 
 class Shard(NamedTuple):
@@ -57,6 +62,22 @@ class AllShards(NamedTuple):
     stored: list[content.Stored]
     sources: list[Source]
 
+    @property
+    def names(self) -> list[str]:
+        return self.stored[0].names
+
+    def load(self, name: str, live: Any) -> Any:
+        return content.load_resharded(name, live, self.stored, self.sources)
+
+
+class NotKept(Exception):
+    """Another rank has no memory for the State, and there is no commit yet: all ranks go on without it."""
+
+
+def first_topic(count: int) -> str:
+    """What the ranks wait for first in this restore."""
+    return f"restore {count} begins" if count > 1 else f"restore {count} 0"
+
 
 class Restoring:
     """The restore number `count` of a State in this round."""
@@ -73,8 +94,9 @@ class Restoring:
         self.disk = disk.Plan([], 0, 0.0)
         self._topic = f"restore {count}"
         self._key = store.transfer_key(self._topic)
+        self._shards: list[Shard] = []
         if count > 1:
-            store.wait_for_all(f"{self._topic} begins")  # no rank commits any more
+            self._check_present(store.decide(first_topic(count), None, _absent))  # no rank commits any more
         found = self._buffers()
         self.own = {  # by slot; the agent frees copies that another node has sent
             slot: buffer
@@ -111,16 +133,16 @@ class Restoring:
             return None
         return Shard(kept_for, slot, buffer, header)
 
-    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | None:
+    def find(self, values: Mapping[str, Any]) -> Shard | AllShards | disk.Resharded | None:
         """What this rank is to load; None if there is nothing.  A shard is in this node's memory from now on.
 
         `values` are those of the State: their sharding decides whether a rank can load its own shard.
         """
         decision = self._agree()
-        if (shard := self._from_disk(decision)) is not None:
+        if (found := self._from_disk(decision, values)) is not None:
             self.source = "disk"
-            self.is_replicated = bool(shard.header.flags & IS_REPLICATED)
-            return shard
+            self.is_replicated = isinstance(found, Shard) and bool(found.header.flags & IS_REPLICATED)
+            return found
         if isinstance(decision, Start):
             self._warn(decision.problem)
             return None
@@ -154,7 +176,7 @@ class Restoring:
 
     # disk -------------------------------------------------------------------------------------------------------------
 
-    def _from_disk(self, decision: Restore | Start) -> Shard | None:
+    def _from_disk(self, decision: Restore | Start, values: Mapping[str, Any]) -> Shard | disk.Resharded | None:
         """The newest usable checkpoint, if it is newer than the commit in memory."""
         directory, interval = self._checkpoints
         self.disk = disk.plan(
@@ -162,21 +184,41 @@ class Restoring:
             max((shard.header.id.round for shard in self._shards), default=0),
             decision.commit if isinstance(decision, Restore) else None,
         )  # fmt: skip
-        for number, candidate in enumerate(self.disk.candidates):
+        for candidate in self.disk.candidates:
             path = checkpoint_files.folder(directory, self._name) / candidate
-            problem = ""
             try:
-                buffer, header = disk.load(path, self._run, self._rank, self._world_size)
+                return self._from_checkpoint(path, values)
             except checkpoint_files.Unusable as error:
-                problem = str(error)
-            problem = str(self._store.decide(f"{self._topic} disk {number}", problem, _first))
-            if not problem:
-                return self._keep_from_disk(buffer, header)
-            if not self._rank:
-                log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, problem)
+                if not self._rank:
+                    log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, error)
         return None
 
+    def _from_checkpoint(self, path: Path, values: Mapping[str, Any]) -> Shard | disk.Resharded:
+        """Unusable, on all ranks, if one cannot use it."""
+
+        def check() -> tuple[disk.Found, bool]:
+            found = disk.find(path, self._rank, self._world_size)
+            return found, disk.has_sharding_of(found, self._rank, values)
+
+        found, is_own = self._together(f"{path.name} found", check)
+        if self._store.decide(f"{self._topic} {path.name} sharding", is_own, all):
+            return self._keep_from_disk(*self._together(f"{path.name} loaded", lambda: disk.load(found, self._run)))
+        return self._together(f"{path.name} resharded", lambda: disk.resharded(found))
+
+    def _together(self, what: str, function: Callable[[], T]) -> T:
+        """What a function returns on this rank, if it is not Unusable on any."""
+        problem = ""
+        try:
+            result = function()
+        except checkpoint_files.Unusable as error:
+            problem = str(error)
+        if problem := str(self._store.decide(f"{self._topic} {what}", problem, _first)):
+            raise checkpoint_files.Unusable(problem)
+        return result
+
     def _keep_from_disk(self, buffer: CommitBuffer, header: Header) -> Shard:
+        if buffer.is_on_disk:  # for lack of memory
+            return Shard(self._rank, NO_SLOT, buffer, header)
         slot = 0  # its commit is older
         self.own[slot] = buffer
         try:
@@ -192,6 +234,7 @@ class Restoring:
         decide: Callable[[list[Any]], Any] = _Agreement()
         for attempt in range(1000):
             found = self._store.decide(f"{self._topic} {attempt}", own, decide)
+            self._check_present(found)
             if "compare" not in found:
                 break
             commit = Commit(*found["compare"])
@@ -201,6 +244,23 @@ class Restoring:
         transfers = tuple(Transfer(*each) for each in found["transfers"])
         holders = tuple(map(tuple, found["holders"]))
         return Restore(Commit(*found["commit"]), tuple(found["shards"]), transfers, holders, found["skipped"])
+
+    def _check_present(self, found: Any) -> None:
+        """Raise if a rank takes no part: an error if commits would be lost."""
+        if isinstance(found, Absent):  # rank 0: others cannot learn which commits there are
+            why, has_commits = found.why, False
+        elif found is not None and "absent" in found:
+            why, has_commits = found["absent"], found["has_commits"]
+        else:
+            return
+        directory, _ = self._checkpoints
+        on_disk = checkpoint_files.checkpoints(checkpoint_files.folder(directory, self._name)) if directory else []
+        if has_commits or self._shards or on_disk:
+            raise RuntimeError(
+                f"state {self._name!r} has commits, and all ranks must be able to restore them; {why}; "
+                "mend its node, or start a new job with another --checkpoint-dir"
+            )
+        raise NotKept(why)
 
     def _digests(self, commit: Commit, shard: int) -> dict[str, str]:
         held = self._held(commit, shard)
@@ -315,6 +375,8 @@ class _Agreement:
         self._steps: Generator[Compare, Digests, Restore | Start] | None = None
 
     def __call__(self, received: list[Any]) -> Any:
+        if absent := _absent(received):
+            return {**absent, "has_commits": any(own[1] for own in received if not isinstance(own, Absent))}
         try:
             if self._steps is None:
                 self._steps = agree([Holding(node, [_unpacked(offer) for offer in own]) for node, own in received])
@@ -330,6 +392,10 @@ class _Agreement:
             found["transfers"] = [dataclasses.astuple(each) for each in decision.transfers]
             return found
         return {"compare": dataclasses.astuple(asked.commit), "shards": asked.shards}
+
+
+def _absent(received: list[Any]) -> Any:
+    return next(({"absent": own.why, "has_commits": True} for own in received if isinstance(own, Absent)), None)
 
 
 def _node(rank: int) -> int:

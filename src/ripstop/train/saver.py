@@ -5,31 +5,42 @@ in a new interpreter.  Workers leave these buffers alone while it runs; the save
 changed.  It has low priority for processor and disk.
 
 What it writes (`checkpoint_files.py`): the state of rank 0 as plain DCP has it: `model.0.weight`,
-`optimizer.state.0.exp_avg`, `step`.  Of other ranks only the tensors that differ, as `_ripstop.RANK.NUMBER`.
+`optimizer.state.0.exp_avg`, `step`.  Of other ranks only the tensors that differ, as `_ripstop.RANK.NUMBER`.  Parts of
+sharded tensors are chunks of the whole ones, as DCP writes DTensors.
+
+Who writes: the node of rank 0, if the state is known to be equal on all ranks.  Otherwise every node writes what its
+ranks have, and the last one completes the checkpoint.
 """
 
 import ctypes
+import dataclasses
 import json
 import os
+import pickle
 import shutil
 import time
 import warnings
+from collections import ChainMap
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ripstop.commit_memory import IS_REPLICATED, IS_SHARDED, CommitId, Header
 from ripstop.train import checkpoint_files, content
 from ripstop.train.commit_buffer import CommitBuffer, Corrupted
+from ripstop.train.sharding import Parts
 
 NICENESS = 10
 MAX_NAMED = 8  # values in a reply
+METADATA = ".metadata"  # the file that plain DCP reads first
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls
 _IOPRIO_LOWEST = 2 << 13 | 7  # best effort, last
 
@@ -49,38 +60,50 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     began = time.monotonic()
     run, id = crc32(settings["run_id"].encode()), CommitId(settings["round"], settings["number"])
     shards = {rank: _shard(fd, run, id, rank) for rank, fd in zip(settings["ranks"], fds, strict=True)}
-    flags = [shard.header.flags for shard in shards.values()]
-    if any(each & IS_SHARDED for each in flags):
-        raise NotSaved("tensors that are sharded between ranks cannot be saved yet; save them in the script")
-    if len(shards) < settings["world_size"] and not all(each & IS_REPLICATED for each in flags):
-        raise NotSaved("the ranks are on several nodes, and their state is not known to be equal; save it yourself")
-    if 0 not in shards:
+    is_replicated = all(shard.header.flags & IS_REPLICATED for shard in shards.values())
+    if is_replicated and 0 not in shards:
         return {"skipped": "the node of rank 0 saves the state, which is equal on all ranks"}
     folder = checkpoint_files.folder(settings["directory"], settings["name"])
-    unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number)
-    saved = folder / checkpoint_files.saved_name(id.round, id.number)
-    needed = shards[0].header.end
+    is_shared = not is_replicated and len(shards) < settings["world_size"]
+    unfinished = folder / checkpoint_files.unfinished_name(id.round, id.number, is_shared=is_shared)
+    sizes = [shard.header.end for shard in shards.values()]
+    is_sharded = any(shard.header.flags & IS_SHARDED for shard in shards.values())
+    needed = sum(sizes) if is_sharded else max(sizes)  # what is equal is written once
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint_files.prune(folder, settings["keep"])
+        if 0 in shards:
+            checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise NotSaved(f"{folder} has {free} bytes free, and the checkpoint needs {needed}")
-        unfinished.mkdir()
+        if not is_shared:
+            checkpoint_files.remove(unfinished)  # of a killed saver
+        unfinished.mkdir(exist_ok=True)
         try:
-            opaque = _write(unfinished, shards, settings["world_size"])
+            part = _write(unfinished, shards)
             if changed := [rank for rank, shard in shards.items() if shard.buffer.header(run) != shard.header]:
                 raise NotSaved(f"the buffer of rank {changed[0]} has changed meanwhile")
-            checkpoint_files.sync(*unfinished.iterdir(), unfinished)
-            size = sum(file.stat().st_size for file in unfinished.iterdir())
-            unfinished.rename(saved)
+            checkpoint_files.sync(*(unfinished / name for name in part.files))
+            checkpoint_files.write_part(unfinished, min(shards), pickle.dumps(part))
+        except BaseException as error:
+            checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
+            if is_shared and isinstance(error, FileNotFoundError):
+                return {"skipped": "another node has removed what was written: it failed, or saves a later commit"}
+            raise
+        if (parts := _parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
+            return {"skipped": "another node completes the checkpoint, or says why it cannot"}
+        try:
+            size = _complete(unfinished, id, settings["world_size"], parts)
+            saved = unfinished.rename(folder / checkpoint_files.saved_name(id.round, id.number))
+            (saved / checkpoint_files.COMPLETING).unlink(missing_ok=True)
         except BaseException:
             checkpoint_files.remove(unfinished)
             raise
         checkpoint_files.sync(folder)
-        checkpoint_files.prune(folder, settings["keep"])
+        checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise NotSaved(_why(error, folder, needed)) from error
-    return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque[:MAX_NAMED]}
+    opaque = parts[0].opaque[:MAX_NAMED]
+    return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque}
 
 
 def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
@@ -94,28 +117,120 @@ def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
         raise NotSaved(str(error)) from error
 
 
-def _write(path: Path, shards: dict[int, Shard], world_size: int) -> list[str]:
-    """Fill a new directory; return the values that plain DCP reads as a pickle, with the reason."""
-    state, names, opaque = _as_plain_dcp(shards[0].stored)
-    own: dict[str, torch.Tensor] = {}
-    ranks = {}
-    for rank, shard in shards.items():
-        tensors = names if not rank else _names_of(rank, shard.stored, shards[0].stored, names, own)
-        ranks[rank] = {"pickle_offset": shard.header.pickle_offset, "flags": shard.header.flags, "tensors": tensors}
-        (path / checkpoint_files.pickle_name(rank)).write_bytes(shard.buffer.read_pickle(shard.header))
-    digests = [shard.stored.digests() for shard in shards.values()]
-    differing = [name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)]
+class Part(NamedTuple):
+    """What one node has written."""
+
+    ranks: dict[int, dict[str, Any]]  # as in the description
+    digests: dict[int, dict[str, str]]  # of each rank's values
+    metadata: Metadata
+    results: list[WriteResult]
+    files: dict[str, list[int]]
+    opaque: list[str]  # values that plain DCP reads as a pickle, with the reason
+
+
+def _write(path: Path, shards: dict[int, Shard]) -> Part:
+    """Write the files of this node."""
+    state, names, opaque = _content(shards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's about a single process
-        dcp.save({**state, **own}, storage_writer=FileSystemWriter(path, sync_files=False), no_dist=True)
-    commit = {"round": shards[0].header.id.round, "number": shards[0].header.id.number, "world_size": world_size}
-    checkpoint_files.describe(path, {**commit, "ranks": ranks, "differing": differing})
-    return opaque
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state)
+        (plan,), metadata = create_default_global_save_plan([planner.create_local_plan()])
+        plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{min(shards)}_"))
+        results = FileSystemWriter(path, sync_files=False).write_data(plan, planner).wait()
+    files = {result.storage_data.relative_path for result in results}
+    ranks = {}
+    for rank, (buffer, header, _) in shards.items():
+        ranks[rank] = {"pickle_offset": header.pickle_offset, "flags": header.flags, "tensors": names[rank]}
+        files.add(checkpoint_files.pickle_name(rank))
+        (path / checkpoint_files.pickle_name(rank)).write_bytes(buffer.read_pickle(header))
+    digests = {rank: shard.stored.digests() for rank, shard in shards.items()}
+    metadata = dataclasses.replace(metadata, planner_data=planner.mappings)
+    return Part(ranks, digests, metadata, results, checkpoint_files.table(path, files), opaque)
 
 
-def _as_plain_dcp(stored: content.Stored) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The state of rank 0, the name of each of its tensors in the checkpoint, and what is opaque."""
+def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
+    """The parts of all ranks; None if some are missing, or if another node completes the checkpoint."""
+    try:
+        parts: list[Part] = [pickle.loads(data) for data in checkpoint_files.parts(path)]
+        there = {rank for part in parts for rank in part.ranks}
+        is_last = there == set(range(world_size)) and checkpoint_files.is_first_to_complete(path)
+    except FileNotFoundError:  # it has completed it meanwhile, or has given up
+        return None
+    return parts if is_last else None
+
+
+def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> int:
+    """Write what describes all parts, those of rank 0 first; return the size of all."""
+    metadata = _merged([part.metadata for part in parts])
+    FileSystemWriter(path, sync_files=False).finish(metadata, [part.results for part in parts])
+    files = checkpoint_files.table(path, [METADATA])
+    digests = [digest for part in parts for digest in part.digests.values()]
+    files |= {name: found for part in parts for name, found in part.files.items()}
+    description = {
+        "round": id.round, "number": id.number, "world_size": world_size,
+        "ranks": {rank: found for part in parts for rank, found in part.ranks.items()},
+        "differing": [name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)],
+        "files": files,
+    }  # fmt: skip
+    checkpoint_files.describe(path, description)
+    checkpoint_files.remove_parts(path)
+    checkpoint_files.sync(path / METADATA, path / checkpoint_files.DESCRIPTION, path)
+    return sum(size for size, _ in files.values())
+
+
+def _merged(found: list[Metadata]) -> Metadata:
+    """Of all nodes.  A chunk that several nodes have written is used once."""
+    state: dict[str, Any] = {}
+    for metadata in found:
+        for name, described in metadata.state_dict_metadata.items():
+            there = state.setdefault(name, described)
+            if there is not described and isinstance(described, TensorStorageMetadata):
+                known = {chunk.offsets for chunk in there.chunks}
+                there.chunks.extend(chunk for chunk in described.chunks if chunk.offsets not in known)
+    for name, described in state.items():
+        if isinstance(described, TensorStorageMetadata):
+            here = sum(chunk.sizes.numel() for chunk in described.chunks)
+            if here != described.size.numel():
+                raise NotSaved(f"{name} has {described.size.numel()} values, and the ranks have {here} of them")
+    mappings = dict(ChainMap(*(metadata.planner_data for metadata in found)))
+    return Metadata(state, planner_data=mappings)
+
+
+def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[str]], list[str]]:
+    """What to write, the names of each rank's tensors in it, and what is opaque."""
+    state: dict[str, Any] = {}
+    names: dict[int, list[str]] = {}
+    opaque: list[str] = []
+    sharded: dict[str, Parts] = {}
+    first, shared = min(shards), set[int]()  # the tensors of the first rank that others can have too
+    for rank, shard in shards.items():
+        plain, tensors, names[rank], its_opaque = _as_plain_dcp(rank, shard.stored)
+        if rank == first:
+            shared = {number for number, tensor in enumerate(tensors) if not isinstance(tensor, Parts)}
+        if not rank:
+            state, opaque = plain, its_opaque
+        for number, tensor in enumerate(tensors):
+            name = names[rank][number]
+            if isinstance(tensor, Parts) and name in sharded:
+                sharded[name].by_offsets |= tensor.by_offsets
+            elif isinstance(tensor, Parts):
+                sharded[name] = tensor
+                state |= {name: tensor} if rank else {}
+            elif rank != first and number in shared and shard.stored.is_same(number, shards[first].stored):
+                names[rank][number] = names[first][number]
+            elif rank:
+                names[rank][number] = f"{checkpoint_files.OWN}{rank}.{number}"
+                state[names[rank][number]] = tensor
+    return state, names, opaque
+
+
+def _as_plain_dcp(rank: int, stored: content.Stored) -> tuple[dict[str, Any], list[torch.Tensor], list[str], list[str]]:
+    """The state of a rank, its tensors, the name of each of them in a checkpoint of rank 0, and what is opaque."""
     tensors = [stored.separate_tensor(number) for number in range(stored.tensor_count)]
+    for number, part in stored.parts.items():
+        if torch.Size(part.shape).numel():
+            tensors[number] = Parts(part, tensors[number])
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     state: dict[str, Any] = {}
     names: dict[int, str] = {}
@@ -133,25 +248,12 @@ def _as_plain_dcp(stored: content.Stored) -> tuple[dict[str, Any], list[str], li
         for key, leaf in flat.items():
             if id(leaf) in numbers:
                 names.setdefault(numbers[id(leaf)], key)
-    for number, tensor in enumerate(tensors):  # random states, and tensors that DCP does not see
+    for number in range(len(tensors)):  # random states, and tensors that DCP does not see
         if number not in names:
-            names[number] = f"_ripstop.0.{number}"
-            state[names[number]] = tensor
-    return state, [names[number] for number in range(len(tensors))], opaque
-
-
-def _names_of(
-    rank: int, stored: content.Stored, first: content.Stored, names: list[str], own: dict[str, torch.Tensor]
-) -> list[str]:
-    """The names of a rank's tensors: those of rank 0 where they are equal to the last bit; `own` gets the others."""
-    found = []
-    for number in range(stored.tensor_count):
-        if number < first.tensor_count and stored.is_same(number, first):
-            found.append(names[number])
-        else:
-            found.append(f"_ripstop.{rank}.{number}")
-            own[found[-1]] = stored.separate_tensor(number)
-    return found
+            names[number] = f"{checkpoint_files.OWN}{rank}.{number}"
+            tensors[number] = stored.separate_tensor(number)
+            state[names[number]] = tensors[number]
+    return state, tensors, [names[number] for number in range(len(tensors))], opaque
 
 
 def _why(error: BaseException, folder: Path, needed: int) -> str:

@@ -26,44 +26,48 @@ class Saves:
         self._rank = rank
         self._memory = memory
         self._store = store
-        self._interval = interval
+        self.interval = interval
         self._commits = 0
         self._next: tuple[int, bool] | None = (1, False)  # a commit, and whether it is saved; None: ask rank 0
         self._last_look = (0, time.monotonic())  # commit and time
         self._due_at = time.monotonic() + interval
-        self._unsent: tuple[int, Header] | None = None
+        self._unsent: tuple[int, Header, int | None] | None = None
         self._may_be_in_use = bool(interval)
 
-    def on_commit(self, slot: int, header: Header) -> None:
-        """A commit begins.  It is saved after `send`, if it is due."""
-        if not self._interval:
-            return
+    def is_due(self) -> bool:
+        """Whether this commit is to be saved.  Every rank asks once for each commit."""
+        if not self.interval:
+            return False
         self._commits += 1
         if self._next is None:
             commit, is_saved = self._store.get(f"{self._topic} after {self._last_look[0]}")
             self._next = commit, is_saved
         if self._commits < self._next[0]:
-            return
-        is_saved = self._next[1]
+            return False
+        is_due = self._next[1]
         (commit, then), now = self._last_look, time.monotonic()
         self._last_look = self._commits, now
-        if is_saved:
-            self._unsent = slot, header
-            self._due_at = now + self._interval
+        if is_due:
+            self._due_at = now + self.interval
         if self._rank:
             self._next = None
-            return
+            return is_due
         steps, is_saved = intervals.next_save(self._due_at - now, self._commits - commit, now - then)
         self._next = self._commits + steps, is_saved
         self._store.publish(f"{self._topic} after {self._commits}", self._next)
+        return is_due
+
+    def add(self, slot: int, header: Header, fd: int | None = None) -> None:
+        """Save this commit after `send`: from the agent's buffer, or from the file of this descriptor."""
+        self._unsent = slot, header, fd
 
     def send(self) -> None:
         """The last commit is complete: have it saved, if it is due."""
         if self._unsent is None:
             return
-        (slot, header), self._unsent = self._unsent, None
+        (slot, header, fd), self._unsent = self._unsent, None
         try:
-            if self._memory.save(self._name, slot, header.id.round, header.id.number):
+            if self._memory.save(self._name, slot, header.id.round, header.id.number, fd):
                 self._may_be_in_use = True
         except AgentError as error:
             log.warning("state %r: commit %d is not saved to disk: %s", self._name, header.id.number, error)

@@ -143,6 +143,48 @@ def copy_same(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
     local(target).copy_(stored)
 
 
+# disk -----------------------------------------------------------------------------------------------------------------
+
+
+class Parts(torch.Tensor):
+    """A large tensor of which only some parts are here, for `torch.distributed.checkpoint` to write or to fill."""
+
+    by_offsets: dict[tuple[int, ...], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, part: Part, local: torch.Tensor) -> "Parts":
+        made: Parts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)
+        made.by_offsets = {part.offsets: local} if local.numel() else {}
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError("only its parts can be used")
+
+    # the protocol that torch.distributed.checkpoint has for tensors in parts
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.by_offsets.items()]
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]  # fmt: skip
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.by_offsets[tuple(index.offset)]
+
+
 def copy_resharded(pieces: Pieces, sources: Sequence[Source], targets: dict[str, torch.Tensor]) -> None:
     """Fill tensors of any sharding from the pieces of all shards, by name."""
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -5,7 +5,8 @@ commit that all ranks have.  Rules
 1.  Every rank calls `restore` once before its first `commit`, and `commit` after the same steps.  A collective lies
     between two commits, as in every data-parallel step (`agreement.py` says what this is needed for).
 2.  A commit never overwrites the only one that all ranks have.
-3.  Without an agent, or without memory for buffers, training goes on and the log says once what is missing.
+3.  Without an agent, training goes on and the log says once what is missing.  Without memory for buffers too; then
+    commits go to disk only, at the interval of checkpoints, if the job has a directory for them.
 """
 
 import logging
@@ -26,16 +27,16 @@ from ripstop.commit_memory import (
     CommitId,
     Header,
     NotEnoughMemory,
-    available_memory,
     commit_round,
+    usable_memory,
 )  # fmt: skip
-from ripstop.train import content, gpu_copy, intervals, reports
+from ripstop.train import checkpoint_files, content, gpu_copy, intervals, reports
 from ripstop.train.agent_memory import AgentError, AgentMemory, Identity, connect
 from ripstop.train.agreement import BLOCKING_BUFFERS, OVERLAPPED_BUFFERS, may_free_others, newest_last, next_slot
 from ripstop.train.commit_buffer import CommitBuffer
-from ripstop.train.rank_store import RankStore
+from ripstop.train.rank_store import RankStore, announce_absence
 from ripstop.train.replication import Comparison
-from ripstop.train.restoring import Restoring, Shard
+from ripstop.train.restoring import NO_SLOT, NotKept, Restoring, Shard, first_topic
 from ripstop.train.saves import Saves
 
 log = logging.getLogger("ripstop.train")
@@ -77,6 +78,8 @@ class State:
         self._newest: tuple[CommitBuffer, Header] | None = None
         self._comparison: Comparison | None = None
         self._saves: Saves | None = None
+        self._is_on_disk = False  # there is no memory for commits
+        self._file: CommitBuffer | None = None  # where they go instead, until the saver has read them
         self._commits = 0  # since the restore
         self._has_others = False  # this node holds shards of other ranks
         self._restores = 0
@@ -121,13 +124,18 @@ class State:
         self._restores += 1
         self._restored_from = None
         self._calls, self._next_call, self._last_commit = 0, 1, (0, 0.0)
-        self._commits, self._newest = 0, None
+        self._commits, self._newest, self._is_on_disk = 0, None, False
         if not self._connect():
             return False
         self._finish_copy()
         assert self._store is not None and self._memory is not None
-        restoring = Restoring(self._name, self._run, self._worker, self._restores, self._memory, self._store)
-        found = restoring.find(self._values)
+        try:
+            restoring = Restoring(self._name, self._run, self._worker, self._restores, self._memory, self._store)
+            found = restoring.find(self._values)
+        except NotKept as error:
+            log.warning("state %r is not kept: %s", self._name, error)
+            self._memory = self._store = None
+            return False
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
         if self._saves is None:
@@ -144,7 +152,7 @@ class State:
             self._load_shard(found)
         else:
             self._slots = newest_last(self._slots, restoring.own_slot(found.commit))
-            self._load(found.stored[0].names, lambda name, live: content.load_resharded(name, live, *found[1:]))
+            self._load(found.names, found.load)
         restoring.loaded()
         self._number = found.commit.number
         self._restored_from = restoring.source
@@ -159,11 +167,13 @@ class State:
             self._memory = connect()
             if self._memory is None:
                 log.info("state %r is not kept: this is no worker of `ripstop run`", self._name)
+                announce_absence(self._name, first_topic(self._restores), "its agent has no socket")
                 return False
             self._worker = self._memory.identity()
         except AgentError as error:
             log.warning("state %r is not kept: no memory from the agent: %s", self._name, error)
             self._memory = None
+            announce_absence(self._name, first_topic(self._restores), f"no memory from its agent: {error}")
             return False
         self._rank, self._world_size = self._worker.rank, self._worker.world_size
         self._store = RankStore(self._name, self._rank, self._world_size, bytes.fromhex(self._worker.key))
@@ -222,7 +232,9 @@ class State:
         self._calls += 1
         if (every is not None and not self._is_due(every)) or self._memory is None:
             return False
-        taken = content.snapshot({**self._values, content.RANDOM: _random_states()})
+        if self._is_on_disk:
+            return self._commit_to_disk()
+        taken = self._snapshot()
         self._finish_copy()  # after the snapshot, which takes milliseconds: the GPU has work until then
         assert self._comparison is not None and self._saves is not None
         self._saves.send()
@@ -233,8 +245,8 @@ class State:
         on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
         into = self._next_buffer(taken, OVERLAPPED_BUFFERS if on_gpu else BLOCKING_BUFFERS)
         if into is None:
-            return False
-        header = self._next_header(taken)
+            return self._commit_to_disk()
+        header = self._header(taken, self._number + 1)
         if (
             on_gpu
             and gpu_copy.register(into)
@@ -245,9 +257,10 @@ class State:
             stable = content.stable_numbers(self._values, taken)
             self._copy = gpu_copy.OverlappedCopy(into, taken, header, stable)
         else:
-            _copy_now(into, taken, header)
+            _copy_now(into, header, taken)
         self._newest = into, header
-        self._saves.on_commit(self._slots[-1], header)
+        if self._saves.is_due():
+            self._saves.add(self._slots[-1], header)
         if self._copy is None:
             self._saves.send()
         self._number += 1
@@ -255,6 +268,35 @@ class State:
         if self._has_others and may_free_others(self._commits):
             self._has_others = False
             self._drop_others()
+        return True
+
+    def _snapshot(self) -> content.Snapshot:
+        return content.snapshot({**self._values, content.RANDOM: _random_states()})
+
+    def _commit_to_disk(self) -> bool:
+        """Without memory, only commits that are due on disk are kept: a file beside the checkpoints is the buffer."""
+        if self._memory is None:
+            return False
+        assert self._saves is not None
+        self._number += 1  # as on ranks that have memory
+        if not self._saves.is_due():
+            return False
+        if NO_SLOT in self._saves.slots_in_use():
+            log.warning("state %r: commit %d is not saved: the last checkpoint is still being written; "
+                        "raise --checkpoint-interval", self._name, self._number)  # fmt: skip
+            return False
+        taken = self._snapshot()
+        try:
+            if self._file is None or not taken.fits(self._file):
+                folder = checkpoint_files.folder(self._worker.checkpoint_dir, self._name)
+                self._file = CommitBuffer.create_on_disk(folder, taken.room)
+            self._newest = self._file, self._header(taken, self._number)
+            _copy_now(*self._newest, taken)
+        except OSError as error:
+            log.warning("state %r: commit %d is not saved: %s", self._name, self._number, error)
+            return False
+        self._saves.add(NO_SLOT, self._newest[1], self._file.fd)
+        self._saves.send()
         return True
 
     def _drop_others(self) -> None:
@@ -273,8 +315,8 @@ class State:
             self._copy.finish()
             self._copy = None
 
-    def _next_header(self, taken: content.Snapshot) -> Header:
-        id = CommitId(self._round, self._number + 1)
+    def _header(self, taken: content.Snapshot, number: int) -> Header:
+        id = CommitId(self._round, number)
         place = taken.pickle_offset, len(taken.pickle), crc32(taken.pickle)
         assert self._comparison is not None
         flags = IS_SHARDED if taken.is_sharded else IS_REPLICATED if self._comparison.is_replicated() else 0
@@ -284,7 +326,7 @@ class State:
         """The buffer to overwrite, of sufficient size; None if there is no memory for it."""
         held = self._held_slots()
         slot = next_slot(self._slots, wanted, held)
-        if held and slot not in self._slots and len(self._slots) >= wanted and available_memory() < taken.room:
+        if held and slot not in self._slots and len(self._slots) >= wanted and usable_memory() < taken.room:
             slot = next_slot(self._slots, wanted)  # a new commit is worth more than the copy of an old one
         if slot not in self._buffers or not taken.fits(self._buffers[slot]):
             assert self._memory is not None
@@ -292,17 +334,30 @@ class State:
                 buffer = CommitBuffer.create(taken.room)
                 self._memory.keep(self._name, slot, buffer.fd)
             except (NotEnoughMemory, AgentError) as error:
-                log.warning(
-                    "state %r is not kept from now on: %s; it needs %d buffers of %.3g GB for each rank of this node",
-                    self._name, error, wanted, taken.room / 1e9,
-                )  # fmt: skip
-                self._memory = None
+                oldest = self._buffers.get(next_slot(self._slots, wanted))
+                if held and oldest is not None and taken.fits(oldest) and isinstance(error, NotEnoughMemory):
+                    return self._reused_buffer(next_slot(self._slots, wanted))  # other ranks were faster
+                self._continue_without_memory(f"{error}; it needs {wanted} buffers of {taken.room / 1e9:.3g} GB")
                 return None
             self._buffers[slot] = buffer  # last: the old one is freed here, and not in the agent
+        return self._reused_buffer(slot)
+
+    def _reused_buffer(self, slot: int) -> CommitBuffer:
         assert self._comparison is not None
         self._comparison.release(self._buffers[slot])
         self._slots = newest_last(self._slots, slot)
         return self._buffers[slot]
+
+    def _continue_without_memory(self, why: str) -> None:
+        assert self._saves is not None
+        self._is_on_disk, self._newest = True, None
+        if interval := self._saves.interval:
+            log.warning("state %r is kept on disk only from now on, about every %g s: %s for each rank of this node",
+                        self._name, interval, why)  # fmt: skip
+        else:
+            log.warning("state %r is not kept from now on: %s for each rank of this node, or a --checkpoint-dir",
+                        self._name, why)  # fmt: skip
+            self._memory = None
 
     def _held_slots(self) -> set[int]:
         """The slots whose commits are being saved, or are copied to another node, or were, until it has newer ones."""
@@ -337,7 +392,7 @@ class State:
         return True
 
 
-def _copy_now(buffer: CommitBuffer, taken: content.Snapshot, header: Header) -> None:
+def _copy_now(buffer: CommitBuffer, header: Header, taken: content.Snapshot) -> None:
     buffer.clear()
     for tensor, entry in zip(taken.tensors, taken.layout, strict=True):
         buffer.tensor(entry.offset, entry.dtype, entry.shape).copy_(tensor, non_blocking=True)

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
 from ripstop.protocol.codec import decode, encode

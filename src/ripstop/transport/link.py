@@ -11,7 +11,7 @@
 import asyncio
 from typing import Protocol
 
-from ripstop.coordinator.coordinator import Coordinator, Session
+from ripstop.coordinator.driver import Coordinator, Session
 from ripstop.protocol.messages import FromAgent, FromCoordinator, Rejected
 
 

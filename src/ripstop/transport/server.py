@@ -18,7 +18,7 @@ from functools import partial
 from aiohttp import web
 
 from ripstop.api.http_api import MAX_BODY, Api
-from ripstop.coordinator.coordinator import Coordinator
+from ripstop.coordinator.driver import Coordinator
 from ripstop.model.errors import ProtocolError
 from ripstop.protocol import secret
 from ripstop.protocol.codec import MAX_FRAME_BYTES, decode

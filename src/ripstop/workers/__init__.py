@@ -1,1 +1,1 @@
-"""A node's worker processes: their environment, how they start and end, and what they report."""
+"""A node's worker processes: their environment, how they start and end, their reports, their standbys, their memory."""

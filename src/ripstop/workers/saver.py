@@ -113,7 +113,10 @@ class Saver:
 
     def slots_in_use(self, rank: int, name: str) -> list[int]:
         save = self._saves.get(name)
-        return [save.buffers[rank][0]] if save is not None and rank in save.buffers else []
+        if save is None or rank not in save.buffers:
+            return []
+        slot = save.buffers[rank][0]
+        return [slot] if slot >= 0 or save.is_started else []  # a rank that never asks must not block the others
 
     async def _start(self, save: Save) -> None:
         ranks = sorted(save.buffers)

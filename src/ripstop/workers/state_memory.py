@@ -149,7 +149,7 @@ class StateMemory:
             case {"saving": str(name)}:
                 return {"slots": self._saver.slots_in_use(worker.rank, name) if self._saver else []}, []
             case {"save": str(name), "slot": int(slot), "commit": [int(round), int(number)]}:
-                return {"accepted": self._save(worker, name, slot, (round, number))}, []
+                return {"accepted": self._save(worker, name, slot, (round, number), fds)}, []
             case {"drop": str(name)} if self._held.get(name):
                 self._drops[name] = worker.round, worker.local_ranks  # later: they may be part of a complete set
                 return {}, []
@@ -171,8 +171,9 @@ class StateMemory:
         config = self._saver.config
         return {**found, "checkpoint_dir": str(config.directory), "checkpoint_interval": config.interval}
 
-    def _save(self, worker: WorkerIdentity, name: str, slot: int, commit: tuple[int, int]) -> bool:
-        fd = self._buffers.get((worker.rank, name), {}).get(slot)
+    def _save(self, worker: WorkerIdentity, name: str, slot: int, commit: tuple[int, int], fds: list[int]) -> bool:
+        """From the buffer in this slot, or from a file, if the worker has no memory for buffers."""
+        fd = fds[0] if fds else self._buffers.get((worker.rank, name), {}).get(slot)
         if self._saver is None or fd is None:
             return False
         return self._saver.request(worker.rank, worker.local_ranks, worker.world_size, name, slot, commit, fd)

@@ -1,4 +1,4 @@
-"""The port of a round's store.
+"""The port of a round's store: bound before the round starts, and given to the store's process.
 
 The agent binds the port before it announces it, so that no other process can take it in between.  The store itself,
 torch's TCPStore in its own process, starts at the first connection: a job without store clients has no store process.

@@ -72,11 +72,11 @@ def read(fd: int) -> tuple[int, float] | None:
 def break_rule(mutant: str) -> None:
     right = state_module._copy_now
 
-    def stamp_first(buffer, taken, header):
+    def stamp_first(buffer, header, taken):
         buffer.write_pickle(taken.pickle_offset, taken.pickle)
         buffer.complete(header)
         buffer.clear = lambda: None
-        right(buffer, taken, header)
+        right(buffer, header, taken)
 
     if mutant == "stamp first":
         state_module._copy_now = stamp_first

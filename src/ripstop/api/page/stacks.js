@@ -52,7 +52,7 @@ export async function showAllStacks(onRank) {
       const key = stack.stack.replace(/^(thread) \d+/gm, "$1") || `(none; kernel: ${stack.wchan || "unknown"})`;
       groups.set(key, [...(groups.get(key) ?? []), stack]);
     }
-    const ordered = [...groups].sort((a, b) => a[1].length - b[1].length); // the odd ones first
+    const ordered = [...groups].sort((a, b) => a[1].length - b[1].length); // the smallest groups first
     replace(
       body,
       el(

@@ -1,4 +1,4 @@
-"""Torch's data classes of an agent: what it runs, and the result."""
+"""The data classes of torch's agent: `WorkerSpec` and `WorkerGroup` (what it runs), `RunResult` (how that ended)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synchronous agent that torch documents.
+"""`SimpleElasticAgent`, torch's agent class with hooks to override: a loop that starts, monitors and restarts workers.
 
 It runs a rendezvous, starts the workers, checks them every `monitor_interval`, and restarts all of them when one fails
 or a node waits.  Rules: (1) every step is a hook (`_rendezvous`, `_assign_worker_ranks`, `_start_workers`,

@@ -40,7 +40,8 @@ from ripstop.compat.rendezvous.endpoint import parse_rendezvous_endpoint
 from ripstop.compat.rendezvous.handler import RendezvousClosedError, RendezvousGracefulExitError, is_a
 from ripstop.coordinator import ranks
 from ripstop.coordinator.restart_budget import RestartBudget, is_early_failure
-from ripstop.diagnostics.failure_report import how, order, root_cause, trim
+from ripstop.diagnostics.failure_ranking import order, root_cause, trim
+from ripstop.diagnostics.failure_report import how
 from ripstop.model.config import RunConfig
 from ripstop.model.failure import Failure, JobReport
 from ripstop.model.round import Address, Node, Outcome, Place

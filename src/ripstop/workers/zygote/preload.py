@@ -3,13 +3,13 @@
 With `--preload`, these are the user's modules.  If an import fails, starts a thread or uses a GPU, the zygote is unfit.
 
 Otherwise they follow from the script (`imports.py`), and the zygote finds out which of them can be imported before a
-fork (`observer.py`).
+fork (`import_observer.py`).
 
 Rules
 1.  An unfit import changes the process, so the zygote is replaced by one that leaves it out.  The workers import it.
 2.  What is left out is a whole package.  What it imports from other packages is still preloaded, as separate steps.
 3.  If the culprit is unknown, the next zygote tries every further step in a forked process first.
-4.  The resulting plan is remembered (`verdicts.py`).  The next start imports by that plan, and still observes.
+4.  The resulting plan is remembered (`preload_cache.py`).  The next start imports by that plan, and still observes.
 5.  Workers must not be forked from modules whose files have changed: `changed_file`.
 
 A plan: `steps` is a list of (name, modules).  A step imports the modules, or `name` as a script does: `a.b` may be a
@@ -29,7 +29,7 @@ import marshal
 import os
 import sys
 
-from ripstop.workers.zygote.observer import Observer, Unfit, children, descriptors, lasting_threads, root
+from ripstop.workers.zygote.import_observer import Observer, Unfit, children, descriptors, lasting_threads, root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -185,11 +185,11 @@ class Preload:
             path = sys.path if first is None else [first, *sys.path]
             sys.path = [self.home, *sys.path]
             import imports  # type: ignore[import-not-found]
-            import verdicts  # type: ignore[import-not-found]
+            import preload_cache  # type: ignore[import-not-found]
 
             names, sources = imports.to_preload(self.kind, self.target, path, sys.argv[1:])
-            key = verdicts.key(names, sources, path)
-            return key, names, list(sources), verdicts.recall(key) or new_plan(names)
+            key = preload_cache.key(names, sources, path)
+            return key, names, list(sources), preload_cache.recall(key) or new_plan(names)
 
         result = in_fork(scan) if self.kind in ("script", "module") else None
         return result or ("", [], [], new_plan([]))  # Python reports a script that cannot be read or parsed
@@ -197,9 +197,9 @@ class Preload:
     def _remember(self, plan: Plan) -> None:
         def remember() -> None:
             sys.path.insert(0, self.home)
-            import verdicts
+            import preload_cache
 
-            verdicts.remember(self.key, plan)
+            preload_cache.remember(self.key, plan)
 
         if self.key:
             in_fork(remember)

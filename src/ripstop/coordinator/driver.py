@@ -1,4 +1,4 @@
-"""The driver of the job's state machine: clock, timer and connections for a pure `Job`.
+"""`Coordinator`, the driver of the job's state machine: clock, timer and connections for the pure `Job` (`job.py`).
 
 The driver decides nothing and does not depend on a transport: a connection is two callables, given to `attach`.  A node
 has one connection; a second one replaces the first, and later messages of the first are ignored.

@@ -74,7 +74,7 @@ def _status(name: str, sets: _Sets, now: float) -> ReplicationStatus:
     return ReplicationStatus(name, complete.round, complete.number, commits, seconds, sets.bytes)
 
 
-class Replication:
+class ReplicationPlan:
     """The sets of a job."""
 
     def __init__(self) -> None:

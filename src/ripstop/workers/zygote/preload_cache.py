@@ -1,4 +1,4 @@
-"""Remembers how a script's imports are preloaded, so that the next start need not find out again.
+"""A cache on disk of which imports of a script can be preloaded, so that the next start need not find out again.
 
 A file for each key in `$XDG_CACHE_HOME/ripstop` or `~/.cache/ripstop`.  The key has the interpreter, the installed
 packages, the script's imports and the text of its own modules.  An old entry cannot do harm: the zygote observes every

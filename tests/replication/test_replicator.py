@@ -11,7 +11,7 @@ import pytest
 
 from ripstop.commit_memory import IS_REPLICATED
 from ripstop.replication.peer_connection import HANDSHAKE_TIMEOUT_S, PeerConnection, PeerError, connect
-from ripstop.replication.process import SECONDS_BEFORE_REPORT
+from ripstop.replication.replicator import SECONDS_BEFORE_REPORT
 from tests.certificates import Authority
 from tests.replication.replicator import RUN_ID, SECRET, TIMEOUT_S, Buffer, Replicator
 

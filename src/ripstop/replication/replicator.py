@@ -1,7 +1,7 @@
 """The replicator: copies this node's commits to its partner's memory, and takes the commits of another node.
 
 It is a process of its own, without torch, so that gigabytes never delay the agent.  Run as
-`python -P -m ripstop.replication.process FD`; FD is a socket to the agent.  It ends when the agent closes the socket.
+`python -P -m ripstop.replication.replicator FD`; FD is a socket to the agent.  It ends when the agent closes that.
 
 | from the agent | meaning |
 | --- | --- |

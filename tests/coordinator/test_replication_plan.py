@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ripstop.coordinator.replication import Replication, partners
+from ripstop.coordinator.replication_plan import ReplicationPlan, partners
 from ripstop.model.round import Address, CommitId
 from ripstop.model.status import ReplicationStatus
 from ripstop.protocol.messages import Replicate, Replicated
@@ -52,7 +52,7 @@ def request(number: int, complete: tuple[int, int] | None = None, round: int = 1
 
 
 def test_a_set_is_chosen_when_all_nodes_have_a_commit_and_the_next_one_when_all_have_copied_it() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     assert sets.on_report("a", report(1), AB, 1.0) == []
     assert sets.on_report("b", report(2), AB, 1.0) == [(None, request(3))]
     assert sets.on_report("a", report(5, copied=3), AB, 1.0) == []
@@ -63,7 +63,7 @@ def test_a_set_is_chosen_when_all_nodes_have_a_commit_and_the_next_one_when_all_
 
 
 def test_a_set_that_a_node_missed_is_replaced_by_one_further_ahead() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     sets.on_report("a", report(1), AB, 1.0)
     sets.on_report("b", report(1), AB, 1.0)
     assert sets.on_report("a", report(9, missed=2), AB, 1.0) == [(None, request(11))]
@@ -72,7 +72,7 @@ def test_a_set_that_a_node_missed_is_replaced_by_one_further_ahead() -> None:
 
 
 def test_a_node_that_reconnects_gets_the_request_again() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     sets.on_report("a", report(1), AB, 1.0)
     sets.on_report("b", report(1), AB, 1.0)
     assert sets.on_report("a", report(1), AB, 1.0) == [("a", request(2))]
@@ -82,7 +82,7 @@ def test_a_node_that_reconnects_gets_the_request_again() -> None:
 
 
 def test_the_complete_set_of_an_older_round_stays_until_the_new_round_has_one() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     for copied in (0, 2):
         for node in "ab":
             sets.on_report(node, report(2, copied), AB, 1.0)
@@ -91,22 +91,22 @@ def test_the_complete_set_of_an_older_round_stays_until_the_new_round_has_one() 
 
 
 def test_a_new_coordinator_learns_the_complete_set_or_frees_nothing() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     sets.on_report("a", report(9, copied=7), AB, 1.0)
     assert sets.on_report("b", report(9, copied=7), AB, 1.0) == [(None, request(10, complete=(1, 7)))]
-    sets = Replication()
+    sets = ReplicationPlan()
     sets.on_report("a", report(9, copied=7), AB, 1.0)
     assert sets.on_report("b", report(9, copied=5), AB, 1.0) == [(None, request(10, complete=None))]
 
 
 def test_nodes_outside_the_round_and_too_many_states_change_nothing() -> None:
-    sets = Replication()
+    sets = ReplicationPlan()
     assert sets.on_report("c", report(1), AB, 1.0) == []
     for number in range(100):
         sets.on_report("a", Replicated(1, f"s{number}", 1), {"a"}, 1.0)
     sets.on_report("a", Replicated(1, "x" * 65, 1), {"a"}, 1.0)
     assert len(sets.status(1.0)) == 16
-    assert Replication().on_report("a", report(2**63 - 1), {"a"}, 1.0) == []
+    assert ReplicationPlan().on_report("a", report(2**63 - 1), {"a"}, 1.0) == []
 
 
 # a model of a job -----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Model:
         self.rng, self.names = rng, [f"n{rank}" for rank in range(nodes)]
         self.partner = dict(zip(self.names, [*self.names[1:], self.names[0]], strict=True))
         self.slow = rng.choice(self.names)  # a node whose messages take long
-        self.sets = Replication()
+        self.sets = ReplicationPlan()
         self.newest = dict.fromkeys(self.names, 0)
         self.own: dict[str, set[int]] = {name: set() for name in self.names}
         self.copies: dict[str, set[int]] = {name: set() for name in self.names}  # held by the partner of this node
