@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ripstop.system import linux
 
@@ -13,6 +14,10 @@ from ripstop.system import linux
 for _signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, signal.default_int_handler if _signum is signal.SIGINT else signal.SIG_DFL)
+
+# an example takes as long as the machine is busy
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 pytest_plugins = ["tests.coordinator_fixtures", "tests.worker_fixtures"]
 

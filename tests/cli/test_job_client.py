@@ -45,17 +45,17 @@ def test_a_job_that_does_not_reply_is_unreachable(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stream_without_an_idle_timeout_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(job_client, "REPLY_TIMEOUT_S", 1.0)
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
     with coordinator(head, b"second\n") as (job, go_on):
-        threading.Timer(1.0, go_on.set).start()
+        threading.Timer(2.0, go_on.set).start()
         assert list(job.stream_lines("/logs/0", "text/plain", None)) == ["first", "second"]
 
 
 def test_a_stream_with_an_idle_timeout_is_unreachable_after_it() -> None:
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst\n"
     with coordinator(head, b"second\n") as (job, go_on):
-        stream = job.stream_lines("/events", "text/event-stream", 0.2)
+        stream = job.stream_lines("/events", "text/event-stream", 1.0)
         assert next(stream) == "first"
         with pytest.raises(JobUnreachable, match="no reply in time"):
             next(stream)

@@ -29,6 +29,7 @@ from ripstop.compat.launcher import LaunchConfig, elastic_launch, launch_agent
 from ripstop.compat.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
 from ripstop.compat.multiprocessing.errors import ChildFailedError
 from ripstop.compat.numa import AffinityMode, NumaOptions
+from tests.e2e.harness import free_port
 
 METHODS = ("spawn", "fork", "forkserver")
 DEADLINE = 60.0
@@ -279,9 +280,7 @@ def test_a_function_that_cannot_be_pickled_is_rejected_before_anything_starts(me
 
 @pytest.mark.parametrize("static", (False, True))
 def test_a_rejected_launch_can_be_retried_at_the_same_endpoint(static: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     backend = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0}} if static else {}
     place = {"rdzv_endpoint": f"localhost:{port}", **backend}
     kept: list[BaseException] = []  # with its frames: they would keep what they hold
@@ -571,12 +570,13 @@ def test_launches_in_several_threads_leave_each_others_workers_alone(program: Pr
         open(name, "a").close()
         while not os.path.exists(other):
             time.sleep(0.01)
-        if name == "slow":
-            time.sleep(0.5)  # beyond the end of the quick one's launch
+        while name == "slow" and not os.path.exists("quick is over"):
+            time.sleep(0.01)
         return name
 
     def launch(name, other):
         say(elastic_launch(config(sys.argv[1], 1), work)(name, other)[0])
+        open(f"{name} is over", "w").close()
 
     if __name__ == "__main__":
         threads = [threading.Thread(target=launch, args=pair) for pair in (("slow", "quick"), ("quick", "slow"))]
@@ -693,9 +693,7 @@ def test_workers_die_with_a_launcher_that_is_killed(program: Program, method: st
 
 
 def test_a_launch_is_live_and_ready_while_its_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", url.rpartition(":")[2])
 
     def status(path: str) -> int:
@@ -719,9 +717,7 @@ def test_a_launch_is_live_and_ready_while_its_workers_run(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("backend", ("c10d", "static"))
 def test_two_nodes_form_a_job(program: Program, backend: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     source = """
     def work():
         return [os.environ["GROUP_RANK"], os.environ["WORLD_SIZE"]]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -377,7 +376,7 @@ NODE = """
 import os, sys, time
 from ripstop.compat.rendezvous import RendezvousParameters, get_rendezvous_handler
 
-conf = {"last_call_timeout": 60, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+conf = {"last_call_timeout": 60, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 handler = get_rendezvous_handler(RendezvousParameters("c10d", sys.argv[1], "job", 2, 3, "localhost", **conf))
 info = handler.next_rendezvous()
 print(info.rank, info.world_size, flush=True)
@@ -510,14 +509,16 @@ def test_a_node_that_waits_is_another_round_and_costs_no_restart() -> None:
 
 class Unreachable(OneNode):
     backend = "unreachable"
+    asked = multiprocessing.get_context("fork").Event()  # workers are forked
 
     def num_nodes_waiting(self) -> int:
+        self.asked.set()
         raise torch_rendezvous.RendezvousConnectionError("nobody there")
 
 
 def test_workers_continue_while_the_handler_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> int:
-        time.sleep(0.5)  # so that it is asked meanwhile
+        Unreachable.asked.wait(DEADLINE)
         return 7
 
     assert launch(Unreachable, work) == {0: 7, 1: 7}

@@ -1165,13 +1165,13 @@ def test_heartbeats_of_many_unhealthy_nodes_cost_little(low: int, monkeypatch: p
     assess = Mock(wraps=membership.assess_degraded)
     monkeypatch.setattr(membership, "assess_degraded", assess)
     receive(job, names[0], Problems(), 3.0)
-    began = time.perf_counter()
+    began = time.process_time()
     for now in (20.0, 45.0, 70.0):
         for name in names:
             job.on(NodeMessage(name, Heartbeat()), now)
     assert (job.phase, job.round) == (Phase.RUNNING, 1)
     assert assess.call_count == 1
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize(

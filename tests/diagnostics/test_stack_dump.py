@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.agent.query_handler import QueryHandler, Workers
-from ripstop.diagnostics import stack_dump
+from ripstop.diagnostics import hang_monitor, stack_dump
 from ripstop.diagnostics.hang_monitor import HangMonitor, MonitoredWorkers
 from ripstop.diagnostics.stack_parser import MAX_FRAMES
 from ripstop.logs.directory import RoundLogs
@@ -36,6 +36,19 @@ sleep_well()
 PLACE = Place(1, 0, 1, 4, 6, 2, 0, 2, Address("127.0.0.1", 1), 0)
 
 
+def is_asleep(pid: int) -> bool:
+    process = linux.read_process(pid)
+    return process is not None and process.state == "S"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-spy may take long."""
+    for name in ("DUMP_TIMEOUT_S", "ALL_DUMPS_TIMEOUT_S", "NATIVE_TIMEOUT_S"):
+        monkeypatch.setattr(stack_dump, name, 30.0)
+    monkeypatch.setattr(hang_monitor, "INSPECTION_TIMEOUT_S", 30.0)
+
+
 class Asleep:
     """Two workers of a real zygote that sleep in a function."""
 
@@ -53,6 +66,7 @@ class Asleep:
         births = [ProcessSpec(self.stage.env, entry, outs[rank], None, None, files[rank]) for rank in range(2)]
         self.pids = await self.spawner.spawn(births)
         await asyncio.to_thread(wait_until, lambda: all("asleep" in out.read_text() for out in outs) or None)
+        await asyncio.to_thread(wait_until, lambda: all(map(is_asleep, self.pids)) or None)
         return Workers(PLACE, tuple(self.pids), self.logs, {})
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,6 +88,7 @@ def asked(stage, details: dict[str, object], start: StartMethod = StartMethod.ZY
     return asyncio.run(query())
 
 
+@pytest.mark.usefixtures("patient")
 def test_py_spy_shows_the_stacks_of_all_workers(stage) -> None:
     if not can_spy():
         pytest.skip("py-spy is not installed, or is forbidden")
@@ -82,6 +97,7 @@ def test_py_spy_shows_the_stacks_of_all_workers(stage) -> None:
     assert all("sleep_well" in one["stack"] and "nanosleep" in one["wchan"] for one in found)
 
 
+@pytest.mark.usefixtures("patient")
 def test_without_py_spy_a_forked_worker_dumps_its_own_stack(stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_dump, "py_spy", lambda: None)
     (found,) = asked(stage, {"rank": 5})
@@ -183,6 +199,7 @@ def test_the_usage_of_a_session_includes_all_its_processes(tmp_path: Path) -> No
 # a watch over them ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("spied", [True, False])
 def test_a_sleeping_worker_is_detected_and_its_stacks_are_on_disk(
     stage, spied: bool, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +218,7 @@ def test_a_sleeping_worker_is_detected_and_its_stacks_are_on_disk(
                 subject, 0.8, lambda event, level: recorded.append(event), lambda found, _: hung.set_result(found)
             )
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     failures = await hung
                 assert await watch.inspect() == failures  # one inspection for each hang
                 await watch.finish_inspection()

@@ -67,10 +67,10 @@ def test_a_timer_that_is_cleared_before_the_agent_reads_the_pipe_does_not_expire
     pipe = tmp_path / "pipe"
 
     async def play(reported: Events) -> None:
-        ask(pipe, "kept", 0.05)
+        ask(pipe, "kept", 0.5)
         await asyncio.sleep(0)  # the agent has read it
         await asyncio.sleep(0)
-        time.sleep(0.1)  # noqa: ASYNC251 - the loop stands still
+        time.sleep(0.6)  # noqa: ASYNC251 - the loop stands still
         ask(pipe, "kept", -1)
         ask(pipe, "missed", 0.0, pid=78)
         assert (await reported.get())[0] == 78

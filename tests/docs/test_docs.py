@@ -80,6 +80,7 @@ def run(argv: list[str], folder: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder),
+        "XDG_RUNTIME_DIR": str(folder),
     }
     process = subprocess.Popen(
         argv,

@@ -44,7 +44,7 @@ class Screen:
     def close(self) -> None:
         pids = [int(pid) for pid in self._run("display-message", "-p", "-t", "job", "#{pid} #{pane_pid}").split()]
         self._run("kill-server")
-        wait_until(lambda: not any(map(alive, pids)) or None, 10)
+        wait_until(lambda: not any(map(alive, pids)) or None)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.etcd import Member, certificates, cluster, encode, endpoints, needs_etcd
 from tests.e2e.harness import TRAIN, Agent, Job, free_port, hurried, wait_until
-from tests.e2e.test_nodes import finish, tree
+from tests.e2e.test_nodes import finish, kill, tree
 from tests.e2e.test_operator_commands import error_of
 
 pytestmark = needs_etcd
@@ -53,13 +53,6 @@ def host(agents: list[Agent]) -> Agent:
     return wait_until(lambda: next((agent for agent in agents if "elected: " in agent.err), None))
 
 
-def kill(agent: Agent) -> None:
-    """Kill the whole node at once."""
-    for pid in tree(agent.pid):
-        os.kill(pid, signal.SIGKILL)
-    agent.wait()
-
-
 def without(agents: list[Agent], victim: Agent) -> list[Agent]:
     return [agent for agent in agents if agent is not victim]
 
@@ -79,8 +72,8 @@ def test_a_job_through_etcd_leaves_only_its_leased_outcome(job: Job, etcd: Membe
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_the_leader_listens_at_the_requested_port_if_it_is_free(job: Job, etcd: Member, taken: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as other:
         if not taken:
             other.close()
         conf = f"--rdzv-conf=lease=1,coordinator_port={port}"
@@ -98,7 +91,7 @@ def test_training_continues_when_the_node_of_the_coordinator_or_rank_0_dies(job:
         before = time.time()
         kill(victim)
         agents.remove(victim)
-        step = job.steps(world, after=before, timeout=20)
+        step = job.steps(world, after=before)
         assert step["restart"] == 0
     assert any("elected: " in agent.err for agent in agents)
     finish(job, *agents)
@@ -111,7 +104,7 @@ def test_a_terminated_leader_hands_over_at_once(job: Job, etcd: Member) -> None:
     before = time.time()
     victim.signal(signal.SIGTERM)
     assert victim.wait() == 143
-    step = job.steps(2, after=before, timeout=20)
+    step = job.steps(2, after=before)
     assert step["restart"] == 0
     finish(job, *without(agents, victim))
 
@@ -123,11 +116,11 @@ def test_a_frozen_leader_steps_down_when_it_resumes_and_rejoins_as_a_node(job: J
     before = time.time()
     for pid in tree(frozen.pid):
         os.kill(pid, signal.SIGSTOP)
-    job.steps(2, after=before, timeout=20)
+    job.steps(2, after=before)
     for pid in reversed(tree(frozen.pid)):
         os.kill(pid, signal.SIGCONT)
     frozen.wait_for_log("steps down")
-    step = job.steps(3, after=time.time(), timeout=20)
+    step = job.steps(3, after=time.time())
     assert step["restart"] == 0
     finish(job, *agents)
 
@@ -224,7 +217,7 @@ def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
     starts = len(job.worker_events(event="start"))
     leader = host(agents)
     etcd.ask("kv/deleterange", {"key": encode(KEY)})
-    leader.wait_for_log("steps down: its key was deleted from etcd")
+    leader.wait_for_log(r"steps down: (its key was deleted from etcd|node \S+ was elected)")  # as quick as the other is
     for agent in agents:
         agent.wait_for_log("coordinator found again")
     job.steps(2, after=time.time())
@@ -233,7 +226,8 @@ def test_a_deleted_key_causes_an_election(job: Job, etcd: Member) -> None:
 
 
 def test_a_node_that_was_frozen_at_the_end_learns_the_outcome(job: Job, etcd: Member) -> None:
-    agents = [node(job, etcd.endpoint, nnodes="1:2", env={"TRAIN_STEPS": "150"}) for _ in range(2)]
+    flags = "--rdzv-conf=lease=1,last_call_timeout=60"  # the first round has both
+    agents = [node(job, etcd.endpoint, flags, nnodes="1:2", env={"TRAIN_STEPS": "150"}) for _ in range(2)]
     job.steps(2)
     leader = host(agents)
     (away,) = without(agents, leader)
@@ -255,9 +249,9 @@ def test_etcd_with_tls_accepts_nodes_with_a_certificate(job: Job, tmp_path: Path
         known = f"--rdzv-conf=cacert={tls}/ca.crt,cert={tls}/client.crt,key={tls}/client.key"
         assert node(job, member.endpoint, known, nnodes="1", env={"TRAIN_STEPS": "3"}).wait() == 0
         for conf, code, error in (
-            ("protocol=http,join_timeout=1", 1, "closed the connection .*requires TLS, use --rdzv-conf=protocol=https"),
+            ("protocol=http,join_timeout=3", 1, "closed the connection .*requires TLS, use --rdzv-conf=protocol=https"),
             ("protocol=https", 2, "is not trusted"),
-            (f"cacert={tls}/ca.crt,join_timeout=1", 1, "etcd cannot be reached: .*certificate"),
+            (f"cacert={tls}/ca.crt,join_timeout=3", 1, "etcd cannot be reached: .*certificate"),
         ):
             agent = node(job, member.endpoint, f"--rdzv-conf={conf}", nnodes="1")
             assert agent.wait() == code

@@ -7,11 +7,14 @@ from tests.e2e.harness import Job
 
 FLAGS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c")
 SCRIPT = "if [ $RANK$TORCHELASTIC_RESTART_COUNT = 10 ]; then exit 3; else sleep 0.1; fi"
+UNTIL_GO = f"{SCRIPT}; while [ ! -e $TRAIN_LOG.go ]; do sleep 0.1; done"
 
 
 def test_the_console_handler_shows_the_events_of_torchs_agent(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        agent = job.run("--event-log-handler=console", *FLAGS, SCRIPT)
+        agent = job.run("--event-log-handler=console", *FLAGS, UNTIL_GO)
+        agent.wait_for_log('"agent_restarts": 1')  # the handler has started
+        Path(f"{job.log}.go").touch()
         assert agent.wait() == 0
     events = [json.loads(line) for line in agent.err.splitlines() if line.startswith('{"name"')]
     states = [(event["source"], event["metadata"]["state"], event["metadata"]["global_rank"]) for event in events]

@@ -424,7 +424,7 @@ def test_a_process_limit_is_an_error_in_one_line(job: Job, processes: int) -> No
     if shutil.which("setpriv") is None or subprocess.run([*other, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs root, and setpriv")
     job.folder.chmod(0o777)
-    path = script(job, "raise SystemExit(3)")
+    path = script(job, SLEEP)  # none ends before all have started
     env = {"TMPDIR": str(job.folder)}
     agent = job.ripstop("run", "--standalone", "--nproc-per-node=6", "--tee=3", path, env=env, wrap=other)
     assert agent.wait() == 1

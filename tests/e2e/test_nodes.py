@@ -41,9 +41,18 @@ def tree(pid: int) -> list[int]:
     """A process and all its descendants."""
     found = [pid]
     for parent in found:
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            found += map(int, task.read_text().split())
+        with suppress(OSError):  # it has just ended
+            for task in Path(f"/proc/{parent}/task").glob("*/children"):
+                found += map(int, task.read_text().split())
     return found
+
+
+def kill(agent: Agent) -> None:
+    """Kill the whole node at once."""
+    for pid in tree(agent.pid):
+        with suppress(ProcessLookupError):  # it may exit because its parent has
+            os.kill(pid, signal.SIGKILL)
+    agent.wait()
 
 
 def test_nodes_join_and_finish_together(job: Job) -> None:
@@ -86,9 +95,7 @@ def test_a_lost_node_costs_no_restart_and_the_others_continue(job: Job) -> None:
     job.steps(3)
     victim = next(a for a in agents if "joined" not in a.err)  # not the one that is the coordinator
     before = job.worker_events()[-1]["t"]
-    for pid in tree(victim.pid):
-        os.kill(pid, signal.SIGKILL)
-    victim.wait()
+    kill(victim)
     step = job.steps(2, after=before)
     assert step["restart"] == 0
     finish(job, *(a for a in agents if a is not victim))
@@ -120,9 +127,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(job: Job) -> None:
     spare = job.node(nnodes="2")
     spare.wait_for_log("spare")
     rank = re.search(r"ranks=(\d)", victim.err)[1]
-    for pid in tree(victim.pid):
-        os.kill(pid, signal.SIGKILL)
-    victim.wait()
+    kill(victim)
     spare.wait_for_log(f"ranks={rank}-{rank} world=2")
     job.steps(2, after=time.time())
     finish(job, host, spare)
@@ -215,9 +220,11 @@ def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted
     endpoint = f"127.0.0.1:{job.port}"
     argv = ("coordinator", "--rdzv-id=e2e", f"--rdzv-endpoint={endpoint}", "--nnodes=2")
     coordinator = job.ripstop(*argv)
-    agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", env={"TRAIN_STEPS": "400"}) for _ in range(2)]
+    end = job.folder / "end"
+    script, env = SCRIPTS / "standby.py", {"STANDBY_END": str(end)}
+    agents = [job.node("--rdzv-conf=is_host=0", nnodes="2", script=script, env=env) for _ in range(2)]
     job.steps(2)
-    pids = {h["pid"] for h in job.worker_events(event="start")}
+    pids = {h["pid"] for h in job.worker_events()}
     coordinator.signal(signal.SIGKILL)
     coordinator.wait()
     for agent in agents:
@@ -225,9 +232,10 @@ def test_training_continues_while_a_separate_coordinator_is_killed_and_restarted
     job.steps(2, after=job.worker_events()[-1]["t"])
     again = job.ripstop(*argv)
     again.wait_for_log("continues: all 2 nodes have rejoined")
+    end.touch()
     assert [a.wait() for a in agents] == [0, 0]
     assert again.wait() == 0
-    assert {h["pid"] for h in job.worker_events(event="start")} == pids, "a worker was restarted"
+    assert {h["pid"] for h in job.worker_events()} == pids, "a worker was restarted"
 
 
 def test_the_agent_that_hosts_the_coordinator_can_be_killed_and_restarted(job: Job) -> None:

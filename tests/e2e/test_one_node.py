@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_all_processes_of_a_killed_agent_exit(job: Job) -> None:
     job.steps(2)
     agent.signal(signal.SIGKILL)
     agent.wait()
-    wait_until(lambda: True if not job.leftovers() else None, 10, lambda: str(job.leftovers()))
+    wait_until(lambda: True if not job.leftovers() else None, why=lambda: str(job.leftovers()))
 
 
 def test_every_start_method_gives_the_workers_the_same_environment(job: Job) -> None:
@@ -209,9 +210,9 @@ def test_the_agent_does_not_poll_while_its_workers_run(job: Job) -> None:
         status = Path(f"/proc/{agent.pid}/status").read_text()
         return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
 
-    before = wakeups()
+    before, began = wakeups(), time.monotonic()
     job.wait_for(event="step", count=len(job.worker_events(event="step")) + 100)
-    assert wakeups() - before <= 5, "something polls"
+    assert wakeups() - before <= 5 + time.monotonic() - began, "something polls"  # more often than once a second
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
 
@@ -259,7 +260,7 @@ def test_a_console_that_is_not_read_blocks_neither_signals_nor_the_exit(job: Job
         job.wait_for(event="start")
         agent.send_signal(signal.SIGTERM)
         job.wait_for(event="saved")
-        assert agent.wait(20) == 143
+        assert agent.wait(60) == 143
     finally:
         agent.kill()
         agent.wait()

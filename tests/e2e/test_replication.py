@@ -143,7 +143,9 @@ def test_a_killed_replicator_is_one_warning_and_comes_back(job: Job) -> None:
 
 
 def test_a_job_that_ends_leaves_no_replicator(job: Job) -> None:
-    agents = start_all(job, STEPS="80", PAUSE_S="0.05")
+    agents = start_all(job, END=str(job.folder / "end"))
+    wait_for_copies(job)
+    (job.folder / "end").touch()
     assert [agent.wait() for agent in agents] == [0, 0, 0], job.describe()
     text = "".join(path.read_text() for path in job.logs.rglob("job-events.jsonl"))
     assert text.count(kind(StateReplicated(1, "", 0, 0))) == 1, "the job had copies"

@@ -117,7 +117,7 @@ def test_a_killed_job_has_a_report_that_says_so(job: Job) -> None:
 
 
 def test_a_killed_coordinator_is_the_cause_when_agents_outlive_it(job: Job) -> None:
-    flags = ("--rdzv-conf=is_host=0,coordinator_timeout=2", TORCH)
+    flags = ("--rdzv-conf=is_host=0,coordinator_timeout=8", TORCH)
     env = {"STEPS": "100000", "STEP_S": "0.01"}
     first = job.node("--rdzv-conf=is_host=1", TORCH, nnodes="2", script=REPORTED, env=env)
     second = job.node(*flags, nnodes="2", script=REPORTED, env=env)

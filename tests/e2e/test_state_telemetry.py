@@ -51,7 +51,9 @@ def test_status_metrics_and_events_show_commits_and_where_they_were_restored_fro
     first = wait_until(lambda: found if (found := status(job))["commit_age"] is not None else None, why=job.describe)
     assert first["restored_from"] == []
     assert first["commit_age"] > 0 and first["goodput"] is not None
-    page = metrics(job)
+    page = wait_until(
+        lambda: found if 'ripstop_state_bytes{rank="1"}' in (found := metrics(job)) else None, why=job.describe
+    )
     for rank in "01":
         assert 1 <= page[f'ripstop_state_commits_total{{rank="{rank}"}}'] <= 20
         assert page[f'ripstop_state_bytes{{rank="{rank}"}}'] > 1000

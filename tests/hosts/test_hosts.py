@@ -12,7 +12,7 @@ from tests.hosts.network import NET, Cluster, Host, hosts, needs_hosts
 
 pytestmark = needs_hosts
 
-LEASE = 1.0  # seconds
+LEASE = 2.0  # seconds
 
 
 @pytest.fixture

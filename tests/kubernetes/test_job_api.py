@@ -159,7 +159,7 @@ def test_a_pod_that_drips_has_no_more_time_than_one_that_hangs(
 ) -> None:
     monkeypatch.setattr(job_poller, "TIMEOUT_S", 0.2)
     bell = threading.Event()
-    rescue = threading.Timer(5.0, bell.set)  # for a listener who would wait
+    rescue = threading.Timer(60.0, bell.set)  # for a listener who would wait
     rescue.start()
     try:
         with a_dripping_pod(start, drop, bell) as port:

@@ -101,7 +101,7 @@ def tracked(cluster: Shelf, api: Talkative, story: Callable[[Operator], Awaitabl
 
 
 async def until(look: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not look():  # noqa: ASYNC110 - threads do what is waited for
             await asyncio.sleep(0.01)
 
@@ -147,8 +147,7 @@ def test_what_an_older_version_wrote_goes_when_the_definition_forbids_it() -> No
     cluster.job["status"] = {"goodput": 0.97, "restarts": 1}  # the other way round: what is stored is wrong
 
     async def story(operator: Operator) -> None:
-        await until(lambda: cluster.made == 2)
-        assert "goodput" not in cluster.job["status"]
+        await until(lambda: cluster.made == 2 and "goodput" not in cluster.job["status"])
 
     tracked(cluster, api, story)
 
@@ -165,7 +164,7 @@ def test_a_job_whose_status_the_cluster_refuses_is_managed_and_its_status_rememb
         await until(lambda: "Running" in cluster.events)
         del cluster.pods["train-1"]
         operator.job_changed(NAME)
-        await until(lambda: cluster.made == 3)
+        await until(lambda: cluster.made == 3 and len(cluster.events) > 1)
         assert cluster.events == ["Running", "Deleted"], "a lost pod is known only by the last status"
         assert "status" not in cluster.job
         cluster.refuses_patches = False

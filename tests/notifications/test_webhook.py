@@ -24,6 +24,7 @@ END = EventRecord(2, 2.0, "", events.JobClosed("succeeded", "all workers exited 
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(webhook, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(webhook, "CLOSING_DELAY_S", 0.01)
+    monkeypatch.setattr(webhook, "FLUSH_TIMEOUT_S", 30.0)
     caplog.set_level(logging.INFO, "ripstop.notifications")
 
 
@@ -84,7 +85,7 @@ def test_a_redirect_is_not_followed(status: int, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_dead_server_never_delays_a_record(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(webhook, "FLUSH_TIMEOUT_S", 2.0)
     notify(f"http://127.0.0.1:{free_port()}", HANG, END)
     assert "Connection refused" in caplog.text and "2 notifications were not sent" in caplog.text
 
@@ -96,9 +97,9 @@ def test_a_server_that_does_not_reply_delays_only_the_end_and_the_queue_is_bound
     monkeypatch.setattr(webhook, "FLUSH_TIMEOUT_S", 0.2)
     with webhook_server(0) as slow, socket.create_server(("127.0.0.1", 0)) as silent:
         url = slow.url if accepts else f"http://127.0.0.1:{silent.getsockname()[1]}"
-        began = threading.active_count()
+        before = set(threading.enumerate())
         notify(url, *[HANG] * (3 * MAX_QUEUED))
-        assert threading.active_count() <= began + 4
+        assert len(set(threading.enumerate()) - before) <= 4
         assert f"{3 * MAX_QUEUED} notifications were not sent" in caplog.text
 
 
@@ -120,6 +121,6 @@ def test_a_server_that_speaks_no_http_is_a_problem_and_not_a_defect(caplog: pyte
 
 
 def test_records_without_a_message_start_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of earlier tests may end meanwhile
     notify("http://127.0.0.1:9", EventRecord(1, 1.0, "a", events.AgentMessage("x")))
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before

@@ -339,14 +339,14 @@ def test_ripstop_page_serves_a_job_without_a_port(browser: Any, tmp_path: Path) 
         url = wait_until(lambda: re.search(r"(http://\S+)/#token=(\S+)\n", command.out), why=lambda: command.err)
         with tab(browser, url[1]) as opened:
             given = tmp_path / "opened"
-            file = wait_until(lambda: given.exists() and given.read_text().strip())
+            file = wait_until(lambda: (given.exists() and given.read_text().strip()) or None)
             assert url[2] not in file  # other users can read the browser's command line, but not the file
             assert Path(file.removeprefix("file://")).stat().st_mode & 0o777 == 0o600
             page = opened.page
             page.goto(file)
             assert opened.faults.pop(0) == f"a request to {file}"
             expect(page.locator("#rank-count")).to_have_text("2")
-            wait_until(lambda: not Path(file.removeprefix("file://")).exists())
+            wait_until(lambda: not Path(file.removeprefix("file://")).exists() or None)
             expect(page.locator("#link")).to_have_text("live")
             page.get_by_role("button", name="Stop").click()
             expect(page.locator("#dialog")).to_contain_text("All 2 workers on 1 node")

@@ -127,11 +127,11 @@ def test_a_passed_commit_is_missed(nodes: tuple[Replicator, Replicator]) -> None
 
 
 def test_a_commit_that_is_overwritten_meanwhile_is_no_copy() -> None:
-    with Replicator(0, bandwidth=10_000_000) as sender, Replicator(1) as receiver:
+    with Replicator(0, bandwidth=5_000_000) as sender, Replicator(1) as receiver:
         start(sender, receiver)
         (buffer,) = commits(sender, 7, size=20_000_000)
         sender.tell({"replicate": ["state", 1, 7]})
-        time.sleep(0.5)  # of two seconds
+        time.sleep(0.5)  # of four seconds
         buffer.commit(9)
         wait_for_report(sender, missed=7)
         assert receiver.is_silent(0.1)

@@ -82,7 +82,7 @@ def test_a_lock_that_fails_leaves_no_descriptor(tmp_path: Path, monkeypatch: pyt
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="No locks available"):
         HeldDirectory({"TMPDIR": str(tmp_path)})
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
 def test_the_search_covers_both_places_and_creates_none(tmp_path: Path) -> None:

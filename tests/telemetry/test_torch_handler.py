@@ -17,8 +17,9 @@ Start = Callable[[str], EventHandler]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a handler whose `make` is in this source; `OUT` is a file of its own."""
+    monkeypatch.setattr(torch_handler, "CLOSE_TIMEOUT_S", DEADLINE_S)  # the process may take seconds to start
     made: list[EventHandler] = []
 
     def start(source: str) -> EventHandler:

@@ -16,6 +16,7 @@ from ripstop.telemetry import trace_exporter
 from ripstop.telemetry.spans import Context, Span, SpanEvent
 from ripstop.telemetry.trace_exporter import TraceExporter, sdk_span
 from tests.collector import Collector, Received, decode
+from tests.e2e.harness import free_port
 
 EVENTS = (
     NodeJoined("a", "h", 1),
@@ -30,6 +31,13 @@ OTHER = Context("ffffffffffffffffffffffffffffffff", "0000000000000001")
 @pytest.fixture(autouse=True)
 def short_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_exporter, "BATCH_DELAY_S", 0.01)
+    monkeypatch.setattr(trace_exporter, "LOAD_TIMEOUT_S", 30.0)  # the SDK is large
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector replies, but perhaps not within a second."""
+    monkeypatch.setattr(trace_exporter, "FLUSH_TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -70,6 +78,7 @@ def requests(collector: Collector, count: int) -> Callable[[], Awaitable[None]]:
 Run = Callable[..., float]
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_last_spans_are_sent_when_the_job_ends(run_job: Run, caplog: pytest.LogCaptureFixture) -> None:
     with Collector() as collector:
         run_job(f"{collector.endpoint}/v1/traces")
@@ -80,6 +89,7 @@ def test_the_last_spans_are_sent_when_the_job_ends(run_job: Run, caplog: pytest.
     assert not collector.errors and not warnings(caplog)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_sdk_reads_its_own_variables(run_job: Run) -> None:
     with Collector() as collector:
         run_job(
@@ -95,6 +105,7 @@ def test_the_sdk_reads_its_own_variables(run_job: Run) -> None:
     assert collector.spans[0].resource == {"service.name": "mine", "team": "b,c"}
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_header_that_cannot_be_parsed_is_reported_without_its_value(
     run_job: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +116,7 @@ def test_a_header_that_cannot_be_parsed_is_reported_without_its_value(
     assert "s3cret" not in caplog.text
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_busy_collector_gets_the_request_again(run_job: Run, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with Collector((503, {"Retry-After": "0"}, b"?"), (429, {"Retry-After": "0"}, b""), OK) as collector:
@@ -115,6 +127,7 @@ def test_a_busy_collector_gets_the_request_again(run_job: Run, caplog: pytest.Lo
     assert f"spans are sent to {collector.endpoint} again" in caplog.text
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rejected_request_is_not_sent_again(run_job: Run, caplog: pytest.LogCaptureFixture) -> None:
     with Collector((400, {}, b"no such tenant")) as collector:
         run_job(f"{collector.endpoint}/?key=s3cret", requests(collector, 1))
@@ -124,6 +137,7 @@ def test_a_rejected_request_is_not_sent_again(run_job: Run, caplog: pytest.LogCa
     assert "s3cret" not in caplog.text
 
 
+@pytest.mark.usefixtures("patient")
 def test_rejected_spans_of_an_accepted_request_are_reported(run_job: Run, caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
@@ -135,6 +149,7 @@ def test_rejected_spans_of_an_accepted_request_are_reported(run_job: Run, caplog
     assert "1 spans rejected: too old" in warnings(caplog)[0]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_redirect_is_not_followed(run_job: Run, caplog: pytest.LogCaptureFixture) -> None:
     with Collector() as other, Collector((307, {"Location": other.endpoint}, b"")) as collector:
         run_job(collector.endpoint, requests(collector, 1))
@@ -145,8 +160,7 @@ def test_a_redirect_is_not_followed(run_job: Run, caplog: pytest.LogCaptureFixtu
 def test_an_unreachable_collector_is_reported_once_and_does_not_delay_the_job(
     run_job: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     waited = run_job(f"http://me:s3cret@127.0.0.1:{port}/?key=s3cret", lambda: asyncio.sleep(0.5))
     first, last = warnings(caplog)
     assert "spans cannot be sent" in first
@@ -173,6 +187,7 @@ def test_an_endpoint_that_is_no_url_is_reported_and_the_job_continues(
     assert "2 spans of the job's traces were not sent" in warnings(caplog)[-1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_queue_is_bounded(run_job: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trace_exporter, "MAX_QUEUED_SPANS", 1)
     monkeypatch.setattr(trace_exporter, "BATCH_DELAY_S", 5.0)

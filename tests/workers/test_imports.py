@@ -220,3 +220,18 @@ def test_the_number_of_followed_modules_is_limited():
 
     follow(b"import m0", "", read)
     assert len(asked) == MAX_FILES
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("import torch\nfrom ripstop import train\ntrain.State()", ["ripstop.train.state"]),
+        ("import torch\nfrom ripstop.train import Sampler, State", ["ripstop.train.data", "ripstop.train.state"]),
+        ("from ripstop import train\ntrain.State()", []),  # without torch, it fails
+        ("import torch, mine\nmine.State()", []),
+    ],
+)
+def test_what_ripstop_imports_late_is_preloaded_after_torch(text: str, late: list[str]) -> None:
+    found = preloads(text)
+    assert [name for name in found if name.startswith("ripstop")] == late
+    assert found[len(found) - len(late) :] == late

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ripstop.model.errors import UsageError
 
-LOCK_TIMEOUT_S = 0.1  # agents lock it for an instant only, and the event loop waits
+LOCK_TIMEOUT_S = 1.0  # agents lock it for an instant only; the event loop waits meanwhile
 LOCK_RETRY_S = 0.001
 
 

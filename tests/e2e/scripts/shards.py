@@ -1,7 +1,7 @@
 """Training whose ranks all have different state, kept by `train.State`.
 
-Writes to $TRAIN_LOG where each rank starts and each step it has committed.  Ends at $STEPS, and exits with code 3 if a
-restored state is not the one of its step, or not of the same step on all ranks.
+Writes to $TRAIN_LOG where each rank starts and each step it has committed.  Ends at $STEPS, or when rank 0 finds the
+file $END, and exits with code 3 if a restored state is not the one of its step, or not of the same step on all ranks.
 """
 
 import json
@@ -43,9 +43,11 @@ def main() -> None:
     note("start", state.step, source=state.restored_from, commits=state.commits)
     if not is_right:
         os._exit(3)
-    while state.step < STEPS:
+    last = torch.zeros(1)
+    while state.step < STEPS and not last:
         time.sleep(PAUSE_S)
-        dist.barrier()
+        last.fill_(RANK == 0 and os.path.exists(os.environ.get("END", "")))
+        dist.all_reduce(last)
         state.shard += 1
         state.step += 1
         state.commit()

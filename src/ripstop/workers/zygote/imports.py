@@ -9,7 +9,7 @@ Rules
 2.  A module of the user's own, outside Python's library and site-packages, is preloaded if it has only imports and
     definitions.  Any other is code that the script runs: only its first imports are preloaded, and nothing after it.
 3.  torch and numpy are preloaded wherever the script or its own modules import them: many scripts import torch in
-    `main()`.  So is torch for a package that is known to import it.
+    `main()`.  So is torch for a package that is known to import it, and a module of LATE_IMPORTS.
 4.  For `-m`, the packages that contain the module are imported first.  Of an installed module, only its own text is
     read: all other installed packages are beside it.  Arguments that are Python files count for rule 3:
     `-m pytest test_x.py`.
@@ -51,8 +51,15 @@ TORCH_DEPENDENTS = frozenset(
 # Parts of torch that start processes or import other packages.
 NOT_PRELOADED = ("torch._", "torch.utils.tensorboard", "torch.utils.cpp_extension", "torch.onnx", "torch.testing")
 
-# Modules that torch imports at the first use of a name: a script that contains the name will use it.
-LATE_IMPORTS = {"DistributedDataParallel": "torch._dynamo", "optim": "torch._dynamo"}
+# Modules that a package imports at the first use of a name: a script that contains the name will use it.
+LATE_IMPORTS = {
+    "DistributedDataParallel": "torch._dynamo",
+    "optim": "torch._dynamo",
+    "Checkpointer": "ripstop.train.checkpointer",
+    "Sampler": "ripstop.train.data",
+    "State": "ripstop.train.state",
+    "Stream": "ripstop.train.data",
+}
 
 
 def imported_names(source: bytes, package: str = "") -> set[str]:
@@ -110,7 +117,7 @@ def _absolute(module: str, package: str, level: int) -> str:
 
 def worth_preloading(names: Iterable[str]) -> list[str]:
     """The modules to preload, parents first."""
-    names = set(names)
+    names = _with_parents(set(names))
     roots = {name.partition(".")[0] for name in names}
     wanted = {
         name for name in names if name.partition(".")[0] in PRELOAD_ROOTS and not f"{name}.".startswith(NOT_PRELOADED)
@@ -118,8 +125,9 @@ def worth_preloading(names: Iterable[str]) -> list[str]:
     if roots & TORCH_DEPENDENTS:
         wanted.add("torch")
     if "torch" in roots:
-        wanted |= {LATE_IMPORTS[last] for name in names if (last := name.rpartition(".")[2]) in LATE_IMPORTS}
-    return sorted(wanted)
+        late = {LATE_IMPORTS[last] for name in names if (last := name.rpartition(".")[2]) in LATE_IMPORTS}
+        wanted |= {module for module in late if module.rpartition(".")[0] in names}
+    return sorted(wanted, key=lambda name: (not name.startswith(PRELOAD_ROOTS), name))
 
 
 def follow(source: bytes, package: str, read: Callable[[str], tuple[bytes, str] | None]) -> set[str]:
