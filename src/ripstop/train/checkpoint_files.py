@@ -31,6 +31,7 @@ DESCRIPTION = "ripstop.json"
 OWN = "_ripstop."  # begins the names of tensors that only one rank has, as it has them
 _SAVED = re.compile(r"commit-(\d+)-(\d+)")
 _UNFINISHED = re.compile(r"\.saving-(\d+)-(\d+)(-parts)?")
+_REMOVED = ".removed-"  # begins the names of directories whose files are being removed
 COMPLETING = "completing"
 _PART = re.compile(r"part-\d+\.pickle")
 _OURS = re.compile(
@@ -168,30 +169,56 @@ def sync(*paths: Path) -> None:
             os.close(fd)
 
 
-def prune(folder: Path, keep: int, round: int, number: int) -> None:
+def prune(folder: Path, keep: int, round: int, number: int, *, keep_parts: bool = True) -> None:
     """Remove all but the newest checkpoints, and what was not finished before this commit.
 
-    The newest unfinished one before it stays if no later commit is saved: a slow node may be writing to it.
+    The newest unfinished one of several nodes stays if no later commit is saved: a slow node may be writing to it.
     """
     saved = checkpoints(folder)
     for old in saved[keep:]:
         remove(old.path)
-    matches = [(_UNFINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
-    unfinished = sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
-    older = [each for each in unfinished if (each.round, each.number) < (round, number)]
-    for place, each in enumerate(older):
-        is_of_use = place == 0 and each.round == round and not any(each < one for one in saved)
-        if not is_of_use:
+    older = [each for each in _unfinished(folder) if (each.round, each.number) < (round, number)]
+    shared = [each for each in older if each.path.name.endswith("-parts")]
+    for each in older:
+        is_newest = shared[:1] == [each] and each.round == round and not any(each < one for one in saved)
+        if not (keep_parts and is_newest):
             remove(each.path)
+    for path in list(folder.glob(f"{_REMOVED}*")):  # of a killed saver
+        _remove_files(path)
+
+
+def newest_round(folder: Path) -> int:
+    """Of all commits here, unfinished ones too: what a lost job has left must not be taken for a part of a new one."""
+    return max((each.round for each in (*checkpoints(folder), *_unfinished(folder))), default=0)
+
+
+def _unfinished(folder: Path) -> list[Checkpoint]:
+    """The newest first."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        matches = [(_UNFINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
+        return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
+    return []
 
 
 def remove(path: Path) -> None:
-    """Remove a directory that has only our files; the description first, so that no half checkpoint is ever used."""
+    """Remove a directory that has only our files.
+
+    It is renamed first, so that no half checkpoint is ever used, and no other node completes one without these files.
+    """
     if path.is_symlink() or not path.is_dir():
         return
-    files = list(path.iterdir())
-    if all(_OURS.fullmatch(file.name) and file.is_file() for file in files):
-        for file in sorted(files, key=lambda file: file.name != DESCRIPTION):
-            file.unlink(missing_ok=True)
-        with suppress(OSError):  # another node has just written to it, or removes it too
+    with suppress(FileNotFoundError):  # another node removes it, too
+        if _is_ours(path):
+            _remove_files(path.rename(path.with_name(f"{_REMOVED}{os.urandom(8).hex()}")))
+
+
+def _is_ours(path: Path) -> bool:
+    return all(_OURS.fullmatch(file.name) and file.is_file() for file in path.iterdir())
+
+
+def _remove_files(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        if not path.is_symlink() and _is_ours(path):
+            for file in list(path.iterdir()):
+                file.unlink(missing_ok=True)
             path.rmdir()

@@ -39,7 +39,11 @@ def plan(
     store: RankStore, topic: str, directory: str, interval: float, name: str, newest_round: int, memory: Commit | None
 ) -> Plan:
     """Agree with the other ranks; `memory` is the commit that would be restored without disk."""
-    seen = checkpoint_files.checkpoints(checkpoint_files.folder(directory, name)) if directory else []
+    seen = []
+    if directory:
+        folder = checkpoint_files.folder(directory, name)
+        seen = checkpoint_files.checkpoints(folder)
+        newest_round = max(newest_round, checkpoint_files.newest_round(folder))
     own = [bool(directory), [[each.round, each.number] for each in seen], newest_round, interval]
 
     def decide(received: list[Any]) -> Any:

@@ -46,17 +46,17 @@ class RankStore:
         self._secret = key  # b"": anyone can compute a MAC
         self._store: Any = None
 
-    def decide(self, topic: str, own: Any, decide: Any) -> Any:
+    def decide(self, topic: str, own: Any, decide: Any, *, may_be_absent: bool = False) -> Any:
         """Every rank gives a value; rank 0 decides from all of them, in the order of ranks; all return its decision.
 
-        In the first decision of a restore, a value, or the decision, can be `Absent`.
+        With `may_be_absent`, a value, or the decision, can be `Absent`.
         """
         if self._world_size == 1:
             return decide([own])
         if self._rank > 0:
             self._set(f"{topic}/{self._rank}", own)
-            return self.get(topic)
-        others = [self.get(f"{topic}/{rank}") for rank in range(1, self._world_size)]
+            return self.get(topic, may_be_absent=may_be_absent)
+        others = [self.get(f"{topic}/{rank}", may_be_absent=may_be_absent) for rank in range(1, self._world_size)]
         decision = decide([own, *others])
         self._set(topic, decision)
         return decision
@@ -76,7 +76,7 @@ class RankStore:
         """The sum of all ranks' amounts so far."""
         return int(self._connected().add(self._key(topic), amount))
 
-    def get(self, topic: str) -> Any:
+    def get(self, topic: str, *, may_be_absent: bool = False) -> Any:
         """Wait for a value."""
         try:
             data = self._connected().get(self._key(topic))
@@ -85,6 +85,8 @@ class RankStore:
                 f"train.State needs every rank of the round: {topic} did not arrive at rank {self._rank} ({error}); "
                 "call restore() and commit() on all ranks, after the same steps"
             ) from error
+        if may_be_absent and data.startswith(_ABSENT):
+            return Absent(data.removeprefix(_ABSENT).decode(errors="replace"))
         return self._opened(topic, data)
 
     def transfer_key(self, topic: str) -> bytes:
@@ -99,8 +101,6 @@ class RankStore:
         return self._mac("value", topic, text) + text
 
     def _opened(self, topic: str, data: bytes) -> Any:
-        if data.startswith(_ABSENT):
-            return Absent(data.removeprefix(_ABSENT).decode(errors="replace"))
         mac, text = data[:MAC_BYTES], data[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac("value", topic, text)):
             raise RuntimeError(

@@ -92,11 +92,13 @@ class Restoring:
         self._store = store
         self._checkpoints = worker.checkpoint_dir, worker.checkpoint_interval
         self.disk = disk.Plan([], 0, 0.0)
+        self._count = count
         self._topic = f"restore {count}"
         self._key = store.transfer_key(self._topic)
         self._shards: list[Shard] = []
         if count > 1:
-            self._check_present(store.decide(first_topic(count), None, _absent))  # no rank commits any more
+            first = store.decide(first_topic(count), None, _absent, may_be_absent=True)
+            self._check_present(first)  # no rank commits any more
         found = self._buffers()
         self.own = {  # by slot; the agent frees copies that another node has sent
             slot: buffer
@@ -140,8 +142,6 @@ class Restoring:
         """
         decision = self._agree()
         if (found := self._from_disk(decision, values)) is not None:
-            self.source = "disk"
-            self.is_replicated = isinstance(found, Shard) and bool(found.header.flags & IS_REPLICATED)
             return found
         if isinstance(decision, Start):
             self._warn(decision.problem)
@@ -153,8 +153,10 @@ class Restoring:
         is_own = [shard == rank for rank, shard in enumerate(decision.shards)]
         self._is_shared = bool(decision.transfers) or not all(is_own)
         if decision.transfers and (problem := self._transfer(decision)):
-            self._warn(problem)
-            return None
+            self._topic += " without memory"  # of further decisions about the same checkpoints
+            if (found := self._from_disk(Start(problem), values)) is None:
+                self._warn(problem)
+            return found
         shard = self._held(decision.commit, decision.shards[self._rank])
         assert shard is not None
         self.is_replicated = bool(shard.header.flags & IS_REPLICATED) or not all(is_own)
@@ -187,10 +189,14 @@ class Restoring:
         for candidate in self.disk.candidates:
             path = checkpoint_files.folder(directory, self._name) / candidate
             try:
-                return self._from_checkpoint(path, values)
+                found = self._from_checkpoint(path, values)
             except checkpoint_files.Unusable as error:
                 if not self._rank:
                     log.warning("state %r: checkpoint %s is not used: %s", self._name, candidate, error)
+                continue
+            self.source = "disk"
+            self.is_replicated = isinstance(found, Shard) and bool(found.header.flags & IS_REPLICATED)
+            return found
         return None
 
     def _from_checkpoint(self, path: Path, values: Mapping[str, Any]) -> Shard | disk.Resharded:
@@ -233,7 +239,8 @@ class Restoring:
         own: Any = [_node(self._rank), [_packed(shard.offer) for shard in self._shards]]
         decide: Callable[[list[Any]], Any] = _Agreement()
         for attempt in range(1000):
-            found = self._store.decide(f"{self._topic} {attempt}", own, decide)
+            topic = f"{self._topic} {attempt}"
+            found = self._store.decide(topic, own, decide, may_be_absent=topic == first_topic(self._count))
             self._check_present(found)
             if "compare" not in found:
                 break

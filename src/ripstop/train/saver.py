@@ -21,6 +21,7 @@ import shutil
 import time
 import warnings
 from collections import ChainMap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
@@ -71,10 +72,7 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     needed = sum(sizes) if is_sharded else max(sizes)  # what is equal is written once
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if 0 in shards:
-            checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise NotSaved(f"{folder} has {free} bytes free, and the checkpoint needs {needed}")
+        _make_room(folder, settings["keep"], id, needed, is_shared=is_shared)
         if not is_shared:
             checkpoint_files.remove(unfinished)  # of a killed saver
         unfinished.mkdir(exist_ok=True)
@@ -87,7 +85,10 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         except BaseException as error:
             checkpoint_files.remove(unfinished)  # without this node's part, the others are of no use
             if is_shared and isinstance(error, FileNotFoundError):
-                return {"skipped": "another node has removed what was written: it failed, or saves a later commit"}
+                raise NotSaved(
+                    "another node has removed its parts: it failed, or it saves a later commit; "
+                    "if this happens again and again, raise --checkpoint-interval"
+                ) from error
             raise
         if (parts := _parts_of_all(unfinished, settings["world_size"]) if is_shared else [part]) is None:
             return {"skipped": "another node completes the checkpoint, or says why it cannot"}
@@ -99,14 +100,27 @@ def save(settings: dict[str, Any], fds: list[int]) -> dict[str, Any]:
             checkpoint_files.remove(unfinished)
             raise
         checkpoint_files.sync(folder)
-        checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
+        with suppress(OSError):  # the next save tries again
+            checkpoint_files.prune(folder, settings["keep"], id.round, id.number)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise NotSaved(_why(error, folder, needed)) from error
     opaque = parts[0].opaque[:MAX_NAMED]
     return {"path": str(saved), "bytes": size, "seconds": time.monotonic() - began, "opaque": opaque}
 
 
+def _make_room(folder: Path, keep: int, id: CommitId, needed: int, *, is_shared: bool) -> None:
+    checkpoint_files.prune(folder, keep, id.round, id.number)
+    if is_shared and shutil.disk_usage(folder).free < needed:
+        checkpoint_files.prune(folder, keep, id.round, id.number, keep_parts=False)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise NotSaved(f"{folder} has {free} bytes free, and the checkpoint needs {needed}")
+
+
 def _shard(fd: int, run: int, id: CommitId, rank: int) -> Shard:
+    try:
+        os.fsync(fd)  # of a file: what cannot be written to disk must not be read as if it were
+    except OSError as error:
+        raise NotSaved(f"the buffer of rank {rank} cannot be written to disk: {error.strerror}") from error
     buffer = CommitBuffer(fd)
     header = buffer.header(run)
     if header is None or (header.id, header.rank) != (id, rank):
@@ -126,11 +140,12 @@ class Part(NamedTuple):
     results: list[WriteResult]
     files: dict[str, list[int]]
     opaque: list[str]  # values that plain DCP reads as a pickle, with the reason
+    chunks: dict[str, dict[tuple[int, ...], int]]  # the digests of parts of sharded tensors, by name and offsets
 
 
 def _write(path: Path, shards: dict[int, Shard]) -> Part:
     """Write the files of this node."""
-    state, names, opaque = _content(shards)
+    state, names, opaque, sharded = _content(shards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's about a single process
         planner = DefaultSavePlanner()
@@ -146,7 +161,8 @@ def _write(path: Path, shards: dict[int, Shard]) -> Part:
         (path / checkpoint_files.pickle_name(rank)).write_bytes(buffer.read_pickle(header))
     digests = {rank: shard.stored.digests() for rank, shard in shards.items()}
     metadata = dataclasses.replace(metadata, planner_data=planner.mappings)
-    return Part(ranks, digests, metadata, results, checkpoint_files.table(path, files), opaque)
+    chunks = {name: tensor.digests() for name, tensor in sharded.items()}
+    return Part(ranks, digests, metadata, results, checkpoint_files.table(path, files), opaque, chunks)
 
 
 def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
@@ -162,7 +178,7 @@ def _parts_of_all(path: Path, world_size: int) -> list[Part] | None:
 
 def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> int:
     """Write what describes all parts, those of rank 0 first; return the size of all."""
-    metadata = _merged([part.metadata for part in parts])
+    metadata = _merged(parts)
     FileSystemWriter(path, sync_files=False).finish(metadata, [part.results for part in parts])
     files = checkpoint_files.table(path, [METADATA])
     digests = [digest for part in parts for digest in part.digests.values()]
@@ -179,13 +195,21 @@ def _complete(path: Path, id: CommitId, world_size: int, parts: list[Part]) -> i
     return sum(size for size, _ in files.values())
 
 
-def _merged(found: list[Metadata]) -> Metadata:
+def _merged(parts: list[Part]) -> Metadata:
     """Of all nodes.  A chunk that several nodes have written is used once."""
     state: dict[str, Any] = {}
-    for metadata in found:
-        for name, described in metadata.state_dict_metadata.items():
+    chunks: dict[str, dict[tuple[int, ...], int]] = {}
+    for part in parts:
+        for name, digests in part.chunks.items():
+            known_digests = chunks.setdefault(name, {})
+            if any(known_digests.get(offsets, digest) != digest for offsets, digest in digests.items()):
+                raise NotSaved(_two_contents(name))
+            known_digests |= digests
+        for name, described in part.metadata.state_dict_metadata.items():
             there = state.setdefault(name, described)
             if there is not described and isinstance(described, TensorStorageMetadata):
+                if there.size != described.size:
+                    raise NotSaved(_two_contents(name))
                 known = {chunk.offsets for chunk in there.chunks}
                 there.chunks.extend(chunk for chunk in described.chunks if chunk.offsets not in known)
     for name, described in state.items():
@@ -193,12 +217,19 @@ def _merged(found: list[Metadata]) -> Metadata:
             here = sum(chunk.sizes.numel() for chunk in described.chunks)
             if here != described.size.numel():
                 raise NotSaved(f"{name} has {described.size.numel()} values, and the ranks have {here} of them")
-    mappings = dict(ChainMap(*(metadata.planner_data for metadata in found)))
+    mappings = dict(ChainMap(*(part.metadata.planner_data for part in parts)))
     return Metadata(state, planner_data=mappings)
 
 
-def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[str]], list[str]]:
-    """What to write, the names of each rank's tensors in it, and what is opaque."""
+def _two_contents(name: str) -> str:
+    return (
+        f"{name} is a sharded tensor with different contents on several device meshes, as on pipeline stages; "
+        "in the State, use different names for it"
+    )
+
+
+def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[str]], list[str], dict[str, Parts]]:
+    """What to write, the names of each rank's tensors in it, what is opaque, and the sharded tensors in it."""
     state: dict[str, Any] = {}
     names: dict[int, list[str]] = {}
     opaque: list[str] = []
@@ -213,7 +244,8 @@ def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[s
         for number, tensor in enumerate(tensors):
             name = names[rank][number]
             if isinstance(tensor, Parts) and name in sharded:
-                sharded[name].by_offsets |= tensor.by_offsets
+                if not sharded[name].add_parts(tensor):
+                    raise NotSaved(_two_contents(name))
             elif isinstance(tensor, Parts):
                 sharded[name] = tensor
                 state |= {name: tensor} if rank else {}
@@ -222,7 +254,7 @@ def _content(shards: dict[int, Shard]) -> tuple[dict[str, Any], dict[int, list[s
             elif rank:
                 names[rank][number] = f"{checkpoint_files.OWN}{rank}.{number}"
                 state[names[rank][number]] = tensor
-    return state, names, opaque
+    return state, names, opaque, sharded
 
 
 def _as_plain_dcp(rank: int, stored: content.Stored) -> tuple[dict[str, Any], list[torch.Tensor], list[str], list[str]]:

@@ -61,16 +61,18 @@ class Saves:
         """Save this commit after `send`: from the agent's buffer, or from the file of this descriptor."""
         self._unsent = slot, header, fd
 
-    def send(self) -> None:
-        """The last commit is complete: have it saved, if it is due."""
+    def send(self) -> bool:
+        """The last commit is complete: have it saved, if it is due.  Whether the agent does."""
         if self._unsent is None:
-            return
+            return False
         (slot, header, fd), self._unsent = self._unsent, None
         try:
-            if self._memory.save(self._name, slot, header.id.round, header.id.number, fd):
-                self._may_be_in_use = True
+            is_accepted = self._memory.save(self._name, slot, header.id.round, header.id.number, fd)
         except AgentError as error:
             log.warning("state %r: commit %d is not saved to disk: %s", self._name, header.id.number, error)
+            return False
+        self._may_be_in_use |= is_accepted
+        return is_accepted
 
     def slots_in_use(self) -> list[int]:
         """The buffers that must not change, because the saver reads them."""

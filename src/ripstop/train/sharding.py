@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ripstop.train.digest import digest
+
 Path = tuple[str, ...]
 Tensors = dict[Path, torch.Tensor]
 
@@ -146,6 +148,11 @@ def copy_same(leaf: Leaf, stored: torch.Tensor, target: torch.Tensor) -> None:
 # disk -----------------------------------------------------------------------------------------------------------------
 
 
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they have the same bytes: NaN is equal to itself."""
+    return one is other or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
 class Parts(torch.Tensor):
     """A large tensor of which only some parts are here, for `torch.distributed.checkpoint` to write or to fill."""
 
@@ -156,6 +163,18 @@ class Parts(torch.Tensor):
         made: Parts = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=local.dtype)
         made.by_offsets = {part.offsets: local} if local.numel() else {}
         return made
+
+    def add_parts(self, other: "Parts") -> bool:
+        """Add parts of the same tensor; False if it is another one: the same part has other content there."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        for offsets, part in other.by_offsets.items():
+            if not _is_same(self.by_offsets.setdefault(offsets, part), part):
+                return False
+        return True
+
+    def digests(self) -> dict[tuple[int, ...], int]:
+        return {offsets: digest(part.reshape(-1).view(torch.uint8)) for offsets, part in self.by_offsets.items()}
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:

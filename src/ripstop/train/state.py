@@ -138,8 +138,8 @@ class State:
             return False
         self._buffers, self._has_others = restoring.own, restoring.has_others
         self._slots = sorted(self._buffers)
-        if self._saves is None:
-            self._round = commit_round(self._worker.round, restoring.disk.newest_round)
+        if self._saves is None or (found is not None and found.commit.number < self._number):  # ids must not repeat
+            self._round = commit_round(self._worker.round, max(restoring.disk.newest_round, self._round))
         topic = f"saves {self._restores}"
         self._saves = Saves(self._name, topic, self._rank, self._memory, self._store, restoring.disk.interval)
         topic = f"compare {self._restores}"
@@ -181,7 +181,7 @@ class State:
 
     def _load_shard(self, shard: Shard) -> None:
         stored = content.Stored(shard.buffer, shard.buffer.read_pickle(shard.header))
-        if stored.has_gpu_tensors and torch.cuda.is_available():
+        if stored.has_gpu_tensors and torch.cuda.is_available() and not shard.buffer.is_on_disk:
             gpu_copy.register(shard.buffer)
         self._load(stored.names, stored.load)
         if shard.header.rank == self._rank:
@@ -296,8 +296,7 @@ class State:
             log.warning("state %r: commit %d is not saved: %s", self._name, self._number, error)
             return False
         self._saves.add(NO_SLOT, self._newest[1], self._file.fd)
-        self._saves.send()
-        return True
+        return self._saves.send()
 
     def _drop_others(self) -> None:
         assert self._memory is not None
