@@ -64,7 +64,7 @@ TRANSITIONS = {  # between phases, and their causes; docs/rendezvous.md has a di
         Phase.CLOSING: "all workers exited 0, no restart is left, an operator stops, or a node reports the job's end",
     },
     Phase.CLOSING: {
-        Phase.CLOSED: "all workers exited 0, all nodes reported their failures, or the time for reports is over"
+        Phase.CLOSED: "the job succeeded, all nodes reported their failures, or the time for reports is over"
     },
     Phase.CLOSED: {},
 }
