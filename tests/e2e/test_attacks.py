@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 def attack(job: Job, kind: str, seconds: float, count: int) -> dict[str, float]:
     argv = [sys.executable, SCRIPTS / "attack.py", kind, f"127.0.0.1:{job.port}", str(seconds), str(count)]
     env = {**os.environ, "ATTACK_TOKEN": TOKEN}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, float] = json.loads(done.stdout)
     return result
