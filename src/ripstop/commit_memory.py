@@ -117,10 +117,11 @@ def create_memory(size: int) -> int:
             os.posix_fallocate(fd, start, part)
             start += part
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except (OSError, NotEnoughMemory) as error:
+    except NotEnoughMemory:
         os.close(fd)
-        if isinstance(error, NotEnoughMemory):
-            raise
+        raise
+    except OSError as error:
+        os.close(fd)
         raise NotEnoughMemory(f"{needs}: {error.strerror}") from error
     return fd
 

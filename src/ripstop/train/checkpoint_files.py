@@ -72,8 +72,12 @@ def pickle_name(rank: int) -> str:
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a folder, the newest first; other files are ignored."""
+    return _named(folder, _SAVED)
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> list[Checkpoint]:
     with suppress(FileNotFoundError, NotADirectoryError):
-        matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
+        matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
         return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
     return []
 
@@ -177,7 +181,7 @@ def prune(folder: Path, keep: int, round: int, number: int, *, keep_parts: bool 
     saved = checkpoints(folder)
     for old in saved[keep:]:
         remove(old.path)
-    older = [each for each in _unfinished(folder) if (each.round, each.number) < (round, number)]
+    older = [each for each in _named(folder, _UNFINISHED) if (each.round, each.number) < (round, number)]
     shared = [each for each in older if each.path.name.endswith("-parts")]
     for each in older:
         is_newest = shared[:1] == [each] and each.round == round and not any(each < one for one in saved)
@@ -189,15 +193,7 @@ def prune(folder: Path, keep: int, round: int, number: int, *, keep_parts: bool 
 
 def newest_round(folder: Path) -> int:
     """Of all commits here, unfinished ones too: what a lost job has left must not be taken for a part of a new one."""
-    return max((each.round for each in (*checkpoints(folder), *_unfinished(folder))), default=0)
-
-
-def _unfinished(folder: Path) -> list[Checkpoint]:
-    """The newest first."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        matches = [(_UNFINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
-        return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
-    return []
+    return max((each.round for each in (*checkpoints(folder), *_named(folder, _UNFINISHED))), default=0)
 
 
 def remove(path: Path) -> None:
