@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ripstop.commit_memory import IS_SHARDED, CommitId, Header, NotEnoughMemory
 from ripstop.train import checkpoint_files, content
@@ -161,6 +158,11 @@ def resharded(found: Found) -> Resharded:
 
 
 def _fill(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    # Here, because it takes 0.7 s: every node of a job with a State would pay for it before its first round.
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP's about a single process
