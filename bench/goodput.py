@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Useful training steps under one schedule of faults, launcher by launcher.
 
-    python bench/goodput.py --peers PEERS/bin [--seconds 300] [--json F]
+    python bench/goodput.py --peers PEERS/bin [--seconds 300] [--cpus-each 2] [--json F]
 
 Two nodes (agents on this machine) with one worker each train one DDP model.  Every launcher gets the same seeded
 schedule: mostly workers are killed; once an agent is killed and started again after a second; once a node is lost
@@ -14,6 +14,8 @@ without a launcher.  Losses, in % of the possible work:
   recomputed  steps that were made and lost, because the training went back to an earlier one
   alone       one worker trained without the other
   other       the rest: steps that took longer (saving, committing, restarting beside)
+
+Launchers run one after the other.  With --cpus-each, they run at the same time, each on processors of its own.
 
 A launcher that is not installed is named as such and left out.
 """
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -334,6 +337,21 @@ def fault_free_rate(python: str, seconds: float) -> float:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def run_all(chosen: list[Launcher], faults: list[Fault], a: argparse.Namespace) -> list[dict]:
+    """Measure each launcher, in turn or side by side."""
+
+    def run(number: int, launcher: Launcher) -> dict:
+        if a.cpus_each:  # of this thread, and of the processes that it starts
+            os.sched_setaffinity(0, range(number * a.cpus_each, (number + 1) * a.cpus_each))
+        print(f"running {launcher.name}", file=sys.stderr, flush=True)
+        return measure(launcher, faults, a.seconds, a.logs)
+
+    if a.cpus_each and len(chosen) * a.cpus_each > (os.cpu_count() or 1):
+        sys.exit(f"--cpus-each={a.cpus_each}: {len(chosen)} launchers need more than {os.cpu_count()} processors")
+    with ThreadPoolExecutor(len(chosen) if a.cpus_each else 1) as threads:
+        return list(threads.map(run, range(len(chosen)), chosen))
+
+
 def print_table(results: dict[str, dict]) -> None:
     print(f"{'launcher':15}{'goodput':>9}" + "".join(f"{loss:>12}" for loss in LOSSES) + "   down after each fault, s")
     for name, result in results.items():
@@ -352,6 +370,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--mean", type=float, default=20.0, help="mean time between faults, in seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cpus-each", type=int, default=0, help="run the launchers side by side, on this number of processors each"
+    )
     parser.add_argument("--only", help="names of launchers, with commas between")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="keep each launcher's output and events there")
@@ -360,14 +381,11 @@ def main() -> None:
     faults = schedule(a.seed, a.seconds, a.mean)
     print("faults: " + ", ".join(f"{f.at:.0f} s {f.kind} {f.node}" for f in faults))
     rates = [fault_free_rate(sys.executable, min(a.seconds, 30.0))]
-    runs: dict[str, dict] = {}
-    for launcher in launchers(a.peers, a.ripstop):
-        if isinstance(launcher, str):
-            name, why = launcher.split(": ", 1)
-            runs[name] = {"error": why}
-        elif not a.only or launcher.name in a.only.split(","):
-            print(f"running {launcher.name}", file=sys.stderr, flush=True)
-            runs[launcher.name] = measure(launcher, faults, a.seconds, a.logs)
+    found = launchers(a.peers, a.ripstop)
+    missing = dict(each.split(": ", 1) for each in found if isinstance(each, str))
+    chosen = [each for each in found if isinstance(each, Launcher) and (not a.only or each.name in a.only.split(","))]
+    runs = {name: {"error": why} for name, why in missing.items()}
+    runs |= zip([each.name for each in chosen], run_all(chosen, faults, a), strict=True)
     rates.append(fault_free_rate(sys.executable, min(a.seconds, 30.0)))
     rate = max(rates)  # another load on the machine only lowers it
     print("fault-free, before and after: " + ", ".join(f"{rate:.1f} steps/s" for rate in rates) + "\n")
