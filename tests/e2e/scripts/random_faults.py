@@ -1,6 +1,6 @@
 """Data-parallel training over a `train.Sampler`, with `train.State`, for random schedules of faults.
 
-Writes to $TRAIN_LOG where each rank starts, each step with its samples before the all-reduce, its exact loss, each
+Writes to $TRAIN_LOG where each rank starts, the samples and the exact loss of each step before the all-reduce, each
 commit, and each hold.  $HOLDS="step,…": at this step, all ranks wait for the file $TRAIN_LOG.go-STEP.
 $KILLS="rank:step:when,…" asks for SIGKILL, each once: before the step's commit, during it, or after it.  With $DROPOUT,
 the losses depend on the random states of every rank.
@@ -79,13 +79,13 @@ def main() -> None:
     while state.step < STEPS:
         for samples, data, target in batches:
             loss = nn.functional.mse_loss(model(data), target)
-            note("samples", state.step + 1, samples=samples.tolist())  # a commit of any rank follows that of all
+            note("samples", state.step + 1, samples=samples.tolist())  # a commit of any rank follows those of all ranks,
+            note("loss", state.step + 1, loss=loss.item().hex())  # because the gradients are added in between
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
             state.step += 1
-            note("loss", state.step, loss=loss.item().hex())
             kill(state.step, "before")
             kill(state.step, "during")
             state.commit()
