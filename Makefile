@@ -49,6 +49,7 @@ check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation
 	ruff format --check .
 	mypy
 	lint-imports --no-cache
+	hadolint deploy/Containerfile.*
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 .PHONY: format
@@ -73,6 +74,19 @@ goodput: $(RUN)  ## useful steps under faults: torchrun, ft_launcher, torchft, r
 	test -x $(PEERS)/bin/torchft_lighthouse || { python -m venv $(PEERS) && $(PEERS)/bin/pip install -q torch==2.13.0 \
 		&& $(PEERS)/bin/pip install -q -r requirements/peers.txt; } || echo "peers that could not be installed are left out"
 	python bench/goodput.py --peers $(PEERS)/bin --json bench/results/goodput.json
+
+.PHONY: dist
+dist: $(RUN)  ## build dist/*.tar.gz and, from it, dist/*.whl
+	rm -rf dist
+	python -m hatchling build --target=sdist
+	python -m pip wheel -qq --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir=dist dist/*.tar.gz
+
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= none
+
+.PHONY: matrix
+matrix: dist  ## the wheel under PYTHONS="3.11 3.12 …" and TORCHES="none 2.13.0 …" (PyPI's torch may bring gigabytes of CUDA)
+	python -m tests.packaging.matrix --python $(PYTHONS) --torch $(TORCHES)
 
 .PHONY: venv
 venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
