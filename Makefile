@@ -18,6 +18,8 @@ CHECK := $(call stamp,check)
 DOCS := $(call stamp,docs)
 BENCH := $(call stamp,bench)
 KUBE := $(call stamp,kube)
+JAX := $(call stamp,jax)
+TOOLS := $(call stamp,tools)
 
 .PHONY: help
 help:  ## this list
@@ -42,6 +44,14 @@ test-kube: $(KUBE)  ## the tests against a Kubernetes API server, which KUBECONF
 	@test -n "$${RIPSTOP_TEST_NODES-}" || \
 		echo "RIPSTOP_TEST_NODES names no command to take nodes away: tests/kubernetes/kube/test_nodes*.py are left out"
 	python -m pytest tests/kubernetes
+
+.PHONY: test-jax
+test-jax: $(JAX)  ## the tests with JAX (600 MB)
+	python -m pytest tests/e2e/test_jax.py
+
+.PHONY: compat
+compat: $(TOOLS)  ## accelerate, Lightning, transformers, DeepSpeed, Ray and others on ripstop, with kills (1 GB)
+	python -m pytest tests/compat/test_tools.py tests/compat/test_tools_faults.py tests/train/test_frameworks.py
 
 .PHONY: check
 check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation
@@ -113,7 +123,7 @@ $(RUN): | $(BIN)/python
 compiled = $(BIN)/python -m compileall -q src
 
 # The other groups: $(VENV)/.GROUP-HASH
-$(TEST) $(CHECK) $(DOCS) $(BENCH) $(KUBE): | $(RUN)
+$(TEST) $(CHECK) $(DOCS) $(BENCH) $(KUBE) $(JAX) $(TOOLS): | $(RUN)
 	@group=$$(basename $@ | sed 's/^\.\(.*\)-[0-9a-f]*$$/\1/'); \
 	echo "installing requirements/$$group.txt"; \
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/$$group.txt; \
