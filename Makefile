@@ -18,6 +18,8 @@ CHECK := $(call stamp,check)
 DOCS := $(call stamp,docs)
 BENCH := $(call stamp,bench)
 KUBE := $(call stamp,kube)
+JAX := $(call stamp,jax)
+TOOLS := $(call stamp,tools)
 
 .PHONY: help
 help:  ## this list
@@ -43,12 +45,21 @@ test-kube: $(KUBE)  ## the tests against a Kubernetes API server, which KUBECONF
 		echo "RIPSTOP_TEST_NODES names no command to take nodes away: tests/kubernetes/kube/test_nodes*.py are left out"
 	python -m pytest tests/kubernetes
 
+.PHONY: test-jax
+test-jax: $(JAX)  ## the tests with JAX (600 MB)
+	python -m pytest tests/e2e/test_jax.py
+
+.PHONY: compat
+compat: $(TOOLS)  ## accelerate, Lightning, transformers, DeepSpeed, Ray and others on ripstop, with kills (1 GB)
+	python -m pytest tests/compat/test_tools.py tests/compat/test_tools_faults.py tests/train/test_frameworks.py
+
 .PHONY: check
 check: $(TEST) $(CHECK) $(DOCS)  ## style, types, import layers, documentation
 	ruff check .
 	ruff format --check .
 	mypy
 	lint-imports --no-cache
+	hadolint deploy/Containerfile.*
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 .PHONY: format
@@ -73,6 +84,19 @@ goodput: $(RUN)  ## useful steps under faults: torchrun, ft_launcher, torchft, r
 	test -x $(PEERS)/bin/torchft_lighthouse || { python -m venv $(PEERS) && $(PEERS)/bin/pip install -q torch==2.13.0 \
 		&& $(PEERS)/bin/pip install -q -r requirements/peers.txt; } || echo "peers that could not be installed are left out"
 	python bench/goodput.py --peers $(PEERS)/bin --json bench/results/goodput.json
+
+.PHONY: dist
+dist: $(RUN)  ## build dist/*.tar.gz and, from it, dist/*.whl
+	rm -rf dist
+	python -m hatchling build --target=sdist
+	python -m pip wheel -qq --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir=dist dist/*.tar.gz
+
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= none
+
+.PHONY: matrix
+matrix: dist  ## the wheel under PYTHONS="3.11 3.12 …" and TORCHES="none 2.13.0 …" (PyPI's torch may bring gigabytes of CUDA)
+	python -m tests.packaging.matrix --python $(PYTHONS) --torch $(TORCHES)
 
 .PHONY: venv
 venv: $(TEST) $(CHECK) $(DOCS)  ## the virtual environment alone
@@ -99,7 +123,7 @@ $(RUN): | $(BIN)/python
 compiled = $(BIN)/python -m compileall -q src
 
 # The other groups: $(VENV)/.GROUP-HASH
-$(TEST) $(CHECK) $(DOCS) $(BENCH) $(KUBE): | $(RUN)
+$(TEST) $(CHECK) $(DOCS) $(BENCH) $(KUBE) $(JAX) $(TOOLS): | $(RUN)
 	@group=$$(basename $@ | sed 's/^\.\(.*\)-[0-9a-f]*$$/\1/'); \
 	echo "installing requirements/$$group.txt"; \
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/$$group.txt; \

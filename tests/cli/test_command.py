@@ -9,6 +9,7 @@ from ripstop.cli import JOB_COMMANDS, main
 from ripstop.cli.commands import kube
 from ripstop.cli.commands.completion import commands_flags
 from ripstop.cli.commands.run import HELP
+from ripstop.cli.help_text import fit
 from ripstop.cli.options.flags import Flag
 from ripstop.protocol.secret import api_token
 
@@ -22,7 +23,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 def test_reading_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys; from ripstop.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     result = python("-c", code, "run", "--help")
-    assert result.stdout == HELP
+    assert result.stdout == fit(HELP, 80)
     assert set(result.stderr.split()) & HEAVY == set()
 
 
@@ -58,14 +59,16 @@ def test_help_is_printed_on_stdout_with_exit_code_0(
 
 
 @pytest.mark.parametrize(("command", "flags"), commands_flags().items())
-def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
-    command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
+def test_a_commands_help_has_every_flag_an_example_and_the_exit_codes_in_80_columns(
+    command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
         assert main([*arguments, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
-    assert max(map(len, help.splitlines())) <= 120
+    assert max(map(len, help.splitlines())) < 80
+    assert "\nexamples\n" in help and "\nexit codes" in help.lower()
 
 
 def test_a_token_is_derived_without_a_request_so_endpoint_is_an_unknown_flag(

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ripstop.cli import COMMANDS, main
-from ripstop.cli.commands.completion import SHELLS, script
-from ripstop.cli.commands.run import FLAGS
+from ripstop.cli.commands.completion import SHELLS, commands_flags, script
 
 BIN = str(Path(sys.executable).parent)
 BASH = """
@@ -52,6 +51,8 @@ CASES = [
     ("ripstop coordinator --log", {"--log-dir", "--log-level", "--log-format"}),
     ("ripstop run --log-format ", {"text", "json"}),
     ("ripstop completion z", {"zsh"}),
+    ("ripstop kube re", {"render"}),
+    ("ripstop kube logs --fo", {"--follow"}),
 ]
 
 BASH_CASES = [
@@ -84,6 +85,7 @@ def test_fish_completes(line: str, expected: set[str], tmp_path: Path) -> None:
         ("ripstop run --numa-b", "--numa-binding"),
         ("ripstop run --numa-binding=co", "core-complex"),
         ("ripstop run --standalone tra", "train.py"),
+        ("ripstop kube rend", "render"),
     ],
 )
 def test_zsh_completes(line: str, found: str, tmp_path: Path) -> None:
@@ -94,7 +96,8 @@ def test_zsh_completes(line: str, found: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHELLS)
 def test_every_flag_is_known_to_every_shell(name: str) -> None:
     text = script(name)
-    assert [flag.name for flag in FLAGS if flag.name.removeprefix("--") not in text] == []
+    flags = {flag.name.removeprefix("--") for own in commands_flags().values() for flag in own}
+    assert [word for word in (*COMMANDS, *flags) if word not in text] == []
 
 
 def test_completion_without_a_shell_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,16 @@ def test_python_exec_sets_the_interpreter(job: Job) -> None:
     assert agent.out.startswith(f"other python -u {path}\n")
 
 
+def test_python_exec_also_serves_the_store_because_it_has_torch(job: Job) -> None:
+    started = job.folder / "started"
+    other = script(job, f'#!/bin/sh\necho "$2" >> {started}\nexec {sys.executable} "$@"\n', "other")
+    os.chmod(other, 0o755)  # noqa: PTH101
+    path = script(job, "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n")
+    agent = finished(job.run("--standalone", path, env={"PYTHON_EXEC": other}))
+    assert agent.out == "0\n"
+    assert sorted(Path(line).name for line in started.read_text().splitlines()) == ["script.py", "store_process.py"]
+
+
 def test_with_virtual_local_rank_each_worker_is_0_and_sees_its_own_gpu(job: Job) -> None:
     arguments = ["--standalone", "--nproc-per-node=2", "--virtual-local-rank", script(job, VIRTUAL)]
     agent = finished(job.run(*arguments, env={"CUDA_VISIBLE_DEVICES": "5,GPU-aa"}))

@@ -35,6 +35,7 @@ OTHERS = {
     *("--node-monitor-grace-period", "--validate"),  # of Kubernetes
     "--prefix",  # of etcdctl
     "--unix-socket",  # of curl
+    *("--build-arg", "--with-requirements"),  # of podman and uv
 }
 
 

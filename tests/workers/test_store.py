@@ -233,3 +233,43 @@ def test_a_store_listens_on_ipv6():
             await store.close()
 
     asyncio.run(scenario())
+
+
+def bind_next(port: int, *, reuse: bool) -> socket.socket:
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse))
+    try:
+        server.bind(("0.0.0.0", port))
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def test_the_next_port_is_reserved_for_a_server_in_rank_0_until_the_round_ends():
+    async def scenario() -> None:
+        store = StorePort("127.0.0.1")
+        with pytest.raises(OSError):
+            bind_next(store.port + 1, reuse=False)
+        with bind_next(store.port + 1, reuse=True) as server:  # as gRPC does
+            server.listen()
+            for _ in range(8):  # no connection goes to the socket that reserves the port
+                with socket.create_connection(("127.0.0.1", store.port + 1), DEADLINE):
+                    server.accept()[0].close()
+        await store.close()
+        bind_next(store.port + 1, reuse=False).close()
+
+    asyncio.run(scenario())
+
+
+def test_a_fixed_port_is_used_although_the_next_one_is_taken():
+    async def scenario() -> None:
+        free = StorePort("127.0.0.1")
+        await free.close()
+        with bind_next(free.port + 1, reuse=False):
+            store = StorePort("127.0.0.1", free.port)
+            assert store.port == free.port
+            await store.close()
+
+    asyncio.run(scenario())

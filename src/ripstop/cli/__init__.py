@@ -42,7 +42,7 @@ other commands
   ripstop completion bash|zsh|fish      print the completion script for a shell
   ripstop version                       print the version
 
-See `ripstop COMMAND --help`.
+`ripstop COMMAND --help` explains a command: its flags with their defaults, examples and exit codes.
 """
 JOB_COMMANDS = {  # and their modules in `commands/`
     "page": "page",
@@ -73,7 +73,11 @@ def main(argv: Sequence[str] | None = None, with_handler: Callable[..., int] | N
     try:
         return _dispatch(name, rest, with_handler)
     except HelpRequested as help:
-        print(help, end="")
+        from shutil import get_terminal_size  # rarely needed
+
+        from ripstop.cli.help_text import fit
+
+        print(fit(str(help), get_terminal_size().columns), end="")
         return 0
     except RipstopError as error:
         from ripstop.model.text_formatting import one_line  # rarely needed

@@ -28,6 +28,7 @@ from ripstop.system.network import describe_network_error, enable_keepalive
 from ripstop.system.socket_directory import socket_directories
 
 JOB_HELP = """
+which job
   -j, --job NAME              the job's id, or the name of one of its nodes (the only job on this machine)
   --endpoint HOST[:PORT]      the coordinator's address, for a job on other machines (port 29400).  Give the job's id
                               with --job (none), and its secret in RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE
@@ -35,6 +36,9 @@ JOB_HELP = """
   --json                      print JSON
 
 Defaults are in parentheses.
+
+Exit codes: 0 done; 1 there is no such job, or it did not do what was asked; 2 the command
+line is wrong.
 """
 BASIC_FLAGS = (HELP_FLAG, Flag("--job", "NAME", short="-j"), Flag("--json"))
 JOB_FLAGS = (*BASIC_FLAGS, Flag("--endpoint", "HOST[:PORT]"), Flag("--rdzv-conf", "KEY=VALUE,…"))

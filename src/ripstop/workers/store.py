@@ -3,6 +3,11 @@
 The agent binds the port before it announces it, so that no other process can take it in between.  The store itself,
 torch's TCPStore in its own process, starts at the first connection: a job without store clients has no store process.
 Clients that connect before the store runs wait in the listening socket's queue.
+
+The agent also reserves the next port, for a server inside rank 0: JAX starts one (`ripstop.jax`).  All workers know
+this port without a message.  The reserving socket is bound with SO_REUSEPORT and never listens.  So a server of this
+user that sets SO_REUSEPORT, as gRPC does, can bind the port and gets all its connections.  No other program can.
+With a port that the user has fixed, the next one is reserved only if it is free.
 """
 
 import asyncio
@@ -19,6 +24,7 @@ from ripstop.workers.spawner import ProcessSpec, ServeStore, Starter
 
 log = logging.getLogger("ripstop.workers")
 
+_PAIR_ATTEMPTS = 20  # to find two adjacent free ports
 _BACKLOG = 4096  # all workers may connect before the store runs; the kernel has its own limit
 
 
@@ -27,7 +33,8 @@ class StorePort:
 
     def __init__(self, host: str, port: int = 0) -> None:
         self._host = host
-        self._socket: socket.socket | None = _listen(host, port)
+        self._socket: socket.socket | None
+        self._socket, self._reserved = _listen_and_reserve(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._start: asyncio.Task[None] | None = None
         self._watched: asyncio.AbstractEventLoop | None = None
@@ -78,6 +85,8 @@ class StorePort:
             os.kill(self._pid, signal.SIGKILL)
         await self._has_ended.wait()
         self._close_socket()
+        if self._reserved is not None:
+            self._reserved.close()
 
     def _unwatch(self) -> None:
         if self._watched is not None and self._socket is not None:
@@ -87,6 +96,28 @@ class StorePort:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _listen_and_reserve(host: str, port: int) -> tuple[socket.socket, socket.socket | None]:
+    """A listening socket, and one that reserves the next port."""
+    for _ in range(1 if port else _PAIR_ATTEMPTS):
+        listener = _listen(host, port)
+        if (reserved := _reserve_next(listener)) is not None or port:
+            return listener, reserved
+        listener.close()
+    return _listen(host, port), None
+
+
+def _reserve_next(listener: socket.socket) -> socket.socket | None:
+    address, port, *rest = listener.getsockname()
+    reserved = socket.socket(listener.family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((address, port + 1, *rest))
+    except (OSError, OverflowError):  # the port is taken, or above 65535
+        reserved.close()
+        return None
+    return reserved
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -21,12 +21,17 @@ HELP = f"""\
 usage: ripstop chaos --plan FILE [--seed N] [--report FILE] [FLAGS]
 
 Injects faults into a running job, one at a time, and prints how long the job took to heal from each.  The job must have
-been started with --allow-chaos on every node.  The exit code is 0 if the job healed from every fault that was injected.
+been started with --allow-chaos on every node.  The exit code is 1 if the job did not heal from every fault.
 
+examples
+  ripstop chaos --plan=faults.toml --seed=7 --report=chaos.json
+
+experiment
   --plan FILE                 the faults, as TOML (below)
   --seed N                    order, times and targets; the same seed makes the same schedule (a random one, printed)
   --report FILE               also write the results as JSON
 
+the plan, a TOML file
   every = "20s"               mean time between two faults (30s)
   count = 10                  number of faults (each [[fault]] once)
   heal_within = "60s"         a fault that takes longer is not healed (120s)

@@ -13,15 +13,20 @@ from ripstop.model.errors import HelpRequested, UsageError
 HELP = """\
 usage: ripstop completion bash|zsh|fish
 
-  eval "$(ripstop completion bash)"                                        in ~/.bashrc
-  eval "$(ripstop completion zsh)"                                         in ~/.zshrc, after compinit
-  ripstop completion fish > ~/.config/fish/completions/ripstop.fish        once
+Prints a script with which your shell completes ripstop's commands, flags and values.
+
+examples
+  eval "$(ripstop completion bash)"     in ~/.bashrc
+  eval "$(ripstop completion zsh)"      in ~/.zshrc, after compinit
+  ripstop completion fish > ~/.config/fish/completions/ripstop.fish
+
+Exit codes: 0 done; 2 the shell is unknown.
 """
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
 _ripstop() {
-    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} flags with_value word i
+    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} flags with_value subcommands word i
     [[ $cur == = ]] && cur=
     [[ $prev == = ]] && prev=${COMP_WORDS[COMP_CWORD-2]}
     COMPREPLY=()
@@ -34,6 +39,10 @@ _ripstop() {
         completion) COMPREPLY=($(compgen -W '@SHELLS@' -- "$cur")); return ;;
         *) return ;;
     esac
+    if ((COMP_CWORD == 2)) && [[ -n $subcommands && $cur != -* ]]; then
+        COMPREPLY=($(compgen -W "$subcommands" -- "$cur"))
+        return
+    fi
     for ((i = 2; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
         [[ $word == -* ]] && word=${word//_/-}
@@ -99,7 +108,7 @@ def script(shell: str) -> str:
         "BASH_CHOICES": "\n".join(map(_bash, with_values.values())),
         "ZSH_RUN": _zsh(flags["run"]),
         "ZSH_OTHERS": "\n".join(
-            f"        {command}) _arguments -S \\\n{_zsh(own)}\n            && : ;;"
+            f"        {command}) _arguments -S \\\n{_zsh(own, subcommands(command))}\n            && : ;;"
             for command, own in flags.items()
             if command != "run"
         ),
@@ -119,10 +128,19 @@ def commands_flags() -> dict[str, tuple[Flag, ...]]:
     return found
 
 
+def subcommands(command: str) -> tuple[str, ...]:
+    """The commands of a command such as `ripstop kube`."""
+    if command in JOB_COMMANDS:
+        return ()
+    names: tuple[str, ...] = getattr(import_module(f"ripstop.cli.commands.{command}"), "COMMANDS", ())
+    return names
+
+
 def _bash_flags(command: str, flags: Sequence[Flag]) -> str:
     names = " ".join(name for flag in flags for name in _forms(flag))
     with_value = " ".join(name for flag in flags if flag.metavar for name in _forms(flag))
-    return f"        {command}) flags='{names}' with_value=' {with_value} ' ;;"
+    own = " ".join(subcommands(command))
+    return f"        {command}) flags='{names}' with_value=' {with_value} ' subcommands='{own}' ;;"
 
 
 def _forms(flag: Flag) -> list[str]:
@@ -136,8 +154,8 @@ def _bash(flag: Flag) -> str:
     return f"            {pattern}) COMPREPLY=($(compgen -W '{' '.join(flag.choices)}' -- \"$cur\")) ;;"
 
 
-def _zsh(flags: Iterable[Flag]) -> str:
-    lines: list[str] = []
+def _zsh(flags: Iterable[Flag], names: Sequence[str] = ()) -> str:
+    lines = [f"'1:command:({' '.join(names)})' '*:argument:_files'"] if names else []
     for flag in flags:
         for name in _forms(flag):
             ending = "=" if name.startswith("--") else "+"
@@ -152,7 +170,9 @@ def _zsh(flags: Iterable[Flag]) -> str:
 
 
 def _fish(command: str, flags: Iterable[Flag]) -> str:
-    lines: list[str] = []
+    names = " ".join(subcommands(command))
+    first = f"__fish_seen_subcommand_from {command}; and not __fish_seen_subcommand_from {names}"
+    lines = [f"complete -c ripstop -n '{first}' -f -a '{names}'"] if names else []
     for flag in flags:
         parts = [f"complete -c ripstop -n '__fish_seen_subcommand_from {command}' -l {flag.name.removeprefix('--')}"]
         if flag.short:

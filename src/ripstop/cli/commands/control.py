@@ -13,18 +13,27 @@ RESTART_HELP = f"""\
 usage: ripstop restart [FLAGS]
 
 Restarts all workers of a job in a new round, on the same nodes.  This is not charged to --max-restarts.
+
+examples
+  ripstop restart
 {JOB_HELP}"""
 DRAIN_HELP = f"""\
 usage: ripstop drain NODE [FLAGS]
 
 Removes a node.  The node stops its workers and leaves the job.  The other nodes continue.  NODE is a name that
 `ripstop status` shows, or an unambiguous prefix of one.
+
+examples
+  ripstop drain gpu4
 {JOB_HELP}"""
 SCALE_HELP = f"""\
 usage: ripstop scale N [FLAGS]
 
 Sets the number of nodes that the job uses, within its --nnodes=MIN:MAX.  If it has more nodes, the others become
 spares.  If it has fewer, it adds spares and new nodes.
+
+examples
+  ripstop scale 8
 {JOB_HELP}"""
 STOP_HELP = f"""\
 usage: ripstop stop [--why TEXT] [FLAGS]
@@ -32,17 +41,28 @@ usage: ripstop stop [--why TEXT] [FLAGS]
 Ends a job on all its nodes.  Workers get SIGTERM, and SIGKILL after their --shutdown-timeout.  Agents print a report
 and exit with code 1.
 
+examples
+  ripstop stop --why="wrong learning rate"
+
+end
   --why TEXT                  the reason, for the report
 {JOB_HELP}"""
 TOKEN_HELP = """\
 usage: ripstop token [--job NAME] [--json]
 
-Prints the access token of a job's API, derived from RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id:
+Prints the access token of a job's API, derived from RIPSTOP_TOKEN (or RIPSTOP_TOKEN_FILE) and the job's id.
 
-  curl -H "Authorization: Bearer $(ripstop token --job=job7)" http://head:29400/api/v1/status
+examples
+  curl -H "Authorization: Bearer $(ripstop token --job=job7)" \\
+      http://head:29400/api/v1/status
 
+which job
   -j, --job NAME              the job's id (none)
   --json                      print JSON
+
+Defaults are in parentheses.
+
+Exit codes: 0 done; 2 there is no secret, or the command line is wrong.
 """
 
 

@@ -14,11 +14,16 @@ from ripstop.model.errors import HelpRequested, UsageError
 HELP = """\
 usage: ripstop coordinator --rdzv-endpoint=HOST[:PORT] [FLAGS]
 
-Runs the coordinator of a job, without workers, until the job ends.  The nodes use the same endpoint and id:
+Runs the coordinator of a job, without workers, until the job ends.  The nodes use the same endpoint and id.  The loss
+of a training node then never takes the coordinator away.
 
-  ripstop coordinator --rdzv-id=job7 --rdzv-endpoint=head:29400 --nnodes=2:4 --max-restarts=3
-  ripstop run --rdzv-backend=c10d --rdzv-conf=is_host=0 --rdzv-id=job7 --rdzv-endpoint=head:29400 --nnodes=2:4 train.py
+examples
+  ripstop coordinator --rdzv-id=job7 --rdzv-endpoint=head:29400 \\
+      --nnodes=2:4 --max-restarts=3
+  ripstop run --rdzv-id=job7 --rdzv-endpoint=head:29400 --rdzv-backend=c10d \\
+      --rdzv-conf=is_host=0 --nnodes=2:4 train.py
 
+job
   --rdzv-endpoint HOST[:PORT]   address to listen on (port 29400)
   --rdzv-id NAME                the job's id (none)
   --nnodes N | MIN:MAX          number of nodes (1)
@@ -28,8 +33,12 @@ Runs the coordinator of a job, without workers, until the job ends.  The nodes u
   --max-infra-restarts N        how often the job may restart after hangs in one hour; not part of --max-restarts (3)
   --notify-url URL              send a message to this webhook when the job ends, hangs, or has few restarts left
   --allow-chaos                 let operators inject faults into the job (ripstop chaos)
+
+rendezvous
   --rdzv-conf KEY=VALUE,…       as for ripstop run: join_timeout, last_call_timeout, lease, rank_by, target, tls_cert,
                                 tls_key, tls_ca, quarantine_failures, quarantine_window, quarantine_cooldown
+
+output
   --log-dir DIR                 write the job's events to DIR/NAME/job-events.jsonl (no file)
   -q, --quiet                   write only warnings and errors to stderr
   --log-level LEVEL             debug, info, warning or error (info)
@@ -38,6 +47,9 @@ Runs the coordinator of a job, without workers, until the job ends.  The nodes u
 Defaults are in parentheses.  TIME is in seconds, or has a unit: 90s, 10m, 1h.
 Every flag has an environment variable: PET_RDZV_ID=job7.
 RIPSTOP_TOKEN or RIPSTOP_TOKEN_FILE: the job's secret.  OTEL_EXPORTER_OTLP_ENDPOINT: collector for traces.
+
+Exit codes: 0 the job succeeded; 1 it failed or was stopped; 2 the command line is wrong; 128+N signal N stopped the
+coordinator.
 """
 FLAGS = (*JOB_FLAGS, Flag("--log-dir", "DIR"))
 

@@ -18,6 +18,11 @@ usage: ripstop events [-f] [--since N] [FLAGS]
 Prints the events that a job's coordinator keeps, one a line, in the order in which it received them.  With --json, each
 line is a JSON object as in events.jsonl, with the event's number in the job.
 
+examples
+  ripstop events -f           follow the job until it ends
+  ripstop events --json | jq -c 'select(.kind == "round_ended")'
+
+which events
   -f, --follow                continue with new events until the job ends
   --since N                   only events after number N
 {JOB_HELP}"""

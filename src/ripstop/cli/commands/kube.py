@@ -18,6 +18,14 @@ from ripstop.model.errors import HelpRequested, UsageError
 USAGE = """\
 usage: ripstop kube COMMAND …
 
+Runs training jobs on Kubernetes: as ElasticJobs, which an operator keeps alive and resizes, or as plain objects.
+
+examples
+  ripstop kube install --image=registry/ripstop-operator:0.1.0
+  ripstop kube submit --image=registry/train:1 --nnodes=2:4 --gpus=8 train.py
+  ripstop kube logs train -f
+
+commands
   render --image=IMAGE [FLAGS] train.py [ARGS]    print a job's manifests; needs no cluster
   submit --image=IMAGE [FLAGS] train.py [ARGS]    create a job; or submit --file FILE (-f) with rendered manifests
   status [NAME]                                   list all jobs, or show one with its pods and events
@@ -25,23 +33,41 @@ usage: ripstop kube COMMAND …
   stacks NAME [RANK]                              print the stacks of its workers
   scale NAME N                                    set its number of pods
   delete NAME                                     delete the job and its pods
-  install [--image=IMAGE] [--timeout S] [--dry-run]  install the ElasticJob resource and its operator, and wait at most
-                                                  S seconds until the operator runs; 0: do not wait (120)
-  operator [--home NAMESPACE] [--health HOST:PORT]  run the operator, for one namespace or all; --home holds its key
+  install [--image=IMAGE] [--timeout S] [--dry-run]   install the ElasticJob resource and its operator, and wait at most
+                                                      S seconds until the operator runs; 0: do not wait (120)
+  operator [--home NAMESPACE] [--health HOST:PORT]   run the operator, for one namespace or all; --home holds its key
 
+cluster and output
   -n, --namespace NAMESPACE   the job's namespace (kubectl's current one)
   --context NAME              the context in KUBECONFIG (the current one)
   --json                      print JSON instead of YAML or a table
 
 Defaults are in parentheses.  All commands except render --json need: pip install 'ripstop[kubernetes]'.
+`ripstop kube render --help` has the flags of render and submit.
+
+Exit codes: 0 done; 1 the cluster cannot be reached or rejected the request; 2 the command line is wrong.
 """
 RENDER = f"""\
 usage: ripstop kube render|submit --image=IMAGE [FLAGS] SCRIPT [ARGS]
 
-  ripstop kube render --image=registry/train:1 --nnodes=2:4 --gpus=8 --max-restarts=3 train.py --lr 0.1
+Translates a command line of ripstop run to the objects of a job on Kubernetes.  render prints them, and submit creates
+them in the cluster.
 
-{job.HELP}\
-  --json                      print a JSON list instead of YAML
+examples
+  ripstop kube render --image=registry/train:1 --nnodes=2:4 --gpus=8 \\
+      --max-restarts=3 train.py --lr 0.1
+  ripstop kube submit --file=job.yaml
+
+{job.HELP}
+output and cluster
+  --json                      render: print a JSON list instead of YAML
+  -f, --file FILE             submit: create the objects of this file instead
+  --context NAME              submit: the context in KUBECONFIG (the current one)
+
+Defaults are in parentheses.
+
+Exit codes: 0 done; 1 the cluster cannot be reached or rejected the objects; 2 the command
+line is wrong.
 """
 CONTEXT = Flag("--context", "NAME")
 CLUSTER_FLAGS = (HELP_FLAG, Flag("--namespace", "NAMESPACE", short="-n"), CONTEXT)

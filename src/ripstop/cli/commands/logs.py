@@ -19,6 +19,11 @@ usage: ripstop logs [RANK] [-f] [--tail N] [--stream stdout|stderr] [FLAGS]
 Shows the last lines that one worker wrote, or all workers, with [RANK] before each line.  Only output that goes to a
 file is available; stdout needs --tee or --redirects.
 
+examples
+  ripstop logs                the last 100 lines of every worker
+  ripstop logs 3 -f           follow rank 3, across restarts
+
+which output
   -f, --follow                continue with new output, across restarts and with added ranks, until the job ends
   --tail N                    lines of each worker and stream (100)
   --stream NAME               only stdout or only stderr (both)

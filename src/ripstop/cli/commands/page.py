@@ -14,6 +14,11 @@ Opens a job's page in the browser: its state, timeline, ranks, logs, stacks and 
 address of this machine as long as it runs, through the job's socket or endpoint, so the page asks for no token.  A job
 with a secret also has the page at its own address, http://HOST:PORT/, where it asks for the output of `ripstop token`.
 
+examples
+  ripstop page                                            on a machine with a browser
+  ripstop page --no-browser --port=8000                   then, on your laptop: ssh -L 8000:localhost:8000 NODE
+
+where
   --port N                    the port on 127.0.0.1 (any that is free), for example to forward it with ssh -L
   --no-browser                only print the address
 {JOB_HELP}"""

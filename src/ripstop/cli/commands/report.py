@@ -31,6 +31,11 @@ Writes what happened in a job as one HTML page: every failure with its root caus
 nodes.  RUN_DIR is LOG_DIR/RUN_ID of `ripstop run`, FILE is one event file.  Without them, the report is about a running
 job, as far as its coordinator keeps the events.  The same page is written at the end of every job.
 
+examples
+  ripstop report                                          a running job of this machine, so far
+  ripstop report logs/job7 --output=-                     a job that is over, to stdout
+
+output
   -o, --output FILE           where to write the page (job-report.html in RUN_DIR; for a running job, in the current
                               directory); - is stdout
   --json                      print the report as JSON instead of writing the page
@@ -41,7 +46,13 @@ usage: ripstop compare A B [FLAGS]
 Compares two runs: goodput, recoveries, step times and the time lost.  A and B are directories LOG_DIR/RUN_ID of
 `ripstop run`, or event files.
 
+examples
+  ripstop compare logs/before logs/after
+
+output
   --json                      print JSON
+
+Exit codes: 0 done; 1 a run cannot be read; 2 the command line is wrong.
 """
 
 

@@ -33,11 +33,19 @@ from ripstop.model.round import Address
 HELP = """\
 usage: ripstop run [FLAGS] SCRIPT [ARGS]
 
-  ripstop run --standalone --nproc-per-node=8 train.py --lr 0.1         one machine
-  ripstop run --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-id=job7 \\
-      --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py          one to four machines: run it on each
-  ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py     fixed ranks: --node-rank=1 on node 1
-  ripstop run --config=job.toml --dry-run                               show what a file of flags would run
+Starts the workers of one node and keeps them running: restarts them after a failure, and adds and removes nodes.  For
+a job on several machines, run the same command on each.  Flags, variables and their meaning are torchrun's.
+
+examples
+  One machine with eight workers:
+    ripstop run --standalone --nproc-per-node=8 train.py --lr 0.1
+  One to four machines; run this on each:
+    ripstop run --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 \\
+        --rdzv-id=job7 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py
+  Two machines with fixed ranks; on the other, --node-rank=1:
+    ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py
+  Show what a file of flags would run:
+    ripstop run --config=job.toml --dry-run
 
 program
   SCRIPT [ARGS]               run `python -u SCRIPT ARGS`; all arguments after SCRIPT go to the script
@@ -62,13 +70,14 @@ rendezvous
   --nnodes N | MIN:MAX        number of nodes (1)
   --rdzv-backend NAME         c10d: a coordinator listens at the endpoint; etcd: etcd elects the coordinator's node;
                               static: fixed ranks; or an entry point torchrun.handlers of another package (static)
-  --rdzv-endpoint HOST[:PORT] the coordinator's address, the same on all nodes (port 29400); with etcd, the addresses of
-                              its members: HOST[:PORT],…
+  --rdzv-endpoint HOST[:PORT]  the coordinator's address, the same on all nodes (port 29400); with etcd, the addresses
+                               of its members: HOST[:PORT],…
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
   --rdzv-conf KEY=VALUE,…     settings, see below
   --node-rank N               with static: this node's rank; with other backends: the rank it prefers
   --node-label NAME           this node's rack or switch, for rank_by=label
-  --master-addr HOST, --master-port PORT                         with static: the address of node 0 (port 29500)
+  --master-addr HOST          with static: the address of node 0
+  --master-port PORT          with static: the port of the store on node 0 (29500)
   --local-addr HOST           address at which other nodes reach this node
   --api HOST[:PORT]           serve the API of a one-node job over the network; needs RIPSTOP_TOKEN (port 29480)
 
@@ -100,9 +109,9 @@ output
   --log-dir DIR               directory for logs; /dev/null keeps none (a new temporary directory)
   -r, --redirects WHICH       streams that go to files: 0 none, 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2 (0)
   -t, --tee WHICH             streams that go to files and to the console, in the same form (0)
-  --local-ranks-filter RANK,…            show only these workers on the console
-  --duplicate-stdout-filters WORD,…      also write lines of --tee with one of these words to filtered_stdout.log
-  --duplicate-stderr-filters WORD,…      the same for stderr, to filtered_stderr.log
+  --local-ranks-filter RANK,…  show only these workers on the console
+  --duplicate-stdout-filters WORD,…  also write lines of --tee with one of these words to filtered_stdout.log
+  --duplicate-stderr-filters WORD,…  the same for stderr, to filtered_stderr.log
   --logs-specs NAME           a plugin that chooses the log files (entry point torchrun.logs_specs)
   -q, --quiet                 of ripstop's own lines, write only warnings and errors; no live line at a terminal
   --log-level LEVEL           ripstop's own lines: debug (every event), info, warning or error (info)
@@ -138,6 +147,13 @@ Every flag has an environment variable: PET_NNODES=2.  Other variables:
                                                 timer expires, its worker is killed
   NO_COLOR                                      no colours at a terminal
   OTEL_EXPORTER_OTLP_ENDPOINT                   collector for traces, such as http://collector:4318
+
+exit codes
+  0       the job succeeded, or an operator removed this node
+  1       the job failed or was stopped, or this node could not take part in it
+  2       the command line is wrong, or the coordinator rejected this node
+  128+N   signal N stopped this agent
+
 `ripstop completion bash|zsh|fish` prints a completion script for your shell.
 """
 

@@ -12,6 +12,10 @@ usage: ripstop stacks [RANK] [FLAGS]
 
 Shows the current stack of one worker or of all.  The workers continue.  With --hang-timeout, also shows the collectives
 they are in.
+
+examples
+  ripstop stacks              of all workers
+  ripstop stacks 3            of rank 3
 {JOB_HELP}"""
 
 

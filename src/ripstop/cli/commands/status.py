@@ -16,12 +16,21 @@ usage: ripstop status [FLAGS]
 Shows a job's phase, round, nodes and ranks, and its goodput and the age of its last commit if workers
 report them.
 
+examples
+  ripstop status                                          the only job of this user on this machine
+  ripstop status --job=job7 --endpoint=head:29400         a job on other machines
+
+output
   --markdown                  print it for a chat, a ticket or a notebook
-{JOB_HELP.lstrip(chr(10))}"""
+{JOB_HELP}"""
 METRICS_HELP = f"""\
 usage: ripstop metrics [FLAGS]
 
-Prints a job's metrics in Prometheus' text format: its history, its state, and the resources its workers use.
+Prints a job's metrics in Prometheus' text format: its history, its state, and the resources its workers use.  A
+Prometheus server reads the same text from the coordinator's port, at /metrics.
+
+examples
+  ripstop metrics | grep goodput
 {JOB_HELP}"""
 
 

@@ -10,8 +10,11 @@ usage: ripstop top [FLAGS]
 
 Shows a job live at a terminal of 80x24 or more: its state, ranks, rounds and events.  Keys show a rank's log and stack,
 drain a node and restart the job; `?` lists them.  NO_COLOR turns colours off.
-{JOB_HELP.replace("  --json                      print JSON", "").rstrip()}
-"""
+
+examples
+  ripstop top                                             the only job of this user on this machine
+  ripstop top --job=job7 --endpoint=head:29400            a job on other machines
+{JOB_HELP.replace("  --json                      print JSON" + chr(10), "")}"""
 FLAGS = tuple(flag for flag in JOB_FLAGS if flag.name != "--json")
 
 

@@ -19,6 +19,7 @@ from ripstop.model.errors import UsageError
 from ripstop.model.parsers import ETCD_CONF, IGNORED_CONF, RDZV_CONF, duration, integer, key_values, node_range
 
 HELP = """\
+job
   --name NAME                 the job's name (the name of the script)
   -n, --namespace NAMESPACE   the job's namespace (kubectl's current one)
   --image IMAGE               the container image, with ripstop and the script
@@ -30,9 +31,10 @@ HELP = """\
   --spares N                  additional pods that wait to replace a lost one (0)
   --secret-name NAME          the Secret whose key `token` holds the job's secret (a new one)
   --without-operator KIND     create a `statefulset` or an indexed `job` and a service instead of an ElasticJob
-  These flags of ripstop run become fields of the job: --nnodes, --nproc-per-node, --max-restarts, --restart-window,
-  --shutdown-timeout, --rdzv-conf, --standby, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its
-  output go into the command of the pods.
+
+These flags of ripstop run become fields of the job: --nnodes, --nproc-per-node, --max-restarts, --restart-window,
+--shutdown-timeout, --rdzv-conf, --standby, --rdzv-backend=etcd with --rdzv-endpoint.  Flags about the script and its
+output go into the command of the pods.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),

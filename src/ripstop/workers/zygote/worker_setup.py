@@ -159,10 +159,14 @@ class Worker:
             os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
     def _serve_store(self, host: str, port: int) -> NoReturn:
-        """Serve the round's store here, or in a new interpreter if the zygote has not imported torch."""
+        """Serve the round's store here, or in a new interpreter if the zygote has not imported torch.
+
+        This is the interpreter of the script, because that is where torch is installed.
+        """
         if "torch" not in sys.modules:
+            python = self.request["env"].get("PYTHON_EXEC") or sys.executable
             program = os.path.join(self.zygote.home, "store_process.py")
-            self._exec([sys.executable, "-u", program, host, str(port), str(self.fds[0])])
+            self._exec([python, "-u", program, host, str(port), str(self.fds[0])])
         sys.path.insert(0, self.zygote.import_root)
         from ripstop.workers.zygote.store_process import serve
 
