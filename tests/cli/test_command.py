@@ -6,13 +6,14 @@ import sys
 import pytest
 
 from ripstop.cli import JOB_COMMANDS, main
-from ripstop.cli.commands import kube
+from ripstop.cli.commands import kube, slurm
 from ripstop.cli.commands.completion import commands_flags
 from ripstop.cli.commands.run import HELP
 from ripstop.cli.options.flags import Flag
 from ripstop.protocol.secret import api_token
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl"}
+SUBCOMMANDS = {"kube": kube.COMMANDS, "slurm": slurm.COMMANDS}
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +62,7 @@ def test_help_is_printed_on_stdout_with_exit_code_0(
 def test_a_commands_help_names_every_flag_and_fits_a_wide_terminal(
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
+    for arguments in [[command, each] for each in SUBCOMMANDS[command]] if command in SUBCOMMANDS else [[command]]:
         assert main([*arguments, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []
