@@ -44,6 +44,7 @@ from ripstop.model.events import Sink
 from ripstop.model.failure import JobReport
 from ripstop.model.round import Address, Node, Outcome, RankBy
 from ripstop.protocol import secret
+from ripstop.starters.user_key import job_secret
 from ripstop.system.live_line import LiveLine, can_show, has_colors
 from ripstop.telemetry.event_file import JOB_EVENTS, NODE_EVENTS, EventFile
 from ripstop.telemetry.stderr_log import Printer, log_to_stderr
@@ -70,6 +71,8 @@ def run(config: RunConfig, link: Link | None = None) -> int:
     """Run this node's part of the job; a caller that has its own coordinator passes the `link` to it."""
     live = _live_line(config)
     with log_to_stderr(config.own_log, config.notes, with_coordinator=config.backend is not Backend.LOCAL, live=live):
+        if config.user_key is not None:
+            config = replace(config, token=job_secret(config.user_key))
         directory = LogDirectory(config.logs, config.run_id)
         if config.checkpoints is not None:
             make_writable(config.checkpoints.directory)

@@ -467,8 +467,15 @@ def test_an_idle_agent_leaves_immediately() -> None:
 
 def test_a_second_signal_kills_the_workers() -> None:
     agent = running_agent()
-    on(agent, SignalReceived(15))
-    assert on(agent, SignalReceived(15)) == [StopWorkers(1, 15, 0.0, "second signal")]
+    on(agent, SignalReceived(15), 10.0)
+    assert on(agent, SignalReceived(15), 11.0) == [StopWorkers(1, 15, 0.0, "second signal")]
+
+
+def test_the_same_signal_again_within_a_second_is_the_same_request() -> None:
+    agent = running_agent()
+    on(agent, SignalReceived(15), 10.0)
+    assert on(agent, SignalReceived(15), 10.9) == []
+    assert on(agent, SignalReceived(2), 10.9) == [StopWorkers(1, 2, 0.0, "second signal")]
 
 
 def test_a_leaving_agent_starts_no_other_round() -> None:

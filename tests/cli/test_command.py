@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ripstop.cli import JOB_COMMANDS, main
-from ripstop.cli.commands import kube
+from ripstop.cli.commands import kube, slurm
 from ripstop.cli.commands.completion import commands_flags
 from ripstop.cli.commands.run import HELP
 from ripstop.cli.help_text import fit
@@ -14,6 +14,7 @@ from ripstop.cli.options.flags import Flag
 from ripstop.protocol.secret import api_token
 
 HEAVY = {"torch", "aiohttp", "asyncio", "argparse", "importlib.metadata", "logging", "subprocess", "ssl"}
+SUBCOMMANDS = {"kube": kube.COMMANDS, "slurm": slurm.COMMANDS}
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +64,7 @@ def test_a_commands_help_has_every_flag_an_example_and_the_exit_codes_in_80_colu
     command: str, flags: tuple[Flag, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for arguments in [[command, each] for each in kube.COMMANDS] if command == "kube" else [[command]]:
+    for arguments in [[command, each] for each in SUBCOMMANDS[command]] if command in SUBCOMMANDS else [[command]]:
         assert main([*arguments, "--help"]) == 0
     help = capsys.readouterr().out
     assert [flag.name for flag in flags if flag.name != "--help" and flag.name not in help] == []

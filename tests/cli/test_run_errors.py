@@ -210,7 +210,7 @@ def error_of(arguments: str, capsys: pytest.CaptureFixture[str], command: str = 
         ),
         (
             "--rdzv-backend=zeus train.py",
-            "--rdzv-backend=zeus: unknown backend; write c10d, etcd or static, or install the package that "
+            "--rdzv-backend=zeus: unknown backend; write c10d, etcd, static or slurm, or install the package that "
             "provides it as an entry point torchrun.handlers",
         ),
         (f"{C10D}: train.py", "--rdzv-endpoint=node0:: no port after the colon; write --rdzv-endpoint=node0:29400"),

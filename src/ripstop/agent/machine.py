@@ -10,7 +10,7 @@
 4.  Healthy workers continue while the coordinator is unreachable.  An agent that needs the coordinator gives up after a
     timeout.  It exits 0 if all its workers have succeeded by then.
 5.  On a signal the agent leaves: it reports that, stops its workers with the same signal, and exits 128 + n.  A second
-    signal kills the workers immediately.
+    signal kills the workers immediately; the same one within a second does not, because srun may pass on a copy.
 6.  A node offers itself to the job only after it has passed one health check; it gives up if none passes within the
     join timeout.  Later it only reports its problems: the coordinator decides if the job needs the node anyway.
 7.  A node that is ready offers a port for the store of a later round.  An offer is valid for one connection and one
@@ -77,6 +77,7 @@ from ripstop.protocol.messages import (
 SIGTERM = 15
 SIGNAL_NAMES = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", SIGTERM: "SIGTERM"}
 FINAL_REPORT_TIMEOUT_S = 5.0  # wait for the coordinator's report when the job's end is known without it
+REPEATED_SIGNAL_S = 1.0
 WAIT_LOG_DELAY_S = 5.0  # a shorter wait for the coordinator is not logged
 
 
@@ -131,6 +132,7 @@ class Agent:
         self._replica_port = 0  # takes copies of another node's training state; 0: none
         self._failures: tuple[Failure, ...] = ()
         self._leave_signal = 0
+        self._signalled_at = 0.0
         self._closing: Closing | None = None
         self._exit: ExitAgent | None = None  # to execute when the workers have stopped
         self._is_connected = False
@@ -234,7 +236,7 @@ class Agent:
             case WorkersStopped(round) if self._has_workers_of(round) and self.state is WorkersState.STOPPING:
                 return self._on_workers_stopped()
             case SignalReceived(signum):
-                return self._on_signal(signum)
+                return self._on_signal(signum, now)
             case Tick():
                 due = self.deadline()
                 if due is not None and now >= due:
@@ -447,15 +449,17 @@ class Agent:
     def _is_leaving(self) -> bool:
         return bool(self._leave_signal or self._closing or self._exit)
 
-    def _on_signal(self, signum: int) -> list[AgentCommand]:
+    def _on_signal(self, signum: int, now: float) -> list[AgentCommand]:
         if self._leave_signal:
-            if self.state is not WorkersState.STOPPING or self.place is None:
+            is_repeated = signum == self._leave_signal and now - self._signalled_at < REPEATED_SIGNAL_S
+            if is_repeated or self.state is not WorkersState.STOPPING or self.place is None:
                 return []
             return [
                 LogLine("second signal: killing the workers"),
                 StopWorkers(self.place.round, signum, 0.0, "second signal"),
             ]
         self._leave_signal = signum
+        self._signalled_at = now
         self._next = None
         why = signal_name(signum)
         out = self._send(Leaving(why))

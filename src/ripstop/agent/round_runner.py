@@ -282,6 +282,7 @@ class RoundRunner:
             role=self._config.role,
             max_restarts=self._config.budget.max_restarts,
             error_file=error_file,
+            earlier_restarts=self._config.earlier_restarts,
             signals=self._config.signals,
             virtual_local_rank=self._config.virtual_local_rank,
             timer_pipe=self._config.timer_pipe,

@@ -39,6 +39,7 @@ control a running job
 
 other commands
   ripstop kube COMMAND                  jobs on Kubernetes: render, submit, status, logs, stacks, scale, delete
+  ripstop slurm render|submit           job scripts for Slurm; in one of your own: srun ripstop run …
   ripstop completion bash|zsh|fish      print the completion script for a shell
   ripstop version                       print the version
 
@@ -57,7 +58,7 @@ JOB_COMMANDS = {  # and their modules in `commands/`
     "chaos": "chaos",
     **dict.fromkeys(("restart", "drain", "scale", "stop", "token"), "control"),
 }
-COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "completion", "version")
+COMMANDS = ("run", "coordinator", *JOB_COMMANDS, "kube", "slurm", "completion", "version")
 SELF_NAMING = ("completion", "version")  # their error messages begin with the command's name
 
 

@@ -58,6 +58,7 @@ def _environment(config: RunConfig, environ: Mapping[str, str], local_rank: int)
         role=config.role,
         max_restarts=config.budget.max_restarts,
         error_file=_error_file(config, local_rank),
+        earlier_restarts=config.earlier_restarts,
         signals=config.signals,
         virtual_local_rank=config.virtual_local_rank,
         timer_pipe=config.timer_pipe,

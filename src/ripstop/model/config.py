@@ -230,6 +230,17 @@ class Handler(Struct, frozen=True):
     conf: tuple[tuple[str, str], ...] = ()
 
 
+class UserKey(Struct, frozen=True):
+    """A file with a key that only this user can read, on all nodes; the job's secret is derived from it.
+
+    `context` tells jobs apart.  The node that `is_creator` makes the file if there is none.
+    """
+
+    path: Path
+    context: str
+    is_creator: bool
+
+
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # stop the agent by default
 
 
@@ -303,6 +314,8 @@ class RunConfig(Redacted, frozen=True):
     tracing: Tracing | None = None  # None: no spans
     notify_url: str = ""  # webhook for messages about the job; "": none
     token: str = ""
+    user_key: UserKey | None = None  # None: `token` is the job's secret
+    earlier_restarts: int = 0  # of this job, before this run of it: how often the cluster requeued it
     tls: Tls | None = None
     api: Address | None = None  # address of the HTTP API of a job on one node; None: no network API
     probe_port: int | None = None  # port of the health probes; None: no probes

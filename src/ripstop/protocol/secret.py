@@ -48,6 +48,11 @@ class ReplicaExchange(Struct, frozen=True):
         return _mac(token, prover, self.run_id, self.sender, str(self.round), self.receiver_nonce, self.sender_nonce)
 
 
+def job_secret(key: str, context: str) -> str:
+    """The secret of one job of the user who has this key."""
+    return _mac(key, "job secret", context)
+
+
 def sign(token: str, run_id: str, text: str) -> str:
     """Sign a text that is stored where others can write."""
     return _mac(token, "signature", run_id, text)

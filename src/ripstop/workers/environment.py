@@ -45,12 +45,16 @@ def worker_environment(
     role: str,
     max_restarts: int,
     error_file: Path,
+    earlier_restarts: int = 0,
     signals: Sequence[str] = STOP_SIGNALS,
     virtual_local_rank: bool = False,
     timer_pipe: Path | None = None,
     socket: str = "",
 ) -> dict[str, str]:
-    """The complete environment of one worker.  On `socket`, if any, it reports its progress to the agent."""
+    """The complete environment of one worker.  On `socket`, if any, it reports its progress to the agent.
+
+    `earlier_restarts` are restarts of the whole job by its cluster.
+    """
     timers = {TIMER_FILE: str(timer_pipe)} if timer_pipe else {}
     reports = {SOCKET: socket} if socket else {}
     return (
@@ -66,7 +70,7 @@ def worker_environment(
             "MASTER_ADDR": place.store.host,
             "MASTER_PORT": str(place.store.port),
             "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+            "TORCHELASTIC_RESTART_COUNT": str(earlier_restarts + place.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),  # for a worker that starts workers itself

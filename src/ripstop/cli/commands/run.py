@@ -23,6 +23,7 @@ from ripstop.cli.options.rendezvous import (
     rendezvous_options,
     with_ranking,
 )
+from ripstop.cli.options.starters import STARTERS, user_key, with_starter
 from ripstop.cli.options.state import replication
 from ripstop.cli.options.tracing import tracing
 from ripstop.model import parsers
@@ -44,6 +45,8 @@ examples
         --rdzv-id=job7 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 train.py
   Two machines with fixed ranks; on the other, --node-rank=1:
     ripstop run --nnodes=2 --node-rank=0 --master-addr=node0 train.py
+  All nodes of a Slurm job:
+    srun --ntasks-per-node=1 ripstop run train.py
   Show what a file of flags would run:
     ripstop run --config=job.toml --dry-run
 
@@ -69,7 +72,9 @@ rendezvous
   --standalone                the job has only this node
   --nnodes N | MIN:MAX        number of nodes (1)
   --rdzv-backend NAME         c10d: a coordinator listens at the endpoint; etcd: etcd elects the coordinator's node;
-                              static: fixed ranks; or an entry point torchrun.handlers of another package (static)
+                              static: fixed ranks; slurm, mpi or aws-batch: read the nodes from the variables of srun,
+                              mpirun or AWS Batch; or an entry point torchrun.handlers of another package (static; slurm
+                              in a step of srun)
   --rdzv-endpoint HOST[:PORT]  the coordinator's address, the same on all nodes (port 29400); with etcd, the addresses
                                of its members: HOST[:PORT],…
   --rdzv-id NAME              the job's id, the same on all nodes (none; random for a job of one node)
@@ -160,7 +165,7 @@ exit codes
 FLAGS = (
     *JOB_FLAGS,
     Flag("--nproc-per-node", "N", choices=("auto", "gpu", "cpu")),
-    Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static")),
+    Flag("--rdzv-backend", "NAME", choices=("c10d", "etcd", "static", *STARTERS)),
     Flag("--standalone"),
     Flag("--node-rank", "N"),
     Flag("--node-label", "NAME", ours=True),
@@ -239,11 +244,12 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> ParsedArguments:
 
 def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered: Collection[str] = ()) -> RunConfig:
     notes: list[str] = []
+    args, start = with_starter(args, environ, os.uname().nodename, notes)
     if "--monitor-interval" in args:
         parsers.duration(*args.labelled("--monitor-interval"))
         notes.append(f"{args.label('--monitor-interval')} has no effect: worker exits are detected without polling")
     program = entrypoint(args, environ, notes)
-    start = start_method(args, program, notes)
+    method = start_method(args, program, notes)
     slots = workers_per_node(args, environ)
     note_omp_threads(environ, slots, notes)
     conf_name = args.label("--rdzv-conf")
@@ -258,7 +264,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         notes.append(f"{args.label('--notify-url')} has no effect with another package's rendezvous handler")
     if handler is not None and "--allow-chaos" in args:
         notes.append(f"{args.label('--allow-chaos')} has no effect with another package's rendezvous handler")
-    rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes)
+    number = start.node_number if start is not None else None
+    rdzv = with_ranking(args, conf, rdzv, environ, os.uname().nodename, notes, number)
     is_local = rdzv.backend is Backend.LOCAL
     elector: Etcd | None = None
     if rdzv.backend is Backend.ETCD:
@@ -275,8 +282,9 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
     api = _api(args, token, tls, local=is_local, notes=notes)
     if tls is not None and alone and api is None:
         notes.append(f"{conf_name} tls_… has no effect on a single node: there are no connections to encrypt")
-    if not token and not alone and (max_nodes > 1 or elector is not None):  # else the coordinator's node creates one
-        token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)
+    key = user_key(start, environ) if not token and (tls is None or tls.ca is None) else None
+    if not token and key is None and not alone and (max_nodes > 1 or elector is not None):
+        token_notes = no_secret_warning(rdzv.endpoint or "the nodes", tls)  # on one node, the coordinator creates one
     replicates, replication_bandwidth = replication(args, notes, max_nodes=max_nodes)
     return RunConfig(
         entry=program,
@@ -297,9 +305,9 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         replication_bandwidth=replication_bandwidth,
         checkpoints=checkpoints(args, notes),
         hang_timeout=hang_timeout(args, notes),
-        start=start,
-        preload=preload(args, start, notes),
-        standby=standby(args, program, start, slots, notes),
+        start=method,
+        preload=preload(args, method, notes),
+        standby=standby(args, program, method, slots, notes),
         logs=logs(args, environ, slots, notes),
         own_log=own_log(args),
         bindings=bindings(args, environ, slots, notes),
@@ -310,6 +318,8 @@ def _configuration(args: ParsedArguments, environ: Mapping[str, str], registered
         tracing=tracing(environ, notes, coordinated=rdzv.backend is not Backend.HANDLER),
         notify_url=notify_url(args),
         token=token or (_random_name() if is_local and api is None else ""),
+        user_key=key,
+        earlier_restarts=start.earlier_restarts if start is not None else 0,
         tls=tls,
         api=api,
         probe_port=probe_port(args, environ),

@@ -82,7 +82,7 @@ def _of_backend(args: ParsedArguments, min_nodes: int, max_nodes: int, notes: li
             _check_etcd(args, backend, notes)
             return RendezvousOptions(Backend.ETCD, node_rank=node_rank, local_addr=local_addr)
     raise UsageError(
-        f"{args.label('--rdzv-backend')}={backend}: unknown backend; write c10d, etcd or static, or install the "
+        f"{args.label('--rdzv-backend')}={backend}: unknown backend; write c10d, etcd, static or slurm, or install the "
         "package that provides it as an entry point torchrun.handlers"
     )
 
@@ -100,8 +100,9 @@ def with_ranking(
     environ: Mapping[str, str],
     hostname: str,
     notes: list[str],
+    started_as: int | None = None,
 ) -> RendezvousOptions:
-    """Add the order of first ranks, and this node's key in it."""
+    """Add the order of first ranks, and this node's key in it; `started_as` is its number if a starter gave one."""
     name = args.label("--rdzv-conf")
     by = rank_by(name, conf)
     if "rank_by" in conf and rdzv.backend in (Backend.LOCAL, Backend.STATIC):
@@ -112,7 +113,8 @@ def with_ranking(
         _note_no_effect(args, ["--node-label"], f"without {name} rank_by=label", notes)
     match by:
         case RankBy.SLOT:
-            number = _node_number(name, rdzv.node_rank, environ, hostname, notes)
+            given = rdzv.node_rank if rdzv.node_rank is not None else started_as
+            number = _node_number(name, given, environ, hostname, notes)
             return replace(rdzv, rank_by=by, node_number=number)
         case RankBy.LABEL if "--node-label" not in args:
             raise UsageError(f"{name} rank_by=label: this node has no label; add one such as --node-label=rack7")
@@ -121,9 +123,9 @@ def with_ranking(
     return replace(rdzv, rank_by=by)
 
 
-def _node_number(name: str, node_rank: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]) -> int:
-    if node_rank is not None:
-        return node_rank
+def _node_number(name: str, given: int | None, environ: Mapping[str, str], hostname: str, notes: list[str]) -> int:
+    if given is not None:
+        return given
     for variable in NODE_NUMBER_VARIABLES:
         if environ.get(variable):
             return integer(variable, environ[variable], minimum=0, maximum=MAX_NODES - 1)

@@ -1,0 +1,47 @@
+"""`ripstop slurm`: jobs on Slurm.  `render` needs no Slurm; `submit` calls sbatch."""
+
+import subprocess
+from collections.abc import Sequence
+
+from ripstop.cli.options.flags import HELP_FLAG
+from ripstop.cli.slurm.job_script import HELP, OWN_FLAGS, job_script, parse_arguments
+from ripstop.model.errors import HelpRequested, UsageError
+
+USAGE = f"""\
+usage: ripstop slurm render|submit [FLAGS] SCRIPT [ARGS]
+
+  ripstop slurm render --nnodes=2:4 --gpus=8 --time=12:00:00 --max-restarts=3 train.py --lr 0.1 > job.sh
+                                                   print a job script; sbatch job.sh starts the job
+  ripstop slurm submit …                           the same, and pass it to sbatch
+  srun --ntasks-per-node=1 ripstop run train.py    without this command, in a job script of your own
+
+{HELP}\
+Defaults are in parentheses.
+"""
+COMMANDS = ("render", "submit")
+FLAGS = (HELP_FLAG, *OWN_FLAGS)
+
+
+def main(argv: Sequence[str]) -> int:
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help", "help"):
+        raise HelpRequested(USAGE)
+    if name not in COMMANDS:
+        raise UsageError(f"slurm {name}: unknown command; write {' or '.join(COMMANDS)}")
+    args = parse_arguments(rest)
+    if "--help" in args:
+        raise HelpRequested(USAGE)
+    script = job_script(args)
+    if name == "submit":
+        return _submit(script)
+    print(script, end="")
+    return 0
+
+
+def _submit(script: str) -> int:
+    try:
+        return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+    except FileNotFoundError:
+        raise UsageError(
+            "slurm submit: there is no sbatch on this machine; submit from a login node, or use ripstop slurm render"
+        ) from None

@@ -1,0 +1,126 @@
+"""Flags that a cluster manager sets: Slurm, MPI or AWS Batch.  Their variables become defaults of the flags.
+
+Rules: (1) only a step of srun is recognized without a flag, and only if no flag about the rendezvous is given; the
+others are named with --rdzv-backend; (2) a flag overrides a variable, except where both describe the same fact: then
+they must agree; (3) a worker of a job inherits the variables, but is no node: nothing is recognized there.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ripstop.cli.options.devices import gpus
+from ripstop.cli.options.flags import ParsedArguments
+from ripstop.model.config import STOP_SIGNALS, UserKey
+from ripstop.model.errors import UsageError
+from ripstop.model.parsers import integer, key_values, node_range
+from ripstop.starters.aws_batch import read_aws_batch
+from ripstop.starters.mpi import is_open_mpi, read_mpi
+from ripstop.starters.slurm import is_step, nodes_without_step, read_slurm
+from ripstop.starters.start import Start
+
+STARTERS = {"slurm": read_slurm, "mpi": read_mpi, "aws-batch": read_aws_batch}
+RENDEZVOUS_FLAGS = (
+    *("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"),
+)
+WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
+KEY_FILE = ".config/ripstop/key"  # in the home directory
+
+
+def with_starter(
+    args: ParsedArguments, environ: Mapping[str, str], hostname: str, notes: list[str]
+) -> tuple[ParsedArguments, Start | None]:
+    """The flags with the starter's defaults, and what it said; None if none is named or recognized."""
+    name = args.text("--rdzv-backend")
+    if "--standalone" in args or (name not in STARTERS and not _is_slurm(args, environ, notes)):
+        return args, None
+    start = STARTERS[name or "slurm"](environ, hostname)
+    _check_node_rank(args, start)
+    texts = {"--rdzv-id": start.run_id} if start.run_id else {}
+    texts["--nproc-per-node"] = str(_workers(start, environ))
+    if start.signals:
+        texts["--signals-to-handle"] = ",".join((*STOP_SIGNALS, *start.signals))
+    if start.nodes > 1:
+        if start.endpoint is None and not args.text("--rdzv-endpoint"):
+            raise UsageError(
+                f"{args.quoted('--rdzv-backend')}: {start.starter} does not say where node 0 is; write "
+                "--rdzv-endpoint=HOST, the node of rank 0"
+            )
+        texts["--rdzv-endpoint"] = str(start.endpoint)
+    found = args.with_defaults(texts, f"{start.starter}'s", ())
+    replaced = {"--rdzv-backend": "c10d", "--nnodes": _nodes(args, start, notes)}
+    if start.nodes > 1:
+        replaced["--rdzv-conf"] = _conf(args, start)
+    return replace(found, texts={**found.texts, **replaced}), start
+
+
+def user_key(start: Start | None, environ: Mapping[str, str]) -> UserKey | None:
+    """The key from which the job's secret is derived; None if the job has one node, or the starter has no name for it.
+
+    The variable HOME is the same on all nodes: starters pass it on.
+    """
+    if start is None or start.nodes == 1 or not start.key_context:
+        return None
+    if not environ.get("HOME"):
+        raise UsageError("HOME is not set: the job's secret comes from a file there; set HOME, or RIPSTOP_TOKEN")
+    return UserKey(Path(environ["HOME"], KEY_FILE), start.key_context, is_creator=start.node_number == 0)
+
+
+def _is_slurm(args: ParsedArguments, environ: Mapping[str, str], notes: list[str]) -> bool:
+    if any(flag in args for flag in RENDEZVOUS_FLAGS) or environ.get(WORKER_VARIABLE):
+        return False
+    outside = nodes_without_step(environ)
+    if not outside and not is_step(environ):
+        return False
+    job = environ["SLURM_JOB_ID"]
+    if is_open_mpi(environ):
+        raise UsageError(
+            f"SLURM_JOB_ID={job} and OMPI_COMM_WORLD_SIZE={environ['OMPI_COMM_WORLD_SIZE']}: mpirun in a Slurm job; "
+            "write srun instead of mpirun, or add --rdzv-backend=mpi --rdzv-endpoint=HOST"
+        )
+    if outside > 1:
+        notes.append(
+            f"SLURM_JOB_ID={job} has {outside} nodes, but srun did not start this process: only this node is used; "
+            "write srun --ntasks-per-node=1 ripstop run … for all"
+        )
+    return not outside
+
+
+def _check_node_rank(args: ParsedArguments, start: Start) -> None:
+    if "--node-rank" not in args:
+        return
+    remedy = f"{start.starter} says that this is node {start.node_number}; leave it out"
+    integer(*args.labelled("--node-rank"), minimum=start.node_number, maximum=start.node_number, remedy=remedy)
+
+
+def _workers(start: Start, environ: Mapping[str, str]) -> int:
+    """One for each GPU that workers may use; one without GPUs."""
+    if start.gpus is not None and "CUDA_VISIBLE_DEVICES" not in environ:
+        return max(start.gpus, 1)
+    return gpus(environ) or 1
+
+
+def _nodes(args: ParsedArguments, start: Start, notes: list[str]) -> str:
+    """--nnodes, with the starter's number of nodes as the maximum."""
+    if "--nnodes" not in args:
+        return str(start.nodes)
+    least, most = node_range(*args.labelled("--nnodes"))
+    flag = args.quoted("--nnodes")
+    if not least <= start.nodes <= most:
+        apart = "--standalone for a job of its own on each node" if most == 1 else f"--nnodes={start.nodes}"
+        raise UsageError(
+            f"{flag}: {start.starter} has started ripstop on {start.nodes} nodes; start it on as many as that, "
+            f"or write {apart}"
+        )
+    if start.nodes < most:
+        notes.append(f"{flag}: {start.starter} has given {start.nodes} nodes, so the job has at most {start.nodes}")
+    return f"{least}:{start.nodes}"
+
+
+def _conf(args: ParsedArguments, start: Start) -> str:
+    """--rdzv-conf, and in it what the node's number decides."""
+    given = key_values(*args.labelled("--rdzv-conf"))
+    ours = {"is_host": str(int(start.node_number == 0)), "rank_by": "slot"}
+    text = args.text("--rdzv-conf")
+    return ",".join(filter(None, (text, *(f"{key}={value}" for key, value in ours.items() if key not in given))))

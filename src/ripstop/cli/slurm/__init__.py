@@ -1,0 +1,1 @@
+"""`ripstop slurm`: from a command line to a job script for sbatch."""
