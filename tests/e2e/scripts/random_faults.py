@@ -79,8 +79,9 @@ def main() -> None:
     while state.step < STEPS:
         for samples, data, target in batches:
             loss = nn.functional.mse_loss(model(data), target)
-            note("samples", state.step + 1, samples=samples.tolist())  # a commit of any rank follows those of all ranks,
-            note("loss", state.step + 1, loss=loss.item().hex())  # because the gradients are added in between
+            # Before the gradients are added: so these lines of all ranks precede the first commit of any rank.
+            note("samples", state.step + 1, samples=samples.tolist())
+            note("loss", state.step + 1, loss=loss.item().hex())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
