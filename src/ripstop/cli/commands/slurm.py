@@ -10,13 +10,21 @@ from ripstop.model.errors import HelpRequested, UsageError
 USAGE = f"""\
 usage: ripstop slurm render|submit [FLAGS] SCRIPT [ARGS]
 
-  ripstop slurm render --nnodes=2:4 --gpus=8 --time=12:00:00 --max-restarts=3 train.py --lr 0.1 > job.sh
-                                                   print a job script; sbatch job.sh starts the job
-  ripstop slurm submit …                           the same, and pass it to sbatch
-  srun --ntasks-per-node=1 ripstop run train.py    without this command, in a job script of your own
+Makes a Slurm job script of a command line of `ripstop run`.  `render` prints it, and `submit` passes it to sbatch.
+
+examples
+  Print a job script, and start the job:
+    ripstop slurm render --nnodes=2:4 --gpus=8 --time=12:00:00 train.py >job.sh
+    sbatch job.sh
+  Without this command, in a job script of your own:
+    srun --ntasks-per-node=1 ripstop run train.py
 
 {HELP}\
 Defaults are in parentheses.
+
+exit codes
+  0  the script was printed, or sbatch has accepted it
+  2  the flags are wrong, or there is no sbatch; with submit, also sbatch's own exit codes
 """
 COMMANDS = ("render", "submit")
 FLAGS = (HELP_FLAG, *OWN_FLAGS)

@@ -25,8 +25,9 @@ HELP = """\
   --drain TIME                send SIGTERM this long before the time limit, so that the script can save (off)
   --requeue                   start the job again after a preemption or a lost node
   --setup COMMAND             a shell command before the job, such as 'source .venv/bin/activate'
-  All flags of ripstop run except those about the rendezvous go into the command.  --nnodes=2:4 becomes --nodes=2-4, and
-  the job goes on when a node is lost.
+
+The other flags are those of ripstop run, except those about the rendezvous.  --nnodes=2:4 becomes --nodes=2-4, and the
+job continues when a node is lost.
 """
 OWN_FLAGS = (
     Flag("--name", "NAME"),
