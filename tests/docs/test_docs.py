@@ -36,6 +36,10 @@ OTHERS = {
     "--prefix",  # of etcdctl
     "--unix-socket",  # of curl
     *("--build-arg", "--with-requirements"),  # of podman and uv
+    *("--ft-cfg-path", "--ft-rank-heartbeat-timeout", "--ft-initial-rank-heartbeat-timeout"),  # of NVRx
+    *("--ft-rank-section-timeouts", "--min-np", "--max-np", "--host-discovery-script"),  # of NVRx, Horovod
+    *("--precheck", "--network-check", "--exclude-straggler", "--node-unit", "--auto-config"),  # of DLRover
+    *("--save-at-breakpoint", "--numa-affinity", "--min-replicas"),  # of DLRover, torchft
 }
 
 
