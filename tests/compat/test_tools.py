@@ -25,12 +25,12 @@ def need(*modules: str) -> None:
         pytest.skip(f"{', '.join(missing)} not installed: pip install -r requirements/tools.txt")
 
 
-def said(*words: str, **env: str) -> list[Any]:
+def said(*words: str, deadline: float = DEADLINE, **env: str) -> list[Any]:
     """The output of this command's workers, by rank; the command must succeed."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": beside}
     done = subprocess.run(
-        words, env=os.environ | offline | env, capture_output=True, text=True, timeout=DEADLINE, check=False
+        words, env=os.environ | offline | env, capture_output=True, text=True, timeout=deadline, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(json.loads(found[0]) for found in re.finditer(r"\[\d+, 2, .*\]$", done.stdout + done.stderr, re.M))
