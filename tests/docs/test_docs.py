@@ -53,6 +53,7 @@ OTHERS = {
         "--overlap",
         "--resv-ports",
         "--signal",
+        "--wait",
     ),  # of Slurm
     "--unix-socket",  # of curl
     *("--build-arg", "--with-requirements"),  # of podman and uv

@@ -113,7 +113,7 @@ def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
     if "--cpus" in args:
         srun.append(f"--cpus-per-task={args.text('--cpus')}")  # srun does not take it from sbatch
     if is_elastic:
-        srun += ["--no-kill", "--kill-on-bad-exit=0"]
+        srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
     texts = [f"{flag.name}={args.text(flag.name)}" if flag.metavar else flag.name for flag in flags]
     return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program)]
