@@ -37,9 +37,12 @@ def test_a_torchrun_line_is_a_readable_job_script() -> None:
         "\n"
         f"{SECRET}\n"
         "\n"
-        "exec srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 \\\n"
+        "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\\n"
         "    ripstop run --nnodes=2:4 --max-restarts=3 \\\n"
-        "    train.py --lr 0.1 'a b'\n"
+        "    train.py --lr 0.1 'a b' || code=$?\n"
+        "# 143: SIGTERM, at a preemption or before the time limit; Slurm does not requeue a job that ends then\n"
+        '[ "${code:-0}" != 143 ] || scontrol requeue "$SLURM_JOB_ID"\n'
+        'exit "${code:-0}"\n'
     )
 
 

@@ -34,6 +34,27 @@ OTHERS = {
     *("--json", "--seconds"),  # of bench/
     *("--node-monitor-grace-period", "--validate"),  # of Kubernetes
     "--prefix",  # of etcdctl
+    *(
+        "--cpus-per-task",
+        "--exact",
+        "--exclusive",
+        "--export",
+        "--gpus-per-node",
+        "--job-name",
+        "--jobid",
+        "--kill-on-bad-exit",
+        "--mem",
+        "--no-kill",
+        "--nodelist",
+        "--nodes",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--overlap",
+        "--resv-ports",
+        "--signal",
+        "--wait",
+    ),  # of Slurm
     "--unix-socket",  # of curl
     *("--build-arg", "--with-requirements"),  # of podman and uv
     *("--ft-cfg-path", "--ft-rank-heartbeat-timeout", "--ft-initial-rank-heartbeat-timeout"),  # of NVRx

@@ -6,6 +6,7 @@ is not shared; (2) a key that others could have read or written is rejected; (3)
 an error after `TIMEOUT_S`.
 """
 
+import logging
 import os
 import secrets
 import stat
@@ -18,6 +19,8 @@ from ripstop.model.config import UserKey
 from ripstop.model.errors import UsageError
 from ripstop.protocol.secret import job_secret as derive
 from ripstop.system.safe_files import check_own_directory
+
+log = logging.getLogger("ripstop")
 
 TIMEOUT_S = 60.0  # file servers may show a new file to other machines up to 60 s later
 POLL_INTERVAL_S = 0.2
@@ -74,7 +77,11 @@ def _create_or_read(path: Path) -> str:
 
 def _wait_for(path: Path, timeout: float) -> str:
     end = time.monotonic() + timeout
+    is_logged = False
     while (text := _read(path)) is None:
+        if not is_logged:
+            log.info("waiting for %s, which the job's first node creates", path)
+        is_logged = True
         if time.monotonic() > end:
             raise UsageError(
                 f"{path}: did not appear within {timeout:g} s, although the job's first node creates it; the nodes "

@@ -23,7 +23,7 @@ HELP = """\
   --cpus N                    CPUs of each node (whole nodes: --exclusive)
   --memory SIZE               memory of each node, as in sbatch: 64G (with --cpus: the cluster's default; else all)
   --drain TIME                send SIGTERM this long before the time limit, so that the script can save (off)
-  --requeue                   start the job again after a preemption or a lost node
+  --requeue                   start the job again after a preemption or a lost node; with --drain, also after its time
   --setup COMMAND             a shell command before the job, such as 'source .venv/bin/activate'
 
 The other flags are those of ripstop run, except those about the rendezvous.  --nnodes=2:4 becomes --nodes=2-4, and the
@@ -50,6 +50,10 @@ MAX_CPUS = 65_536
 MAX_DRAIN_S = 65_535  # sbatch's own limit
 TIME = re.compile(r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}")
 SIZE = re.compile(r"[0-9]+[KMGT]?")
+REQUEUE = """\
+# 143: SIGTERM, at a preemption or before the time limit; Slurm does not requeue a job that ends then
+[ "${code:-0}" != 143 ] || scontrol requeue "$SLURM_JOB_ID"
+exit "${code:-0}\""""
 SECRET = "export RIPSTOP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # the job's secret, new in every run"
 
 
@@ -68,7 +72,12 @@ def job_script(args: ParsedArguments) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(args, least, most)), ""]
     if "--setup" in args:
         lines += [args.text("--setup"), ""]
-    lines += [SECRET, "", " \\\n    ".join(_command(args, is_elastic=least < most))]
+    command = " \\\n    ".join(_command(args, is_elastic=least < most))
+    lines += [SECRET, ""]
+    if "--requeue" in args:
+        lines += [f"{command} || code=$?", REQUEUE]
+    else:
+        lines.append(f"exec {command}")  # a signal to the batch script reaches srun, which passes it on
     return "\n".join(lines) + "\n"
 
 
@@ -99,12 +108,12 @@ def _options(args: ParsedArguments, least: int, most: int) -> list[str]:
 
 
 def _command(args: ParsedArguments, *, is_elastic: bool) -> list[str]:
-    """The lines of the command.  `exec`: a signal to the batch script reaches srun, which passes it on."""
-    srun = ["exec srun", "--ntasks-per-node=1"]
+    """The lines of the command."""
+    srun = ["srun", "--ntasks-per-node=1"]
     if "--cpus" in args:
         srun.append(f"--cpus-per-task={args.text('--cpus')}")  # srun does not take it from sbatch
     if is_elastic:
-        srun += ["--no-kill", "--kill-on-bad-exit=0"]
+        srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]  # a cluster may have other defaults
     flags = [flag for flag in RUN_FLAGS if flag.name in args]
     texts = [f"{flag.name}={args.text(flag.name)}" if flag.metavar else flag.name for flag in flags]
     return [" ".join(srun), " ".join(["ripstop run", *map(quote, texts)]), join(args.program)]

@@ -1,0 +1,151 @@
+"""Jobs on a real Slurm."""
+
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, wait_until
+from tests.slurm.cluster import RIPSTOP, Cluster, needs_slurm, running_cluster
+
+WORKER = Path(__file__).parent / "worker.py"
+STATE = SCRIPTS / "state.py"
+RUN = f"{RIPSTOP} run --log-dir=logs"
+SRUN = "srun --ntasks-per-node=1"
+CONF = "--rdzv-conf=last_call_timeout=2"
+
+pytestmark = needs_slurm
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("slurm"), 4) as cluster:
+        yield cluster
+
+
+def batch(*lines: str, options: str = "") -> str:
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options.split()), *lines]) + "\n"
+
+
+def started(output: str) -> list[str]:
+    return sorted(re.findall(r"(n\d rank=\d/\d) run=\S+ restarts=\d+ started", output))
+
+
+def test_srun_needs_no_flags(cluster: Cluster) -> None:
+    done = cluster.run(*SRUN.split(), "-N3", "--nodelist=n[1,3-4]", *RUN.split(), str(WORKER), "--once")
+    assert done.returncode == 0, done.stderr
+    assert started(done.stdout) == ["n1 rank=0/3", "n3 rank=1/3", "n4 rank=2/3"]
+    assert len(re.findall(r"run=\d+\.0 restarts=0 started secret=\[\]", done.stdout)) == 3
+    key = cluster.home / ".config" / "ripstop" / "key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert "anyone" not in done.stderr
+
+
+def test_several_tasks_a_node_are_an_error(cluster: Cluster) -> None:
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=2", *RUN.split(), str(WORKER), "--once")
+    assert done.returncode == 2
+    assert "2 tasks on one node; ripstop needs one and starts the workers itself" in done.stderr
+
+
+def rendered(cluster: Cluster, *flags: str) -> str:
+    """A script of `ripstop slurm render` with this checkout's ripstop, and without a home directory."""
+    line = ["slurm", "render", "--log-dir=logs", *flags, str(WORKER)]
+    script = cluster.run(*RIPSTOP.split(), *line).stdout
+    assert "ripstop run" in script
+    return script.replace("ripstop run", f"env HOME=/nowhere {RIPSTOP} run")
+
+
+@pytest.mark.long
+def test_a_rendered_script_runs_a_job_without_a_shared_home(cluster: Cluster) -> None:
+    script = rendered(cluster, "--nnodes=2", "--cpus=2", "--memory=100M").replace("worker.py", "worker.py --once")
+    job = cluster.submit(script)
+    assert job.wait_until_over() == "COMPLETED", job.output
+    assert started(job.output) == ["n1 rank=0/2", "n2 rank=1/2"]
+    assert "secret=['" not in job.output
+
+
+@pytest.mark.long
+def test_with_no_kill_the_job_goes_on_without_a_lost_node(cluster: Cluster) -> None:
+    job = cluster.submit(
+        batch(
+            f"{SRUN} --no-kill --kill-on-bad-exit=0 {RUN} {CONF} --nnodes=2:4 {WORKER}", options="--nodes=2-4 --no-kill"
+        )
+    )
+    try:
+        job.wait_for("started", 4)
+        cluster.kill_node("n3")
+        job.wait_for(r"rank=\d/3 run=\S+ restarts=0 started", 3)
+        job.wait_for("Node failure on n3")
+        assert job.state() == "RUNNING"
+    finally:
+        job.cancel()
+        cluster.start_node("n3")
+    assert len(re.findall("rank=./3 .* saved after SIGTERM", job.output)) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "signal"),
+    [
+        ("", "SIGTERM"),
+        ("--signal=USR1@30", "SIGUSR1"),
+        ("--signal=B:USR1@30", "SIGUSR1"),
+        ("--signal=TERM@30", "SIGTERM"),
+    ],
+)
+def test_workers_can_save_before_the_time_limit(cluster: Cluster, option: str, signal: str) -> None:
+    job = cluster.submit(batch(f"exec {SRUN} {RUN} {WORKER}", options=f"--nodes=2 --time=1 {option}"))
+    job.wait_for("started", 2)
+    job.wait_for(f"saved after {signal}", 2, timeout=200)
+    job.wait_until_over()
+    assert "second signal" not in job.output
+
+
+@pytest.mark.long
+def test_a_preempted_job_saves_and_goes_on_counting_when_it_is_requeued(cluster: Cluster) -> None:
+    job = cluster.submit(rendered(cluster, "--nnodes=4", "--requeue"))
+    job.wait_for(r"rank=\d/4 run=\S+ restarts=0 started", 4)
+    urgent = cluster.submit(batch("true"), "--partition=urgent", "--nodes=4", "--exclusive")
+    job.wait_for("restarts=0 saved after SIGTERM", 4)
+    assert urgent.wait_until_over() == "COMPLETED"
+    job.release()
+    job.wait_for(rf"rank=\d/4 run={job.number}\.0 restarts=1 started", 4)
+    job.cancel()
+
+
+@pytest.mark.long
+def test_a_rendered_job_with_drain_and_requeue_goes_on_after_its_time_limit(cluster: Cluster) -> None:
+    job = cluster.submit(rendered(cluster, "--nnodes=2", "--cpus=2", "--time=1", "--drain=30", "--requeue"))
+    job.wait_for("restarts=0 saved after SIGTERM", 2, timeout=200)
+    job.release()
+    job.wait_for("restarts=1 started", 2)
+    job.cancel()
+
+
+@pytest.mark.long
+def test_training_state_goes_on_after_a_requeue(cluster: Cluster) -> None:
+    losses, checkpoints = cluster.folder / "losses", cluster.folder / "checkpoints"
+    flags = f"--checkpoint-dir={checkpoints} --checkpoint-interval=0.001"
+    job = cluster.submit(
+        batch(
+            f"export LOSSES={losses} STEPS=40",
+            '[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || export HOLDS=20:2',
+            f"exec {SRUN} {RUN} {flags} {STATE}",
+            options="--nodes=2 --requeue --open-mode=append",
+        )
+    )
+    held = [Path(f"{losses}.held{rank}-20") for rank in range(2)]
+    wait_until(lambda: all(map(Path.exists, held)) or None, why=lambda: job.output)
+    wait_until(lambda: any((checkpoints / "state").glob("commit-*")) or None, why=lambda: job.output)
+    cluster.run("scontrol", "requeue", str(job.number))
+    job.release()
+    assert job.wait_until_over(timeout=240) == "COMPLETED", job.output
+    for rank in range(2):
+        lines = Path(f"{losses}.{rank}").read_text().splitlines()
+        assert lines[0] == "# started at 0"
+        restored = re.fullmatch(r"# restored at (\d+)", next(line for line in lines[1:] if line.startswith("#")))
+        assert restored is not None
+        assert 0 < int(restored[1]) <= 20
+        assert lines[-1].startswith("40 ")
