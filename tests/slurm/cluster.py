@@ -18,13 +18,14 @@ import pytest
 
 from tests.e2e.harness import free_port, wait_until
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "munged", "unshare")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "munged", "unshare", "setpriv")
 needs_slurm = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)),
     reason="needs root and Slurm: apt install slurmctld slurmd slurm-client munge",
 )
 RIPSTOP = f"{sys.executable} -m ripstop"
 NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--propagation=slave", "--mount-proc", "--uts")
+WITH_TEST = ("setpriv", "--pdeathsig=KILL")  # a process ends with the test process, even if that is killed
 BECOME = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && { "$@" & wait; }'  # the shell reaps what is left
 CONFIGURATION = """\
 ClusterName=test
@@ -166,7 +167,12 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.err").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                [*WITH_TEST, *command],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
 
