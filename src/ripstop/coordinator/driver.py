@@ -58,6 +58,10 @@ class Session(Struct, frozen=True, eq=False):
     def receive(self, message: FromAgent) -> None:
         self.coordinator.receive(self, message)
 
+    def renew(self) -> None:
+        """The node sent a heartbeat."""
+        self.coordinator.renew(self)
+
     def detach(self, *, returning: bool = False) -> None:
         """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
         self.coordinator.detach(self, returning=returning)
@@ -113,6 +117,13 @@ class Coordinator:
                 self._on_reply(session.node, message)
             case _:
                 self._feed(job_types.NodeMessage(session.node, message))
+
+    def renew(self, session: Session) -> None:
+        """A heartbeat; almost always, it renews the node's lease and changes nothing else."""
+        if self._sessions.get(session.node) is not session or not self._may_decide():
+            return
+        if self._timer is None or not self._job.renew(session.node, self._now()):
+            self._feed(job_types.NodeMessage(session.node, Heartbeat()))
 
     def detach(self, session: Session, *, returning: bool) -> None:
         if self._sessions.get(session.node) is session:

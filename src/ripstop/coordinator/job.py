@@ -95,6 +95,7 @@ class Job:
         self.awaiting_stop: set[str] = set()  # nodes whose failures the report waits for
         self.is_ended = False
         self._now = now  # the time of the last event: everything due by then is done
+        self._next_due: float | None = now  # the deadline after the last event; heartbeats only make it later
         self.events: list[events.Event] = []  # to record, of the current event
         self.commands: list[JobCommand] = []  # the other commands of the current event
 
@@ -106,6 +107,9 @@ class Job:
 
     def on(self, event: JobInput, now: float) -> list[JobCommand]:
         """Handle one event; the driver executes the commands in order."""
+        match event:
+            case job_types.NodeMessage(node, messages.Heartbeat()) if self.renew(node, now):
+                return []
         due = self.deadline()
         if due is not None and now - due >= LATE_TICK_S:
             self._extend_deadlines(now, late=now - due)
@@ -127,7 +131,17 @@ class Job:
             self.events += (events.UnhealthyNodeRetained(*kept) for kept in self.membership.newly_retained())
         out = [*map(RecordEvent, self.events), *self.commands]
         self.events, self.commands = [], []
+        self._next_due = self.deadline()
         return out
+
+    def renew(self, node: str, now: float) -> bool:
+        """Renew the lease of a node that sent a heartbeat.  False: time-outs are due, so `on` must handle it."""
+        if self._next_due is not None and now >= self._next_due:
+            return False
+        self._now = now
+        if node in self.members and self.phase is not Phase.CLOSED:
+            self.liveness.renew(node, now)
+        return True
 
     def send(self, node: str, message: messages.FromCoordinator) -> None:
         self.commands.append(Send(node, message))

@@ -30,7 +30,6 @@ class UnauthenticatedConnections:
         self._limit = _limit(nodes)
         self.rejections = rejections
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
-        self._pre_authenticated: set[Connection] = set()
         self._has_room = asyncio.Event()
 
     def add(self, connection: Connection) -> None:
@@ -39,20 +38,9 @@ class UnauthenticatedConnections:
 
     def remove(self, connection: Connection) -> None:
         """The connection is authenticated or closed; unknown ones are ignored."""
-        self._pre_authenticated.discard(connection)
         if timer := self._timers.pop(connection, None):
             timer.cancel()
             self._has_room.set()
-
-    def mark_pre_authenticated(self, connection: Connection) -> None:
-        """The first request of the connection has passed pre-authentication, so it may become an agent's."""
-        self._pre_authenticated.add(connection)
-
-    def use_pre_authentication(self, connection: Connection) -> bool:
-        """Whether the connection may become an agent's; true once."""
-        allowed = connection in self._pre_authenticated
-        self._pre_authenticated.discard(connection)
-        return allowed
 
     def close_all(self) -> None:
         for connection in list(self._timers):

@@ -168,6 +168,7 @@ class WebSocketLink:
             ws = await http.ws_connect(
                 url,
                 timeout=timeout,
+                autoping=False,  # a heartbeat is a Pong that nobody asked for; `websocket.receive` returns it
                 max_msg_size=MAX_FRAME_BYTES + 1,
                 ssl=self._tls or True,
                 headers={websocket.PREAUTH_HEADER: encode(self._hello(challenge=""))},
@@ -247,7 +248,8 @@ class WebSocketLink:
         try:
             while (text := await websocket.receive(ws)) is not None:
                 heartbeats.on_received()
-                self._on_message(decode(text, FROM_COORDINATOR))
+                if text:
+                    self._on_message(decode(text, FROM_COORDINATOR))
         except asyncio.CancelledError:
             if not heartbeats.expired:
                 raise
