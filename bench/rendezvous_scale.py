@@ -95,7 +95,7 @@ class Node(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
-        transport.write(UPGRADE % json.dumps({"v": 1, "type": "Hello", **self.hello("")}).encode())
+        transport.write(UPGRADE % encoded("Hello", **self.hello("")))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.welcome and not self.cut:
@@ -159,7 +159,7 @@ class Node(asyncio.Protocol):
             self.transport.write(HEARTBEAT)
 
     def send(self, kind: str, **fields: object) -> None:
-        payload = json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
+        payload = encoded(kind, **fields)
         size = len(payload)
         head = bytes((0x81, 0x80 | size)) if size < 126 else bytes((0x81, 0xFE)) + size.to_bytes(2, "big")
         self.transport.write(head + b"\0\0\0\0" + payload)  # masked with zeros
@@ -167,6 +167,10 @@ class Node(asyncio.Protocol):
     def lose(self) -> None:
         self.cut = True
         self.transport.abort()
+
+
+def encoded(kind: str, **fields: object) -> bytes:
+    return json.dumps({"v": 1, "type": kind, **fields}, separators=(",", ":")).encode()
 
 
 async def ours(size: int) -> dict[str, float]:

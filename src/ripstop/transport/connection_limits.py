@@ -32,6 +32,11 @@ class UnauthenticatedConnections:
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
         self._has_room = asyncio.Event()
 
+    @property
+    def room(self) -> int:
+        """How many more connections may be accepted now."""
+        return self._limit - len(self._timers)
+
     def add(self, connection: Connection) -> None:
         timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._on_timeout, connection)
         self._timers[connection] = timer

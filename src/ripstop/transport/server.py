@@ -14,6 +14,7 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import Iterator
 
 from aiohttp import web
 
@@ -37,6 +38,7 @@ from ripstop.transport.tls import describe_tls_error, starts_tls
 from ripstop.transport.websocket import AGENT_PATH, FLUSH_TIMEOUT_S
 
 READ_BUFFER_BYTES = 64 * 1024  # for all agents: each reads and handles its bytes in one step
+ACCEPT_BATCH = 32
 ACCEPT_RETRY_S = 0.1  # after an error, such as no free descriptor
 TLS_REQUIRED = b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: TLS/1.3\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -116,15 +118,28 @@ class Server:
                 self._rejections.log("this machine", f"cannot accept connections: {error.strerror}", kind="accept")
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
+            await asyncio.gather(*map(self._start_connection, (connection, *self._accept_more())))
+
+    def _accept_more(self) -> Iterator[socket.socket]:
+        """Connections that wait too.  A turn of the event loop for each of them would be slow if it has much to do."""
+        for _ in range(min(ACCEPT_BATCH, self._unauthenticated.room) - 1):
             try:
-                if self._tls is not None:
-                    self._start_tls(connection, self._tls)
-                    await asyncio.sleep(0)  # let other tasks run between many new connections
-                    continue
-                transport, _ = await loop.connect_accepted_socket(self._preauth, connection)
-            except OSError:
-                connection.close()
-                continue
+                connection, _ = self._listening.accept()
+            except OSError:  # there is no other one; a real error comes again
+                return
+            connection.setblocking(False)
+            yield connection
+
+    async def _start_connection(self, connection: socket.socket) -> None:
+        if self._tls is not None:
+            self._start_tls(connection, self._tls)
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.connect_accepted_socket(self._preauth, connection)
+        except OSError:
+            connection.close()
+        else:
             self._unauthenticated.add(transport)
 
     def _start_tls(self, connection: socket.socket, tls: ssl.SSLContext) -> None:
