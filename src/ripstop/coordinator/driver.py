@@ -58,10 +58,6 @@ class Session(Struct, frozen=True, eq=False):
     def receive(self, message: FromAgent) -> None:
         self.coordinator.receive(self, message)
 
-    def renew(self) -> None:
-        """The node sent a heartbeat."""
-        self.coordinator.renew(self)
-
     def detach(self, *, returning: bool = False) -> None:
         """The connection closed.  The job ignores this if the node announced that it returns: its lease covers it."""
         self.coordinator.detach(self, returning=returning)

@@ -87,6 +87,7 @@ class Job:
         self.failure_policy = failure_policy.FailurePolicy(settings.budget, settings.timing.lease)
         self.replication = replication_plan.ReplicationPlan()
         self.recovered_place: Place | None = None  # the first place that was reported of a round to recover
+        self.last_return = now  # of a node of that round
         self.phase_since = now
         self.why = "first round"  # the reason for the current phase
         self.last_failure = ""  # why the last failed round ended
@@ -207,9 +208,8 @@ class Job:
                 self.commands.append(Disconnect(node))
 
     def _on_replicated(self, node: str, report: messages.Replicated, now: float) -> None:
-        partnered = {name for name, place in self.places.items() if place.partner}
         before = self.replication.complete(report.state)
-        for name, request in self.replication.on_report(node, report, partnered, now):
+        for name, request in self.replication.on_report(node, report, self.membership.partnered, now):
             self.commands += [Send(n, request) for n in (self.members if name is None else [name])]
         now_complete = self.replication.complete(report.state)
         if now_complete is not None and (before is None or before.round < now_complete.round):
@@ -254,6 +254,7 @@ class Job:
             recovery.adopt(self, held, now)
         if self.phase is Phase.RECOVERING and held is not None and recovery.is_recovered(self, held):
             self.membership.set_place(node, held, now)
+            self.last_return = now
         if held is None or held != self.places.get(node):
             if self.phase is Phase.RUNNING and node in self.places:
                 self._assign_again(node, join, now)
@@ -370,6 +371,7 @@ class Job:
         self.liveness.extend(now)
         self.failure_policy.extend(now)
         self.phase_since += late
+        self.last_return += late
 
     def _remove(self, node: str, why: str, now: float, *, lost: bool = True) -> None:
         if node not in self.members:

@@ -21,8 +21,9 @@ from ripstop.protocol.messages import FROM_AGENT, FromCoordinator, Heartbeat, Jo
 from ripstop.transport.agent_authentication import AgentAuthentication
 from ripstop.transport.frames import (
     AGENT_HEARTBEAT_SIZE,
-    AGENT_HEARTBEAT_START,
     HEARTBEAT,
+    MASKED,
+    PONG_START,
     FrameReader,
     Opcode,
     close_frame,
@@ -86,14 +87,12 @@ class AgentConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if (
-            nbytes == AGENT_HEARTBEAT_SIZE
-            and self._buffer[:2] == AGENT_HEARTBEAT_START
-            and not self._frames.is_within_frame
-        ):
+        data = self._buffer
+        is_heartbeat = nbytes == AGENT_HEARTBEAT_SIZE and data[0] == PONG_START and data[1] == MASKED
+        if is_heartbeat and not self._frames.is_within_frame:
             self._on_heartbeat()
         else:
-            self._on_data(bytes(self._buffer[:nbytes]))
+            self._on_data(bytes(data[:nbytes]))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._detach(returning=False)
@@ -131,7 +130,7 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def _on_heartbeat(self) -> None:
         if self._session is not None:
-            self._session.renew()
+            self._coordinator.renew(self._session)
             if not self._transport.get_write_buffer_size():
                 self._transport.write(HEARTBEAT)
 

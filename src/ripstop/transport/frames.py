@@ -15,7 +15,7 @@ from ripstop.protocol.codec import MAX_FRAME_BYTES
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 HEARTBEAT = b"\x8a\x00"  # from the coordinator
 AGENT_HEARTBEAT_SIZE = 6  # with the mask of an agent's frame
-AGENT_HEARTBEAT_START = b"\x8a\x80"
+PONG_START = 0x8A
 MAX_CONTROL_BYTES = 125
 FINAL = 0x80
 MASKED = 0x80
