@@ -11,6 +11,7 @@ Rules:
 
 import asyncio
 import contextlib
+import logging
 import resource
 
 from ripstop.transport.rejection_log import RejectionLog
@@ -19,6 +20,8 @@ from ripstop.transport.websocket import HANDSHAKE_TIMEOUT_S
 MAX_UNAUTHENTICATED = 1024  # connections, besides one for each node; fewer if file descriptors are short
 RESERVED_DESCRIPTORS = 512  # for the rest of this process
 MIN_HANDSHAKE_S = 0.5
+
+log = logging.getLogger("ripstop.coordinator")
 
 Connection = asyncio.BaseTransport | asyncio.Task[None]  # a transport, or the task of its TLS handshake
 
@@ -110,4 +113,9 @@ def _limit(nodes: int) -> int:
     if soft < 2 * nodes + RESERVED_DESCRIPTORS:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < nodes + RESERVED_DESCRIPTORS:
+        log.warning(
+            "a coordinator of %d nodes needs %d open files, its limit is %d; raise the hard limit (ulimit -Hn)",
+            *(nodes, nodes + RESERVED_DESCRIPTORS, soft),
+        )
     return max(1, min(MAX_UNAUTHENTICATED + nodes, soft - nodes - RESERVED_DESCRIPTORS))
