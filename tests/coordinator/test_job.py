@@ -740,6 +740,13 @@ def test_a_round_is_replaced_when_the_connection_that_offered_its_port_closed() 
     assert job.round == 2
 
 
+def test_a_coordinator_that_is_always_late_still_removes_a_node_that_does_not_return() -> None:
+    job = running("a", "b")
+    on(job, NodeDisconnected("b"), 3.0)
+    assert on(job, Tick(), 4.0) == []  # half a second late: the node may have returned meanwhile
+    assert assigned(on(job, Tick(), 5.0)) == {"a": 0}
+
+
 # rule 8: a new coordinator --------------------------------------------------------------------------------------------
 
 

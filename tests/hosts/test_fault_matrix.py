@@ -207,20 +207,6 @@ def kill_coordinator(bed: Bed) -> None:
     bed.coordinator.wait_for_log("have rejoined")
 
 
-def freeze(bed: Bed) -> None:
-    """The worker is in uninterruptible sleep: no signal ends it, before the test thaws it."""
-    group = Path(f"/sys/fs/cgroup/freezer/ripstop_matrix_{os.getpid()}")
-    if not os.access(group.parent, os.W_OK):
-        pytest.skip("needs the right to make a freezer cgroup (version 1)")
-    group.mkdir()
-    bed.clean_up.append(lambda: wait_until(lambda: _removed(group), 20))
-    bed.undo.append(lambda: (group / "freezer.state").write_text("THAWED"))
-    pid = bed.worker()
-    (group / "cgroup.procs").write_text(str(pid))
-    (group / "freezer.state").write_text("FROZEN")
-    wait_until(lambda: "D (disk sleep)" in Path(f"/proc/{pid}/status").read_text() or None)
-
-
 def take_agents_descriptors(bed: Bed) -> None:
     """The agent may open no file that it has not open, and its worker dies."""
     pid = bed.agent.pid
@@ -297,12 +283,11 @@ FAULTS = (
     Fault("worker: exception", lambda bed: bed.order("raise")),
     Fault("worker: exit code 7", lambda bed: bed.order("exit")),
     Fault("worker: SIGSTOP, with `--hang-timeout=5`", signalled(signal.SIGSTOP), prepare=with_hang_detection),
-    Fault("worker: D state, with `--hang-timeout=5`", freeze, prepare=with_hang_detection),
     Fault("worker: out of memory in its cgroup", lambda bed: bed.order("allocate"), prepare=in_small_cgroup),
     Fault("worker: no file descriptors", take_descriptors),
     Fault("agent: SIGKILL", lambda bed: bed.agent.signal(signal.SIGKILL), one="ends"),
     Fault("agent: SIGSTOP", stop_agent, one="goes on"),
-    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors),
+    Fault("agent: no file descriptors, and a worker gets SIGKILL", take_agents_descriptors, one=None),
     Fault(
         "coordinator: SIGKILL, and it is started again",
         kill_coordinator,
